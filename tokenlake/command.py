@@ -1,4 +1,4 @@
-"""The `tokenlake` command: it finds the command of its first argument and passes on the other arguments.
+"""The `tokenlake` command: it finds the command that its first argument names and passes the other arguments to it.
 
 Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
@@ -11,13 +11,13 @@ from typing import NoReturn
 
 GROUP = "tokenlake.commands"
 
-# Here, because loading a command for its help may need an extra that is not installed when the list is printed.
+# Listed here, because loading the commands to get their help may need extras that are not installed.
 SUMMARIES = {
     "serve": "run the daemon of this node",
-    "replay": "feed a recorded event log through the rules and compare the instructions",
+    "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
     "config": "show each setting, its value and where it came from",
-    "explain": "what became of one request, in tokens, and why the rest was missed",
-    "demo": "three daemons and two engines on this machine, with and without the pool",
+    "explain": "show how many tokens of one request the pool had, and why the others were missed",
+    "demo": "run three daemons and two engines on this machine, with and without the pool",
     "bench": "measure the pool on a workload",
     "workload": "write a workload as a trace file",
 }
@@ -40,7 +40,7 @@ def main() -> NoReturn:
         _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
     try:
         command: Callable[..., object] = entry.load()
-        # A click command, which ends the process. Some need an extra only when they run.
+        # Commands are click commands, which end the process. Some import modules of an extra only when they run.
         command(args=arguments, prog_name=f"tokenlake {name}", standalone_mode=True)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -68,9 +68,10 @@ def _ordered(commands: Collection[str]) -> list[str]:
 
 
 def requirement_of(entry: EntryPoint, missing: str) -> str:
-    """The requirement to install, quoted for a shell. In `tokenlake`: the extra of the command's package, and where
-    that does not include the missing module, the smallest extra that does (an extra that includes another lists its
-    modules too). Otherwise the distribution of the command, whose installation is incomplete."""
+    """The argument of `pip install`, quoted for a shell, that brings the module `missing` to the command `entry`. For a
+    command of the distribution `tokenlake` that is the extra of the command's package and, if that extra lacks the
+    module, also the smallest extra that has it (an extra that includes another lists its modules too). For any other
+    command it is the command's distribution, whose installation is incomplete."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
     modules = _modules_of_extras()
     owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]

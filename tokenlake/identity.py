@@ -30,7 +30,7 @@ NodeId = NewType("NodeId", str)
 """Configured name of a node; survives restarts and changes of address."""
 
 Incarnation = NewType("Incarnation", int)
-"""Grows with every start of a node's daemon."""
+"""Number of one run of a node's daemon; grows with every start."""
 
 Epoch = NewType("Epoch", int)
 """Digest of the ring: members, weights, virtual nodes, run length."""
@@ -42,7 +42,7 @@ SessionId = NewType("SessionId", int)
 """One engine as the daemon knows it; several processes may join it."""
 
 LeaseId = NewType("LeaseId", int)
-"""One promise of a node not to evict what a match found there."""
+"""One lease: the promise of a node not to evict the segments that a match found there."""
 
 WriteId = NewType("WriteId", int)
 """One reservation of slots, from prepare to commit or abort."""

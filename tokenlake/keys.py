@@ -47,7 +47,7 @@ def probe(secret: bytes, fingerprint: Fingerprint) -> bytes:
 
 
 class Prefix:
-    """The keys of one growing prompt. `extend` hashes only new tokens; a last part shorter than a segment waits.
+    """The keys of one growing prompt. `extend` hashes only new tokens, and keeps those that do not fill a segment yet.
 
     Not safe for concurrent `extend`. `keys` is mutated in place and only ever grows.
     """
@@ -69,7 +69,7 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen so far, the waiting tail included."""
+        """Number of tokens appended so far, including those that do not fill a segment yet."""
         return len(self.keys) * self.segment_tokens + len(self._tail) // 4
 
     def extend(self, tokens: TokenIds) -> None:

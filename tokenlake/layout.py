@@ -16,22 +16,24 @@ SCHEMA_VERSION = 1
 """First item of the fingerprint; grows when a field is added or changes its meaning."""
 
 MAX_SHARDS = 8
-"""KV heads are cut in gcd(kv_heads, 8) groups, so tensor parallelism 1, 2, 4 and 8 share with no setting."""
+"""Maximum number of shards of a segment. The KV heads are cut into gcd(kv_heads, 8) groups, so that engines with tensor
+parallelism 1, 2, 4 and 8 share segments without a setting for it."""
 
 MAX_SEGMENT_BYTES = 1 << 31
 """Bound on one slot; a layout beyond it is refused before any memory is reserved."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION_KINDS = ("full", "latent")
-"""Causal attention over the whole prefix: multi-head or grouped-query; or over latent rows (MLA), one KV head whose
-value is the first `value_dim` columns of its key."""
+"""Causal attention over the whole prefix. `full`: multi-head or grouped-query. `latent`: over latent rows (MLA), which
+are one KV head whose value is the first `value_dim` columns of its key."""
 STORAGE_ORDER = "group-layer-kv-head-token-dim"
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identity of the bytes. Two engines share segments when all fields are equal, and never otherwise.
+    """Everything that gives the bytes of a segment their meaning. Two engines share segments when all fields are equal,
+    and never otherwise.
 
-    A segment's slot holds, in this order (design section 4)::
+    A segment's slot holds, in this order::
 
         [head group][layer][K, V][head in group][token][head dim]
 
@@ -131,7 +133,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             layout = msgspec.convert(dict(pairs), cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LayoutRefused(f"layout cannot be read: {error}") from error
-        # A default in place of a missing field would be a guess at the meaning of the bytes.
+        # A missing field is refused: its default would be a guess at the meaning of the segments' bytes.
         sent = [name for name, _ in pairs]
         if sent != list(cls.__struct_fields__):
             raise LayoutRefused(f"layout has the fields {', '.join(sent)}; expected {', '.join(cls.__struct_fields__)}")

@@ -18,8 +18,9 @@ __all__ = ["Liveness"]
 
 
 class Liveness:
-    """Of one connection or peer, for its owner: the owner reports what happened and decides what to refuse. Times are
-    seconds of the owner's clock. Not synchronised: the owner calls it under its own lock."""
+    """Whether one connection or peer is overdue. Its owner reports received bytes and missed deadlines, and decides
+    which requests not to send. Times are seconds of the owner's clock. Not synchronised: the owner calls it under its
+    own lock."""
 
     __slots__ = ("heard_at", "overdue")
 
@@ -27,14 +28,14 @@ class Liveness:
         self.heard_at = -math.inf
         """When the newest bytes were received."""
         self.overdue = False
-        """A deadline passed without the answer, and nothing was received since."""
+        """True from a missed deadline until anything is received."""
 
     def heard(self, now: float) -> None:
-        """Something was received, whatever it says: the other side is in time again."""
+        """Report that bytes were received, of any message: the other side is in time again."""
         self.heard_at = now
         self.overdue = False
 
     def deadline_missed(self, since: float = math.inf) -> None:
-        """A request was not answered by its deadline. `since`: when it was sent, where anything that was received after
-        that proves that the other side is alive; by default every missed deadline makes it overdue."""
+        """Report that a request was not answered by its deadline. The other side is overdue then, unless bytes were
+        received at or after the time `since`; by default such bytes make no difference."""
         self.overdue = self.overdue or self.heard_at < since

@@ -39,13 +39,13 @@ __all__ = [
 SYSTEM_DIRECTORY = "/run/tokenlake"
 DEFAULT_NODE = "local"
 PREFIX, SUFFIX = "tokenlake-", ".sock"
-"""Around the node's name, in the name of its socket."""
+"""The name of a socket is PREFIX, the name of the node, SUFFIX."""
 ROOT = 0
 MAX_LINKS = 40
-"""The limit of Linux."""
+"""Symbolic links that are followed on the way to a socket; Linux has the same limit."""
 
 MAX_NAMED = 8
-"""Sockets that an error names."""
+"""Maximum number of sockets that one error names."""
 
 Look = Callable[[str], os.stat_result]
 """`os.lstat`."""
@@ -154,7 +154,7 @@ def first_reachable(paths: Iterable[str], attempt: Callable[[str], T], list_dire
 
 def no_daemon(paths: Sequence[str], list_directory: ListDirectory, reason: str = "") -> str:
     """The text of the error when no daemon listens at any of `paths`. It names the sockets of daemons in the same
-    directories, because a daemon whose node has another name listens beside the path. `reason`: of the failure."""
+    directories, because the daemon may run under another node name than expected. `reason`: why connecting failed."""
     beside: list[str] = []
     for directory in dict.fromkeys(posixpath.dirname(path) or "." for path in paths):
         try:
@@ -180,8 +180,8 @@ def _own_directories(environ: Mapping[str, str], uid: int) -> tuple[str, ...]:
 
 
 def _private_directory(uid: int) -> str:
-    """For users without a runtime directory, as in most containers. Another user may create it first; daemon and client
-    refuse a directory of another user."""
+    """The directory for the socket of a user without a runtime directory, as in most containers. Another user may
+    create it first; daemon and client refuse a directory of another user."""
     return f"/tmp/tokenlake-{uid}"
 
 

@@ -38,8 +38,8 @@ class Metric:
 
 
 class Counters:
-    """Values of one node's metrics. A metric that was never counted is 0; one with a label is the sum over its
-    values."""
+    """Values of one node's metrics. A metric that was never counted is 0; the value of a metric with a label is the sum
+    over all values of the label."""
 
     __slots__ = ("_by_label", "_values")
 
@@ -60,7 +60,7 @@ class Counters:
         self.add(metric, amount)
 
     def by_label(self, metric: Metric) -> dict[str, int]:
-        """By value of the label; a copy."""
+        """The counts of a metric with a label, by value of the label; a copy."""
         return dict(self._by_label.get(metric, {}))
 
     def __getitem__(self, metric: Metric) -> int:

@@ -1,7 +1,7 @@
 """Consistent hashing with virtual nodes: it names the two candidates of a segment key.
 
-A key is a uniform hash already, so its own bytes are the two hash values: bytes 0..8 name the directory node,
-bytes 8..16 the other candidate.
+A segment key is a uniform hash already, so its own bytes are the two places on the circle: bytes 0..8 name the
+directory node, bytes 8..16 the other candidate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from tokenlake.keys import KEY_BYTES
 __all__ = ["VIRTUAL_NODES", "Ring"]
 
 VIRTUAL_NODES = 128
-"""Per node of average weight; the standard deviation of a node's share is then about 9 % (1 / sqrt(128))."""
+"""Virtual nodes per node of average weight; the standard deviation of a node's share of the keys is then about 9 %
+(1 / sqrt(128))."""
 
 
 FEW = 12
-"""Up to so many keys are looked up one by one; the fixed cost of an array is that of about as many."""
+"""Up to this number of keys is looked up one by one, more keys by numpy, whose fixed cost is that of about as many."""
 
 
 class _Circle(NamedTuple):
-    """Points in ascending order, and for each the member that owns it and the next other member; beyond the last point
-    the circle begins again. Both as arrays (members by index), for many keys, and as lists, for a few."""
+    """The virtual nodes: their points in ascending order, and for each point the member that it belongs to and the next
+    other member; after the last point comes the first. All three as arrays (members by index), to look up many keys,
+    and as lists, to look up a few."""
 
     points: NDArray[np.uint64]
     owner: NDArray[np.int64]
@@ -42,7 +44,8 @@ class _Circle(NamedTuple):
 
 
 class Ring:
-    """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
+    """The ring of a pool. Immutable. Nodes that are configured with equal `members` and `run_length` have equal
+    rings."""
 
     def __init__(self, members: Mapping[NodeId, int], run_length: int = 1) -> None:
         """`members`: weight per node (bytes of memory). `run_length`: maximum number of consecutive new segments with
@@ -52,7 +55,7 @@ class Ring:
         self.members = tuple(sorted(members))
         self._names = np.array(self.members, dtype=object)
         self.run_length = run_length
-        # Some 100 ms for 256 members: a simulation has as many rings in one process.
+        # Cached: it takes some 100 ms for 256 members, and a simulation of 256 nodes has a ring for each of them.
         self._circle = _circle(tuple(members[node] for node in self.members), self.members)
         self.epoch = Epoch(self._digest(members))
 
@@ -111,7 +114,7 @@ def _next_distinct(owners: list[int]) -> list[int]:
     count = len(owners)
     result = list(owners)
     following = owners[0]
-    # Two rounds backwards: the first finds the owners beyond the end of the list.
+    # Goes backwards through the circle twice, because the owner that follows the last points is at the beginning.
     for index in range(2 * count - 1, -1, -1):
         at = index % count
         after = (at + 1) % count

@@ -64,7 +64,7 @@ class ReadLog:
         self._size.append(nbytes)
 
     def arrays(self) -> _ReadColumns:
-        """Copies of the reads added so far."""
+        """The reads added so far, copied into arrays."""
         at_s, node, segment, size = (np.array(column) for column in (self._at_s, self._node, self._segment, self._size))
         return _ReadColumns(self.nodes, at_s, node, segment, size)
 
@@ -89,7 +89,8 @@ class _ReadColumns:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """0 and 1 when all nodes are read equally, and where nothing was read."""
+    """Spread of the reads over nodes: coefficient of variation, and largest over mean. 0 and 1 when all nodes are read
+    equally, and where nothing was read."""
 
     cv: float
     max_over_mean: float
@@ -102,7 +103,7 @@ def load_of_nodes(log: ReadLog) -> list[int]:
 
 
 def spread(log: ReadLog, window_s: float = WINDOW_S) -> Spread:
-    """The spread of the reads as they were served."""
+    """The spread of the reads over the nodes that served them."""
     reads = log.arrays()
     window, windows = reads.windows(window_s)
     return _spread(_table(window, windows, reads.node, reads.nbytes, reads.nodes))
@@ -131,7 +132,7 @@ def max_over_mean_from(log: ReadLog, at_s: float, windows: int, window_s: float 
 
 
 def floor_from(log: ReadLog, seed: int, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """As `max_over_mean_from`, with the reads placed as by `floor`."""
+    """As `max_over_mean_from`, but with the segments placed on the nodes as in `floor`."""
     reads = log.arrays()
     each = [_rows(table, reads, at_s, windows, window_s) for table in _fair_tables(log, seed, window_s)]
     return [sum(column) / _PLACEMENTS for column in zip(*each, strict=True)]
@@ -182,7 +183,8 @@ def _spread(table: NDArray[np.float64]) -> Spread:
     total = float(table.sum())
     if total == 0:
         return Spread(cv=0.0, max_over_mean=1.0)
-    # A window's bytes times its deviation over its mean equal the deviation times the number of nodes.
+    # The coefficient of variation of a window, weighted by the window's bytes, is (deviation / mean) x (mean x nodes),
+    # which is deviation x nodes.
     nodes = table.shape[1]
     return Spread(
         cv=float(table.std(axis=1).sum()) * nodes / total,

@@ -2,8 +2,8 @@
 
 Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous prefix that one
 cache holds; then the whole prompt is touched, deepest segment first, and segments beyond the capacity are evicted,
-least recently touched first. The hit rate is hit tokens / all prompt tokens, the part beyond the last full segment
-included. A digest of all tokens up to its end identifies a segment, without the pool's keys.
+least recently touched first. The hit rate is hit tokens / all prompt tokens, those beyond the last full segment
+included. Segments are identified by a digest of all tokens up to their end, which does not depend on the pool's keys.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end. Other fields
-    are as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it."""
+    """A request as caches see it. `chain` has one id per full segment, in order; equal ids mean equal tokens up to the
+    segment's end. Other fields are as in `Request`; `output_tokens` is the length of the answer, 0 where the source
+    does not have it."""
 
     tokens: int
     chain: tuple[int, ...]
@@ -46,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """A workload as caches see it. Ids count from 0 in the order of first use."""
+    """The prompts of a workload with segment ids in place of tokens. Ids count from 0 in the order of first use."""
 
     segment_tokens: int
     prompts: list[Prompt]
@@ -72,7 +73,8 @@ class HitCount:
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """`ideal` never evicts; the others share one capacity, split evenly where private."""
+    """Hits of four arrangements. `ideal` never evicts. The others have the same total capacity: private caches split it
+    evenly among the nodes."""
 
     ideal: HitCount
     private: HitCount
@@ -81,7 +83,7 @@ class Baselines:
 
 
 class Lru:
-    """Segment ids, at most `capacity`, least recently touched first."""
+    """An LRU cache of segment ids, of at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -95,14 +97,14 @@ class Lru:
         return iter(self._held)
 
     def match(self, chain: tuple[int, ...]) -> int:
-        """Length of the longest held prefix, in segments; does not touch."""
+        """Length of the longest held prefix, in segments; does not count as an access."""
         for depth, segment in enumerate(chain):
             if segment not in self._held:
                 return depth
         return len(chain)
 
     def touch(self, chain: tuple[int, ...]) -> list[int]:
-        """Hold the chain, its first segment as the most recent. Returns the evicted ids."""
+        """Add or access all segments of the chain; the first one becomes the most recent. Returns the evicted ids."""
         held = self._held
         for segment in reversed(chain):
             held[segment] = None
@@ -119,7 +121,7 @@ class Lru:
 
 
 def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesses:
-    """Reads the requests once, one at a time."""
+    """The requests with an id per full segment. Reads `requests` once and holds one request's tokens at a time."""
     if segment_tokens < 1:
         raise ConfigurationError("segment_tokens", segment_tokens, "at least 1")
     identity = PayloadIdentity(0, "", b"")
@@ -140,7 +142,7 @@ def infinite_cache(accesses: Accesses) -> HitCount:
 
 
 def global_lru(accesses: Accesses, capacity_tokens: int) -> HitCount:
-    """One cache for all requests, of the whole capacity."""
+    """One LRU cache of the whole capacity for all requests."""
     return _round_robin(accesses, _caches(accesses, 1, capacity_tokens))
 
 

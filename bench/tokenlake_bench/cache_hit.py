@@ -25,11 +25,13 @@ from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 __all__ = ["CacheHitArguments", "run_cache_hit"]
 
 TRACE_SEGMENT_TOKENS = 512
-"""The traces' blocks have 512 tokens; smaller segments would find no more."""
+"""Tokens of a segment when a trace is replayed: the traces' blocks have 512, and smaller segments would find no
+more."""
 TRACE_CAPACITY_TOKENS = 3_000_000
 BUILTIN_SEGMENT_TOKENS = 64
 BUILTIN_CAPACITY_TOKENS = 24_000
-"""Less than the conversations of the built-in workload need, so that segments are evicted."""
+"""Default capacity of the pool for the built-in workload: less than its conversations need, so that segments are
+evicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class CacheHitArguments:
 
 
 def run_cache_hit(arguments: CacheHitArguments) -> None:
-    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the replay, print its table, and write the files that were asked for. Raises TokenLakeError."""
     console = Console()
     workload, options = arguments.workload(console.print), arguments.options()
     if arguments.trace is None:

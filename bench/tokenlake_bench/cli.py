@@ -30,7 +30,7 @@ def bench() -> None:
     type=click.Choice(["live", "simulate"]),
     default="live",
     show_default=True,
-    help="Daemons on this machine, or their rules on simulated time.",
+    help="live: daemons on this machine; simulate: the daemons' rules on a simulated clock.",
 )
 @_any_trace
 @click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine, or simulated ones.")
@@ -40,14 +40,18 @@ def bench() -> None:
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay only the first N requests.")
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as possible.")
-@click.option("--route", help="round-robin, random, conversation; simulated: least-loaded, round-robin. [first]")
+@click.option(
+    "--route",
+    help="The node of each request: round-robin, random or conversation; simulate: least-loaded or round-robin. "
+    "[default: the first of these]",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of token ids, bytes, routes and placements.")
 @click.option(
     "--hot",
     type=click.Choice(["off", "observe", "on"]),
     default="on",
     show_default=True,
-    help="Copies of hot segments: none, counted only, made.",
+    help="Copies of hot segments. off: none; observe: only counted; on: made.",
 )
 @click.option(
     "--eviction", help="Eviction policy, as in the daemons' setting of that name. [default: the daemons' default]"
@@ -56,12 +60,12 @@ def bench() -> None:
 @click.option(
     "--shipped-deadlines",
     is_flag=True,
-    help="Use the daemons' default deadlines. Without this they are longer, so that a busy machine changes no result.",
+    help="Use the daemons' default deadlines, in place of longer ones with which a busy machine changes no result.",
 )
 @click.option("--baselines", help="simulate: systems to compare with, or all. [default: cache-aware-perfect]")
 @click.option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
 @click.option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
-@click.option("--rate", type=float, help="simulate: requests per second. [default: the trace's own]")
+@click.option("--rate", type=float, help="simulate: requests per second. [default: as in the trace]")
 @click.option(
     "--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]"
 )
@@ -126,7 +130,10 @@ def eviction(**arguments: object) -> None:
 @click.option("--memory-mib", default=64, show_default=True, help="Memory for caches, per instance.")
 @_json
 def engine(**arguments: object) -> None:
-    """Time to the first token with and without the pool; two instances behind round robin with the same memory."""
+    """Measure the time to the first token of an engine with and without the pool.
+
+    Then compares two instances behind round robin, with the pool and without, that have the same memory in all.
+    """
     from tokenlake_bench.engine_bench import EngineArguments, run_engine
 
     try:
@@ -143,10 +150,11 @@ def engine(**arguments: object) -> None:
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def transfer(**arguments: object) -> None:
-    """Time of each call: keys, matches, copies, stores and fetches, beside the machine's own rates.
+    """Measure the time of each call to the pool (keys, matches, copies, stores and fetches) beside the machine's own
+    rates.
 
-    Two sizes of segments, real daemons, every byte compared. Peers are started on loopback and ended again; nothing is
-    installed: docs/results/transfer.md lists the requirements of each.
+    Runs real daemons with two sizes of segments and compares every byte. Peers are started on loopback and ended again;
+    nothing is installed: docs/results/transfer.md lists the requirements of each.
     """
     from tokenlake_bench.transfer.command import TransferArguments, run_transfer
 
@@ -168,7 +176,10 @@ def transfer(**arguments: object) -> None:
 @click.option("--arenas", default="1GiB,4GiB,8GiB", show_default=True, help="Arena sizes of the started daemons.")
 @_json
 def growth(**arguments: object) -> None:
-    """Cost of a key with more keys per call, more clients and more segments held; memory and start time of a daemon."""
+    """Measure how the cost of a key changes with the keys per call, the clients and the stored segments.
+
+    Also measures the memory and the start time of a daemon.
+    """
     from tokenlake_bench.growth.command import GrowthArguments, run_growth
 
     try:
@@ -188,9 +199,10 @@ def growth(**arguments: object) -> None:
 @_json
 @click.option("--page", "page_file", type=_FILE, help="Write the result to this file, in Markdown.")
 def soak(**arguments: object) -> None:
-    """Mixed load while engines and daemons are killed and stopped; every byte is compared.
+    """Run a mixed load while engines and daemons are killed and stopped; every byte is compared.
 
-    Ends with a verdict per claim; the exit status is 1 unless all hold. Ctrl-C ends the load early.
+    Ends with a verdict on each claim, such as that no byte was wrong; the exit status is 1 unless all claims hold.
+    Ctrl-C ends the load early.
     """
     from tokenlake_bench.soak.command import SoakArguments, run_soak
 
@@ -217,10 +229,11 @@ def soak(**arguments: object) -> None:
 )
 @_json
 def attention(**arguments: object) -> None:
-    """Attention over segments in the pool, against torch's fused kernel over one contiguous cache.
+    """Measure attention over segments in the pool against torch's fused kernel over one contiguous cache.
 
-    Then over segments of other nodes, up to 16 query tokens, against the kernel and a bare transfer. 32 query and 8 KV
-    heads of 128; up to 1.5 GiB of memory, then five daemons of 320 MiB.
+    Then measures attention over segments of other nodes, with up to 16 query tokens, against the kernel and a bare
+    transfer. The model has 32 query heads and 8 KV heads of 128. Uses up to 1.5 GiB of memory, then five daemons of
+    320 MiB.
     """
     from tokenlake_bench.attention.command import AttentionArguments, run_attention
 
@@ -246,8 +259,10 @@ def attention(**arguments: object) -> None:
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the fastest way of each case as this .png file.")
 def planner(**arguments: object) -> None:
-    """Time every way to use a cached prefix over shaped links between real daemons, and compute the planner's
-    regret."""
+    """Time every way to use a cached prefix over links of given speeds between real daemons.
+
+    Then computes the planner's regret: how much slower its choices are than the fastest ways.
+    """
     from tokenlake_bench.planner.command import PlannerArguments, run_planner
 
     try:
@@ -261,7 +276,7 @@ def planner(**arguments: object) -> None:
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
 @_json
 def demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
-    """Three daemons and two engines on this machine share one cache; one daemon is killed halfway."""
+    """Run three daemons and two engines on this machine that share one cache; one daemon is killed halfway."""
     from tokenlake_bench.demo import DemoOptions, run_demo
 
     try:

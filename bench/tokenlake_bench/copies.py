@@ -17,10 +17,10 @@ BATCH = 1024
 
 
 def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey], haste: float = 1.0) -> float:
-    """Mean over those of `keys` (distinct, in any order) that some node holds; 0 without any.
+    """Mean number of copies of those of `keys` (distinct, in any order) that some node holds; 0 if there are none.
 
-    `pools`: one per node, when no transfer between nodes is under way. Touches the segments that it finds. `haste`:
-    seconds of the nodes' clocks per real second.
+    `pools`: one client per node. Call it when no transfer between nodes is under way. The segments that it finds count
+    as accessed. `haste`: seconds of the nodes' clocks per real second.
     """
     distinct = list(keys)
     copies: Counter[SegmentKey] = Counter()

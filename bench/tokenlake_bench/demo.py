@@ -41,7 +41,7 @@ WINDOW = 32
 CACHED_SHARE = ServerConfig().cached_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
-"""Memory of each node in the second part: all its documents fit."""
+"""Memory of each node in the second part of the demo, in which all documents of that part fit."""
 EVICTED = "tokenlake_evicted_segments_total"
 
 
@@ -66,13 +66,13 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Run, print, and write the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of the
-    engines is not installed."""
-    # The engine processes need these.
+    """Run the demo, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError, and
+    ModuleNotFoundError where a module of the engines is not installed."""
+    # Checked before the engine processes, which import these modules, are started.
     check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
-        # Report an unreadable file before the models are loaded.
+        # Read here, so that an unreadable file is reported before the models are loaded.
         read_mooncake(options.trace, limit=1)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,8 @@ def _serve(console: Console, cluster: Cluster, engines: list[EngineHandle], plan
 
 
 def _controls(engines: list[EngineHandle], plan: DemoPlan, log: DemoLog) -> list[bool]:
-    """Repeat the last requests that hit, with flipped bytes."""
+    """Repeat the last requests that had hits, with the bytes read from the pool flipped. Returns for each whether its
+    tokens changed."""
     chosen = [index for index, ran in log.ran.items() if ran.hit_tokens][-CONTROLS:]
     changed: list[bool] = []
     for request in plan.workload:
@@ -208,11 +209,11 @@ def _notes(outcome: _Outcome) -> list[str]:
         cut.update(report.cut_by)
     cut.pop(Code.MISSING.name, None)
     return [
-        f"the kill came while {log.in_flight} segments of other nodes were being read; "
+        f"the daemon was killed while its engine read {log.in_flight} segments of other nodes; "
         f"{failed} calls to the pool failed, and their segments were recomputed",
         f"hits that ended for a reason other than a missing segment: {_counts(cut)}",
-        f"the private caches of the comparison are {ENGINES}, one per engine, with the memory of the {NODES} nodes; "
-        "none of their nodes is killed",
+        f"the rows of private caches are computed for {ENGINES} caches, one per engine, which have the memory of all "
+        f"{NODES} nodes together and are never lost",
     ]
 
 

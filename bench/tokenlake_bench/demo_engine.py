@@ -23,7 +23,7 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 __all__ = ["main"]
 
 TINY = TinyModel(layers=3)
-"""Just slow enough that a prefill of 1,024 tokens takes more than 100 ms."""
+"""A model just large enough that a prefill of 1,024 tokens takes more than 100 ms on one CPU thread."""
 PREFILL_TOKENS = 1024
 FLUSH_S = 20.0
 
@@ -42,7 +42,7 @@ class FirstToken:
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Called after the last token."""
 
 
 class EngineProcess:
@@ -82,7 +82,7 @@ class EngineProcess:
         positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         count = min(PREFILL_TOKENS, positions - 1)
         prompt = [number % vocabulary for number in range(count)]
-        # The first forward pass also sets up torch.
+        # The last of three times is kept, because the first forward pass also sets up torch.
         prefill_ms = [self._generate(self._model.generate, prompt, 1)[1] for _ in range(3)][-1]
         heads = int(getattr(config, "num_attention_heads", 0))
         return wire.Loaded(encoded, vocabulary, positions, heads, count, prefill_ms, problem)
@@ -92,7 +92,7 @@ class EngineProcess:
             self._engine.close()
             self._pool.close()
         self._pool = Pool.connect(message.socket, self._layout)
-        # Shipped segments are never read here, so there is nothing to measure.
+        # In mode "ship" this process reads no segments, so there are no calls to measure.
         watched = self._pool if message.mode == "ship" else MeasuredPool(self._pool, self._watch)
         options = EngineOptions(
             segment_tokens=self._layout.segment_tokens,
@@ -176,7 +176,7 @@ def main() -> None:
         while True:
             wire.write_message(answer, process.handle(wire.read_message(sys.stdin.buffer)))
     except Unreachable:
-        # The demo is over. Threads of the client may still wait for a daemon that is gone too.
+        # Exits without waiting for threads of the client, which may still wait for a daemon that has ended.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The demo's end of an engine process."""
+"""The demo's handle of an engine process: starts it and sends it requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineHandle:
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        # One thread each: two engines share the machine with the daemons.
+        # Each engine computes with one thread, because two engines share the machine with the daemons.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with log.open("wb") as file:
             self._process = start_child(
@@ -42,7 +42,7 @@ class EngineHandle:
         return self._call(wire.Load("" if directory is None else str(directory), segment_tokens), wire.Loaded)
 
     def attach(self, socket: Path, window: int, mode: Literal["fetch", "ship"] = "fetch") -> None:
-        """Leave the present daemon and connect to the one at `socket`."""
+        """Make the engine leave its daemon, if it has one, and connect to the daemon at `socket`."""
         self._call(wire.Attach(str(socket), window, mode), wire.Attached)
 
     def run(self, request: wire.Run, on_fetching: Callable[[int], None] = lambda remote: None) -> wire.Ran:
@@ -50,7 +50,7 @@ class EngineHandle:
         return self._call(request, wire.Ran, on_fetching)
 
     def finish(self) -> wire.EngineReport:
-        """Wait until everything is stored. Returns the engine's measurements."""
+        """Wait until all segments of the engine are stored. Returns the engine's measurements."""
         return self._call(wire.Finish(), wire.EngineReport)
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ __all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_p
 
 NODES: Final = 3
 ENGINES: Final = 2
-"""The engines are attached to the first nodes; request i goes to engine i modulo this."""
+"""Number of engines. They are attached to the first nodes; request i goes to engine i modulo this number."""
 SEGMENT_TOKENS: Final = 32
-"""Small, so that a node has hundreds of slots and the shares of cached and dirty segments are tens of them."""
+"""Small, so that a node has hundreds of slots, and tens of them for cached copies and for dirty copies each."""
 NEW_TOKENS: Final = 8
 """Tokens generated per request and compared."""
 REQUESTS: Final = 240
@@ -29,12 +29,14 @@ PROMPT_TOKENS: Final = (600, 2_000)
 TRACE_LONGEST: Final = 3_072
 """Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
 CAPACITY_SHARE: Final = 0.45
-"""Share of the capacity that all distinct segments need: conversations under way fit, all conversations do not."""
+"""Capacity of the pool as a share of all distinct segments of the requests: the conversations that are under way at a
+time fit, all conversations do not."""
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """`accesses` are those of `workload`. `note`: a remark on the requests, appended to their number."""
+    """Requests and sizes of a run of the demo. `accesses`: the segments that the requests of `workload` access. `note`:
+    text that is printed after the number of requests."""
 
     workload: Workload
     accesses: Accesses
@@ -66,7 +68,8 @@ class _ShortRequests:
 
 
 def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
-    """A plan of `requests` for a model with this many token ids and positions. Raises TokenLakeError."""
+    """A plan for `requests` requests of the trace, or of the built-in workload, to a model with `vocabulary` token ids
+    and `positions` positions. Raises TokenLakeError."""
     longest = min(TRACE_LONGEST, positions - NEW_TOKENS)
     if trace is None:
         settings = BuiltinSettings(requests=requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)

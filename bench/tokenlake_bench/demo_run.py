@@ -20,12 +20,12 @@ from tokenlake_testing.cluster import Cluster
 __all__ = ["DemoLog", "run_requests"]
 
 VICTIM = 0
-"""Number of the engine, and of the node it is attached to."""
+"""Number of the engine whose daemon is killed, and of that daemon's node."""
 
 
 @dataclass(slots=True)
 class DemoLog:
-    """Results of the requests. `killed_at` is a time of the monotonic clock."""
+    """Results of the requests. `killed_at`: when the daemon was killed, by the monotonic clock."""
 
     ran: dict[int, wire.Ran] = field(default_factory=dict)
     hit_tokens: int = 0
@@ -93,8 +93,8 @@ def run_requests(
                 progress.update(len(log.ran), log.status())
 
     def strike(remote: int) -> None:
-        """Kill the daemon while the engine's read of `remote` segments is under way; 0 where no such read happened for
-        long."""
+        """Kill the victim's daemon and start it again. `remote`: number of segments of other nodes that its engine is
+        reading now; 0 when too many requests passed without such a read."""
         node = cluster.nodes[VICTIM]
         node.kill()
         with lock:

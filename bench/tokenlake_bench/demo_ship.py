@@ -28,13 +28,13 @@ QUESTION_TOKENS = 24
 NEW_TOKENS = 4
 WINDOW = 32
 WRITER, READER = 0, 1
-"""Numbers of the engines, and of the nodes that they are attached to."""
+"""Numbers of the engine that stores the documents and of the one that answers questions, and of their nodes."""
 SEED = 7
 
 
 @dataclass
 class _Served:
-    """Sums of one way of using the pool."""
+    """Sums over the requests that were served in one way: by fetching, or by attending in place."""
 
     ttft_ms: list[float] = field(default_factory=list)
     moved_bytes: int = 0
@@ -46,7 +46,8 @@ class _Served:
 def run_ship_part(
     console: Console, cluster: Cluster, engines: list[EngineHandle], layout: Layout, q_heads: int, vocabulary: int
 ) -> ShipResult:
-    """An engine at one node stores documents; an engine at another node answers questions about them, in both ways.
+    """An engine at one node stores documents; an engine at another node answers questions about them, once by fetching
+    and once by attending in place.
 
     The nodes of `cluster` have query engines and nothing stored. Raises TokenLakeError when an engine ends.
     """
@@ -62,7 +63,7 @@ def run_ship_part(
         engines[WRITER].run(wire.Run([*document, 0], 1, cold=False))
     engines[WRITER].finish()
     settle(cluster)
-    # Ship first: fetched segments stay as cached copies, and later queries would use them locally.
+    # Queries are shipped first: a fetch leaves cached copies at the reader's node, which later queries would use there.
     shipped = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "ship")
     fetched = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "fetch")
     return ShipResult(

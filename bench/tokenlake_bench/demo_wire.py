@@ -36,8 +36,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """`prefill_ms`: a cold prefill of `prefill_tokens` tokens. `problem`: the reason why the pool cannot serve the
-    model, or ''."""
+    """Reply to `Load`. `prefill_ms`: time of a cold prefill of `prefill_tokens` tokens. `problem`: the reason why the
+    pool cannot serve the model, or ''."""
 
     layout: bytes
     vocabulary: int
@@ -49,8 +49,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Leave the present daemon and connect to the one at `socket`; `window` segments are fetched at a time. `mode`: as
-    in `EngineOptions`."""
+    """Leave the daemon that the engine is connected to, if any, and connect to the one at `socket`; `window` segments
+    are fetched at a time. `mode`: as in `EngineOptions`."""
 
     socket: str
     window: int
@@ -62,8 +62,9 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Generate `new_tokens` with the pool. `cold`: then once more without it. `flip`: flip bits of the bytes read from
-    the pool, and store nothing. `announce`: send `Fetching` before the first read of remote segments."""
+    """Generate `new_tokens` with the pool. `cold`: then generate them once more without the pool. `flip`: flip bits of
+    the bytes that are read from the pool, and store nothing. `announce`: send `Fetching` before the first read of
+    segments of other nodes."""
 
     tokens: list[int]
     new_tokens: int
@@ -80,8 +81,9 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """Reply to `Run`. `tokens`: tokens generated with the pool, `cold_tokens` without; TTFT in milliseconds.
-    `shipped_tokens` of the prompt were attended at their nodes, for `query_bytes` to and from them; `queries_sent` as
-    in `Counts`. `error` is '' unless generating with the pool raised."""
+    `shipped_tokens`: tokens of the prompt to which the engine attended at the nodes that have them; `query_bytes`:
+    bytes sent and received for that; `queries_sent` as in `Counts`. `error` is '' unless generating with the pool
+    raised."""
 
     tokens: list[int]
     ttft_ms: float
@@ -97,7 +99,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Store everything that waits, and report."""
+    """Store all segments that wait to be stored, then send an `EngineReport`."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +114,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
     failed_calls: int
     recovered_at: float
     cut_by: dict[str, int]
-    """Matches that ended before the last key, by the name of the `Code` that ended them; LOST: while reading."""
+    """Number of matches with fewer hits than keys, by the name of the first missing key's `Code`; LOST: the read of a
+    hit failed."""
 
 
 Message = Load | Loaded | Attach | Attached | Run | Fetching | Ran | Finish | EngineReport

@@ -1,4 +1,4 @@
-"""`tokenlake bench engine`: the pool's effect on one engine, and on two behind round robin."""
+"""`tokenlake bench engine`: times of one engine with and without the pool, and of two behind a round robin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOOK_TOKENS = 32768
 ANSWER_TOKENS = 16
 ARRANGEMENTS = ("none", "native")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-"""The place where `make install-vllm` installs it."""
+"""The interpreter of the environment that `make install-vllm` makes."""
 PATIENCE = {"write_patience_s": 10.0}
 
 
@@ -45,7 +45,7 @@ class EngineArguments:
 
 
 def run_engine(arguments: EngineArguments) -> dict[str, Any]:
-    """Measure, print and return; docs/results/engine.md describes the result's keys."""
+    """Run the benchmark, print its tables and return the result; docs/results/engine.md describes the result's keys."""
     against = [name for name in arguments.against.split(",") if name]
     for name in against:
         if name not in ARRANGEMENTS:
@@ -88,7 +88,8 @@ class _Bench:
     def engine(
         self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
     ) -> Iterator[Engine]:
-        """Context of an engine. `native`: with vLLM's own prefix cache; `room`: longest request."""
+        """Context in which an engine runs. `native`: with vLLM's own prefix cache. `room`: tokens of the longest
+        request."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
@@ -104,7 +105,8 @@ class _Bench:
             engine.close()
 
     def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
-        """Time to the first token by prompt length: without the pool, with it cold, with it warm."""
+        """Rows of the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
+        that has the prompt."""
         memory = max(self._arguments.memory_mib, 128)
         rows = []
         with Cluster(1, "1GiB", "64MiB") as cluster, ExitStack() as engines:
@@ -120,7 +122,8 @@ class _Bench:
         return rows, hook_ms
 
     def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:
-        """Two instances behind round robin with the same memory in all: the pool's half is taken from the engines."""
+        """Rows of two instances behind round robin. All arrangements have the same memory: with the pool, it takes half
+        of the engines' memory."""
         memory = self._arguments.memory_mib
         rows = []
         expected: list[list[int]] = []
@@ -177,7 +180,7 @@ def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], 
         for number, question in enumerate(workload.questions(turn)):
             history = histories[number]
             history += question
-            # Alternate the instances of a conversation: the turn's parity shifts the round robin by one.
+            # In odd turns the round robin is shifted by one, so that a conversation alternates between the instances.
             engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
             first.append(engine.timed([history], 1).seconds)
             run = engine.timed([history], ANSWER_TOKENS)
@@ -206,7 +209,10 @@ def _python_of(engine: str) -> Path:
 
 
 def _print(result: dict[str, Any]) -> None:
-    print(f"engine {result['engine']}; tokens equal: {result['tokens_equal']}; hook, 32K: {result['hook_32k_ms']}")
+    print(
+        f"engine {result['engine']}; tokens equal: {result['tokens_equal']}; "
+        f"scheduler hook for a new prompt of 32K tokens, ms: {result['hook_32k_ms']}"
+    )
     for row in result["rows"]:
         shown = (
             f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()

@@ -1,12 +1,12 @@
-"""The cost of saving for vLLM's steps: `python -m tokenlake_bench.engine_saving`.
+"""The time that storing segments adds to vLLM's steps: `python -m tokenlake_bench.engine_saving`.
 
 Three arrangements compute prompts of the same lengths in turn: an engine without the connector, one whose connector
 stores nothing, and the same process storing every segment (two processes of the same engine differ by several percent).
 Prompts are computed in steps of `STEP_TOKENS`, so that a step runs while the previous step's segments are copied out.
 The last step's segments are stored before the next turn.
 
-The same step of all rounds is one sample. Its lower quartile, rather than its mean, estimates its time without other
-programs. `cpu` is processor time of the computing thread, to which no other program adds.
+A step is identified by its position in the turn; the lower quartile of its times over all rounds estimates its time on
+a machine without other programs. `cpu` is processor time of the computing thread, which does not count other programs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one turn, sent to an engine at once."""
+    """The requests of one turn, which are sent to an engine at once."""
 
     name: str
     prompts: int
@@ -48,7 +48,7 @@ LOADS = (Load("prefill", 1, 4096, 1), Load("prefill and decode", 4, 1024, 64))
 
 
 def main() -> int:
-    """Returns 0 when all tokens were equal and the third engine stored every segment."""
+    """Returns 0 when all engines gave the same tokens and the one that stores all stored every segment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter with vLLM")
     parser.add_argument("--rounds", type=int, default=20, help="repetitions of each engine and load")
@@ -115,14 +115,14 @@ def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str
             turns[name].append(1e3 * run.seconds)
             answers[name].append(run.tokens)
     after = storing.call("counts")
-    # Requests that wait for the pool's reply may be batched differently; keep the rounds with the most common number of
-    # steps.
+    # Requests that wait for the pool's reply may be batched in more steps: only the rounds with the most common number
+    # of steps are compared.
     count = mode(len(clock["step_fn"]) for name in NAMES for clock in clocks[name])
     steps, own = (
         {name: _undisturbed([clock[key] for clock in clocks[name]], count) for name in NAMES}
         for key in ("step_fn", "step_fn cpu")
     )
-    # The keys and values of the last token are never computed.
+    # Minus 1, because the keys and values of the last generated token are never computed.
     segments = (load.prompt_tokens + load.new_tokens - 1) // SEGMENT_TOKENS * load.prompts * rounds
     return {
         "load": load.name,
@@ -147,8 +147,8 @@ def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str
 
 
 def _undisturbed(rounds: Sequence[Sequence[float]], steps: int) -> float:
-    """Sum over the steps of a turn of each step's lower quartile over the rounds with `steps` steps, in
-    milliseconds."""
+    """Time of a turn in milliseconds: the sum of the lower quartiles of each step over the rounds that have `steps`
+    steps."""
     alike = [times for times in rounds if len(times) == steps]
     return 1e3 * sum(float(quantiles(times, n=4)[0]) for times in zip(*alike, strict=True))
 

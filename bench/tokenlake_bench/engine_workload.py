@@ -9,7 +9,7 @@ __all__ = ["Conversations", "prompt"]
 
 
 def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
-    """Seeded token ids; two seeds share no prefix."""
+    """Token ids drawn by `seed`; prompts of different seeds have no common prefix."""
     source = random.Random(seed)
     return [source.randrange(vocabulary) for _ in range(tokens)]
 

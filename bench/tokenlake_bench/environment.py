@@ -26,15 +26,15 @@ MISSING: Final = (
 
 
 def check_modules(*names: str) -> None:
-    """Raises ModuleNotFoundError unless this interpreter has all of them. The `tokenlake` command answers that error
-    with the line that installs the module."""
+    """Raises ModuleNotFoundError unless this interpreter has all of these modules. For that error the `tokenlake`
+    command prints the command that installs the module."""
     for name in names:
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def check_interpreter(python: str | Path, engine: str) -> None:
-    """Raises ConfigurationError unless that interpreter runs and has the modules of `engine`: "vllm" or
+    """Raises ConfigurationError unless the interpreter `python` runs and has the modules of `engine`: "vllm" or
     "transformers"."""
     command = [str(python), "-c", MISSING, *ENGINE_MODULES[engine]]
     expected = f"an interpreter with {engine} and TokenLake ({REMEDIES[engine]})"

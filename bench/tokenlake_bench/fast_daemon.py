@@ -1,7 +1,7 @@
 """`tokenlake serve` with one more flag, `--speed N`: the clock of the daemon's rules runs N times as fast.
 
-In a replay at N times a trace's speed, loads, half-lives and the ages of segments are then those of the trace.
-Deadlines are seconds of the same clock, so their settings must be N times as long (`LiveOptions.settings`).
+In a replay at N times a trace's speed, the rules then see the loads, half-lives and ages of segments of the trace.
+Deadlines are measured by the same clock, so their settings must be N times as long (`LiveOptions.settings`).
 """
 
 from __future__ import annotations

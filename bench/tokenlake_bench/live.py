@@ -32,7 +32,8 @@ __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 FAST_DAEMON = "tokenlake_bench.fast_daemon"
 CACHED_SHARE = ServerConfig().cached_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
-"""Default settings of the daemons, with deadlines so long that a busy machine does not change the hits."""
+"""Settings of the daemons unless `shipped_deadlines` is set: deadlines so long that a busy machine does not change the
+hits."""
 DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 3600, "reservation_s": 3600}
 """Settings that are durations, with the largest value of each."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
@@ -60,8 +61,8 @@ class LiveOptions:
     shipped_deadlines: bool = False
 
     def settings(self) -> dict[str, str]:
-        """Settings of the daemons beside sizes and addresses. Deadlines last as many real seconds at each speed: the
-        disks and sockets of this machine are no faster in a replay."""
+        """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
+        that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         settings["hot"] = self.hot
         if self.eviction is not None:
@@ -92,7 +93,8 @@ class LiveRun:
 
 
 def run_live(workload: Workload, options: LiveOptions, progress: Callable[[ReplayLog], None]) -> LiveRun:
-    """Replay `workload` and compare. Raises TokenLakeError; an interrupted replay is reported as far as it got."""
+    """Replay `workload` against real daemons and compute the baselines for the same requests. An interrupted replay is
+    reported as far as it got. Raises TokenLakeError."""
     size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()
@@ -100,7 +102,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
         cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
-        # Fetched segments have to fit among the cached copies.
+        # Fetched segments become cached copies, so a window has at most as many as a node may keep of these.
         window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
             LiveClient(pool, options.seed, window=window, haste=options.haste)
@@ -112,7 +114,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s = time.monotonic() - began
         settle(cluster)
         totals = cluster.totals()
-        # New clients: an interruption may have left the replay's in the middle of a call.
+        # New clients are used, because an interruption may have left those of the replay in the middle of a call.
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
         duplication = copies_per_segment(pools, log.keys.values(), options.haste)
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
@@ -153,7 +155,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
 
 
 def _flash(options: LiveOptions, windows: Callable[[float], list[float]]) -> tuple[float, ...]:
-    """Figures of the windows that begin with the flash crowd; empty without one."""
+    """The result of `windows` for the time at which the flash crowd begins; empty without a flash crowd."""
     return () if options.flash_at is None else tuple(windows(options.flash_at))
 
 

@@ -21,11 +21,11 @@ from tokenlake_client import Pool
 __all__ = ["ChainOf", "LiveClient", "Served", "chain_of"]
 
 WINDOW: Final = 32
-"""Most segments that are fetched, compared and released at a time."""
+"""Maximum number of segments that are fetched, compared and released at a time."""
 MATCH_S: Final = 1.0
-"""Deadline of a match. Hit rates are to be independent of it, so it is long; latencies are reported apart."""
+"""Deadline of a match, so long that hit rates do not depend on it; latencies are reported separately."""
 PATIENCE_S: Final = 5.0
-"""Longest wait for the write budget, per window of a store without progress."""
+"""Longest time that a store waits without progress when the daemon's bound on dirty copies is reached."""
 
 Tokens = NDArray[np.uint32]
 ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
@@ -33,7 +33,7 @@ ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
 
 
 def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
-    """The project's keys."""
+    """The keys of the prompt's full segments, as the pool computes them."""
     return pool.prefix(tokens).keys
 
 
@@ -71,14 +71,14 @@ class LiveClient:
         chain: ChainOf = chain_of,
         haste: float = 1.0,
     ) -> None:
-        """`window`: segments read at a time. `tenant`: the owner of the expected bytes, by default the connection's
-        tenant. `haste`: seconds of the daemon's clock per real second."""
+        """`window`: number of segments read at a time. `tenant`: the tenant in whose name the expected bytes are
+        computed, by default that of the connection. `haste`: seconds of the daemon's clock per real second."""
         self.pool = pool
         self._window = window
         self._chain = chain
         self._match_s = MATCH_S * haste
-        # The rules' least deadline for a fetch is too short on a fast clock; at normal speed they predict the time
-        # well.
+        # 0 lets the daemon predict the deadline of a fetch. On a fast clock the shortest deadline that it predicts is
+        # too short in real time.
         self._fetch_s = MATCH_S * haste if haste > 1 else 0.0
         fingerprint = pool.layout.fingerprint()
         self._identity = PayloadIdentity(seed, pool.tenant if tenant is None else tenant, fingerprint)
@@ -113,7 +113,7 @@ class LiveClient:
                 served.fetch_s.append(time.perf_counter() - began)
                 served.hits += len(arrays)
                 served.remote += [index for index in range(start, served.hits) if lease.codes[index] == Code.REMOTE]
-                # Views keep their segments leased: drop them before the release.
+                # Each array keeps its segment leased, so the arrays are dropped before the release.
                 while arrays:
                     _compare(arrays.pop(), digests[start + len(arrays)], served)
                 lease.release(start, served.hits)

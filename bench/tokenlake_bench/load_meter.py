@@ -21,8 +21,8 @@ PAUSE_S: Final = 0.002
 
 
 class LoadMeter:
-    """`served`: reads by the node whose arena was read, without segments. `read`: the same reads by segment, all as of
-    node 0."""
+    """Counts the reads. `served`: reads per node whose arena was read, without regard to segments. `read`: the same
+    reads per segment, as if node 0 had served all."""
 
     def __init__(self, cluster: Cluster, segment_bytes: int, window_s: float = WINDOW_S) -> None:
         self.served = ReadLog(len(cluster.nodes))
@@ -35,7 +35,7 @@ class LoadMeter:
         self._sent = [0] * len(cluster.nodes)
 
     def at(self, at_s: float) -> None:
-        """The next reads happen at `at_s`, which never decreases."""
+        """Set the trace time of the next reads, which must not decrease."""
         window = math.floor(at_s / self._window_s)
         if window != self._window:
             self.close_window()
@@ -48,7 +48,8 @@ class LoadMeter:
             self.read.add(at_s, 0, segment, self._segment_bytes)
 
     def close_window(self) -> None:
-        """Read the daemons' counters. Call it after the last read, too."""
+        """Read the daemons' counters and end the window. Called when the next window begins, and by the caller after
+        the last read."""
         if self._window < 0:
             return
         settle(self._cluster)
@@ -63,7 +64,8 @@ class LoadMeter:
 
 
 def settle(cluster: Cluster) -> bool:
-    """Wait until no segment is being written or pushed. Returns False when that takes longer than `SETTLE_S`."""
+    """Wait until no segment is being written or sent to its owner. Returns False when that takes longer than
+    `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         totals = cluster.totals()

@@ -26,7 +26,7 @@ __all__ = ["MeasuredPool", "Watch"]
 
 
 class Watch:
-    """Measurements of a pool's calls, and switches for its reads. Thread-safe as far as several engine threads call."""
+    """Measurements of a pool's calls, and switches for its reads. Several threads of an engine may make the calls."""
 
     def __init__(self) -> None:
         self.flip = False
@@ -43,7 +43,7 @@ class Watch:
 
     @contextmanager
     def call(self, *, waited_for: bool) -> Iterator[None]:
-        """Context of one call of the pool; `waited_for`: a request waits for the call."""
+        """Context that measures one call of the pool. `waited_for`: does a request wait for the call?"""
         began = time.monotonic()
         try:
             yield
@@ -57,14 +57,14 @@ class Watch:
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def served(self) -> None:
-        """Bytes were read or stored."""
+        """Report that a read or a store succeeded."""
         with self._lock:
             if self.failed and not self.recovered_at:
                 self.recovered_at = time.monotonic()
 
 
 class MeasuredPool:
-    """The part of a pool that engines use (`engines.base.CachePool`). Closes the pool."""
+    """A `CachePool` (`engines.common.pool`): passes all calls to `pool` and measures them. Closing it closes `pool`."""
 
     def __init__(self, pool: Pool, watch: Watch) -> None:
         self._pool = pool
@@ -86,7 +86,7 @@ class MeasuredPool:
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
         """See `CachePool`."""
-        # Waiting for what others compute is not waiting for the pool.
+        # A match that waits for segments that other engines compute is not counted as a wait for the pool.
         with self._watch.call(waited_for=not options.in_flight_wait_s):
             lease = self._pool.match(keys, options)
         if lease.hits < len(keys):
@@ -127,7 +127,7 @@ class MeasuredPool:
 
 
 class MeasuredLease:
-    """See `engines.base.CacheLease`."""
+    """A `CacheLease` (`engines.common.pool`): passes all calls to the pool's lease and measures them."""
 
     def __init__(self, lease: Lease, watch: Watch) -> None:
         self._lease = lease
@@ -177,8 +177,8 @@ class MeasuredLease:
 
 
 def _flipped(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The values stay finite: this inverts the sign in the top byte of a little-endian float32 or of every second
-    16-bit float."""
+    """A copy of `array` with the sign of each little-endian float32, or of every second 16-bit float, inverted. Values
+    stay finite."""
     spoilt = array.copy()
     spoilt[3::4] ^= 0x80
     spoilt.flags.writeable = False

@@ -1,4 +1,5 @@
-"""A counter-based generator: 64-bit words as a pure function of a key and a counter, scalar and by arrays.
+"""A counter-based random generator: 64-bit words as a pure function of a key and a counter, for single words and
+arrays.
 
 The finaliser and the increment are those of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 """

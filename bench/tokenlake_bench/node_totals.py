@@ -12,14 +12,15 @@ SENT = "tokenlake_sent_to_readers_segments_total"
 
 
 class NodeTotals:
-    """A daemon's counters begin at 0 when it starts; this adds the counts from before a kill."""
+    """Sums of the daemons' counters. A daemon's counters begin at 0 when it starts again, so those from before a kill
+    are added."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._counters: list[dict[str, float]] = [{} for _ in cluster.nodes]
 
     def before_kill(self, node: int) -> None:
-        """Read the counters of a daemon that may be killed after this; a later call replaces an earlier one."""
+        """Read the counters of a daemon that may be killed soon; a later call replaces what an earlier one read."""
         self._counters[node] = self._cluster.nodes[node].metrics()
 
     def finish(self) -> None:
@@ -33,8 +34,8 @@ class NodeTotals:
         return int(sum(known[counter] for known in self._counters))
 
     def read_bytes(self, local_segments: Sequence[int], segment_bytes: int) -> dict[str, int]:
-        """Bytes read from each node's arena: by its own engine, and sent to readers at other nodes. `local_segments`:
-        segments that the engine of each node read there; further nodes have no engine."""
+        """Bytes read from each node's arena by its own engine and for readers at other nodes. `local_segments`: per
+        node with an engine, the segments that its engine read there; the nodes after these have no engine."""
         local = [*local_segments, *[0] * (len(self._counters) - len(local_segments))]
         return {
             node.name: (own + int(known[SENT])) * segment_bytes

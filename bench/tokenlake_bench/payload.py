@@ -3,8 +3,8 @@
     digest  = xxh3-128(seed, tenant, layout fingerprint, all tokens up to the segment's end)
     word[i] = page[i mod 8192] xor tag(digest, i div 8192)
 
-`page` is 64 KiB of fixed words, all different. So each 64-byte line depends on the digest and on its place: a read that
-returns another segment's bytes, or these bytes shifted, is detected however the pool derives its keys.
+`page` is 64 KiB of fixed words, all different. So each 64-byte line depends on the digest and on its place in the
+segment: a read that returns another segment's bytes, or shifted bytes, is detected, also if the pool's keys are wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fill(out: NDArray[np.uint8], digest: bytes) -> None:
 def check(data: NDArray[np.uint8], digest: bytes) -> bool:
     """True if `fill` with `digest` gives exactly `data` (contiguous, one-dimensional; may be read-only).
 
-    Works page by page in 128 KiB of its own, so the segment is read once and a difference ends it early.
+    Compares page by page, with 128 KiB of scratch memory, and stops at the first page that differs.
     """
     tags = _tags(digest, len(data))
     whole = len(data) // _PAGE_BYTES

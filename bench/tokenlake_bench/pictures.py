@@ -11,7 +11,7 @@ __all__ = ["check_plot"]
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError where `path` is no .png file, or matplotlib is missing; None needs neither."""
+    """Raises ConfigurationError where `path` is no .png file, or matplotlib is missing. For None nothing is checked."""
     if path is None:
         return
     if path.suffix != ".png":

@@ -49,5 +49,5 @@ class LiveProgress:
             self._console.print(f"{self._title}: {done} of {self._total}, {status}", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the progress bar, which stays on the terminal."""
         self._console.print(text, soft_wrap=True)

@@ -20,7 +20,7 @@ __all__ = ["ReplayLog", "replay"]
 
 @dataclass(slots=True)
 class ReplayLog:
-    """Sums over the requests done so far."""
+    """Sums over the requests that have been served so far."""
 
     requests: int = 0
     seconds: float = 0.0
@@ -33,13 +33,13 @@ class ReplayLog:
     match_s: list[float] = field(default_factory=list)
     fetch_s: list[float] = field(default_factory=list)
     cut_by: Counter[Code] = field(default_factory=Counter)
-    """Requests by the reason why their hit ended."""
+    """Number of requests by the code of their first missing segment."""
     failures: int = 0
     """Calls that a daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
-    """Segments to store, by outcome."""
+    """Number of segments that were to be stored, by the code of the result."""
     keys: dict[int, SegmentKey] = field(default_factory=dict)
-    """Keys of all requested segments, by their id in the accesses."""
+    """Keys of all requested segments, by the segment's id in `Accesses`."""
     interrupted: bool = False
 
     def add(self, request: Request, served: Served, chain: Sequence[int]) -> None:
@@ -69,7 +69,8 @@ def replay(
     speed: float = 0.0,
     progress: Callable[[ReplayLog], None] = lambda log: None,
 ) -> ReplayLog:
-    """`accesses` are the workload's own. `speed`: trace seconds per second; 0 waits for nothing.
+    """Serve all requests and return the sums. `accesses` are those of `workload`. `speed`: trace seconds per second; 0
+    replays without waiting for the requests' times.
 
     KeyboardInterrupt ends it early: the log is then `interrupted` and covers the finished requests. Raises
     `Unreachable`.

@@ -120,7 +120,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UntilKill(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the requests before the kill: the caches of the comparison lose no node either."""
+    """Figures of the requests before the kill. They are comparable with the computed caches, which lose no node."""
 
     requests: int
     token_hit_rate: float
@@ -170,7 +170,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """'250 us', '1.50 ms', '2.00 s', '3 min 5 s'."""
+    """A duration with a unit that suits it: '250 us', '1.50 ms', '2.00 s', '3 min 5 s'."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:
@@ -202,7 +202,7 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
     table.add_row("load CV, 10 s windows", f"{result.load_cv:.3f} (floor {result.load_cv_floor:.3f})")
     table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
     for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
-        table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+        table.add_row(f"load max / mean, window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
     copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
     table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
     table.add_section()

@@ -13,7 +13,7 @@ __all__ = ["ROUTES", "Route", "RouteMaker"]
 Route = Callable[[Request], int]
 """Returns the index of a node."""
 RouteMaker = Callable[[int, int], Route]
-"""(number of nodes, seed) to a route."""
+"""Makes a route from the number of nodes and a seed."""
 
 
 def _round_robin(nodes: int, seed: int) -> Route:

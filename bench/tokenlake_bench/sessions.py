@@ -3,7 +3,7 @@
 A session has requests `t` (seconds from its start), `in`, `out` (tokens), `hash_ids` (ids of the full 64-token blocks
 of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper with times of their
 own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left out.
-The file has no start times of sessions: they follow a Poisson process.
+The file has no start times of sessions; they are drawn as a Poisson process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
-"""With this rate some 20 sessions are open at a time, and LRU finds 28, 58 and 92 % of the tokens at 0.5, 1 and 3M."""
+"""Sessions that start per hour by default. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3 million
+tokens finds 28, 58 and 92 % of the tokens."""
 
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RANGE_TEXT: Final = 32
@@ -57,7 +58,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """Fields of one line; others are ignored."""
+    """The fields of one line that are used; others are ignored."""
 
     primary: bool
     block_size: int
@@ -103,7 +104,7 @@ class SessionTrace:
         for index, request in enumerate(self.requests):
             key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
             blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
-            # The tokens behind the last full block have no id: they are unique to this request.
+            # The trace has no id for the tokens behind the last full block: they get values unique to this request.
             tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
             tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
             yield Request(index, request.at_s, request.conversation, tokens, no_output)
@@ -130,12 +131,13 @@ class SessionTrace:
 
 
 class _Chains:
-    """Segment ids, chained: equal ids mean that all blocks up to the segment's end are equal."""
+    """Assigns ids to segments: two segments get the same id if all blocks up to their ends are equal."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._ids: dict[tuple[int, bytes], int] = {}
-        """Ids by (the previous segment's id, or -1 minus the session's number for the first segment; the block ids)."""
+        """Segment ids by (id of the previous segment, block ids of the segment); for a session's first segment the
+        previous id is -1 minus the session's number."""
         self._last: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
 
     def chain(self, session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
@@ -264,7 +266,7 @@ def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) 
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:
-    """The `blocks` ids of the run-length text."""
+    """The block ids of `text`, such as "1-3,7"; there must be `blocks` of them."""
     ranges: list[tuple[int, int]] = []
     count = 0
     for part in text.split(",") if text else ():

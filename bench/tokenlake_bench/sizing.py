@@ -1,6 +1,6 @@
 """A pool of an exact number of segments: its layout and the memory of each node.
 
-The baselines count segments; the pool must hold exactly as many.
+The baselines are caches of a number of segments; a pool that is compared with them must hold exactly as many.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ PAGE: Final = 4096
 SMALLEST_MEMORY: Final = 64 << 10
 """Smallest arena of a daemon."""
 SMALLEST_SEGMENT: Final = 2 * PAGE
-"""A node's memory is a multiple of a page; with slots larger than a page, rounding never adds a slot."""
+"""Least bytes of a segment. A node's memory is rounded up to a multiple of a page, which adds no slot if slots are
+larger than a page."""
 FLOAT16_PAIR: Final = 4
 """Bytes of one key and one value element."""
 
@@ -39,7 +40,8 @@ class PoolSize:
 
 
 def bench_layout(segment_tokens: int) -> Layout:
-    """One layer and one head, with 16 bytes per token or as many as make a segment of 8 KiB."""
+    """A layout with one layer and one head and 16 bytes per token, or more where a segment would be smaller than
+    8 KiB."""
     if not 1 <= segment_tokens <= 1 << 20:
         raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
     dim = max(4, -(-SMALLEST_SEGMENT // (segment_tokens * FLOAT16_PAIR)))
@@ -57,7 +59,8 @@ def bench_layout(segment_tokens: int) -> Layout:
 
 
 def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:
-    """`capacity_tokens` split evenly over `nodes`, rounded down to whole segments as in the baselines."""
+    """The size of a pool whose capacity is split evenly over `nodes`, rounded down to whole segments as in the
+    baselines."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     segments = capacity_tokens // nodes // layout.segment_tokens

@@ -28,8 +28,8 @@ class TraceSource(Workload, Protocol):
 def read_trace(
     path: Path, *, limit: int | None = None, seed: int = 0, jitter_s: float = 0.0
 ) -> MooncakeTrace | SessionTrace:
-    """Coding-agent sessions where the first line has `requests`, else Mooncake's format; `jitter_s` applies to the
-    latter, whose times may be rounded. Raises as those readers do."""
+    """The trace at `path`, read as coding-agent sessions if its first line has `requests`, else as Mooncake's format.
+    `jitter_s` applies to the latter only, whose times may be rounded. Raises as `read_sessions` and `read_mooncake`."""
     first = next((text for text in text_lines(path) if text.strip()), b"")
     try:
         sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])

@@ -14,7 +14,7 @@ __all__ = ["MALFORMED_SHARE", "TraceError", "explain", "passed_over", "refuse_be
 MALFORMED_SHARE: Final = 0.01
 """Largest share of malformed lines; a file with more is refused."""
 NAMED: Final = 5
-"""Number of malformed lines that an error names."""
+"""Maximum number of malformed lines that an error names."""
 
 _CHUNK_BYTES: Final = 1 << 16
 
@@ -56,7 +56,7 @@ def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int)
 
 
 def passed_over(malformed: Sequence[TraceError]) -> str:
-    """A note for the user; empty without malformed lines."""
+    """A note for the user on the malformed lines that were skipped; empty without any."""
     if not malformed:
         return ""
     lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines, the first"

@@ -31,7 +31,7 @@ _KINDS: Final = {"hash_ids": "a list of block ids", "timestamp": "a number of mi
 
 
 class _Line(msgspec.Struct, gc=False):
-    """Fields of one line; others are ignored."""
+    """The fields of one line that are used; others are ignored."""
 
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Annotated[int, Meta(ge=1)]

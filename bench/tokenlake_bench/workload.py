@@ -71,7 +71,8 @@ def check_vocabulary(vocabulary: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltinSettings:
-    """Lengths are in tokens, both ends included; a field out of range raises ConfigurationError.
+    """Parameters of the built-in workload. Lengths are in tokens, ranges include both ends; a field out of range raises
+    ConfigurationError.
 
     A conversation starts from a system prompt, drawn with weight 1 / rank**zipf, and a user text. It goes on
     until its next prompt would exceed its own limit, drawn from the upper half of `prompt_tokens`.

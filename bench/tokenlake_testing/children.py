@@ -27,20 +27,21 @@ _starter: Final = ThreadPoolExecutor(1, thread_name_prefix="start-child")
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen(command, **options)` of a child that does not outlive this process. The process id is the
+    """As `subprocess.Popen(command, **options)`, but the child does not outlive this process. The process id is the
     command's own. Takes some 20 ms longer. Raises FileNotFoundError when there is no such program. Do not call it in a
-    process that was forked after a call of it: the thread that starts children does not exist there."""
+    process that was forked after this process called it: the thread that starts children does not exist there."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"no such program: {command[0]!r}")
-    # -I and -S: the script needs neither the environment nor site-packages, and starts in half the time without.
+    # -I and -S leave out the environment and site-packages, which the script does not need; it then starts in half the
+    # time.
     bound = [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
     start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound, **options)
     return _starter.submit(start).result()
 
 
 def end_with_parent() -> None:
-    """The equivalent for a process of `multiprocessing`, called at its start: the kernel kills it when the thread that
-    started it ends."""
+    """As `start_child`, for a process of `multiprocessing`, which calls this at its start: the kernel kills the process
+    when the thread that started it ends."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         raise RuntimeError("not in a process that multiprocessing started")

@@ -14,7 +14,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.scheduled = 0
-        """Callbacks scheduled so far, those that have run included."""
+        """Number of callbacks scheduled so far, including those that have run."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
 
     def at(self, time: float, callback: Callable[..., None], *arguments: object) -> None:

@@ -24,7 +24,7 @@ __all__ = ["SERVER", "Cluster", "Node", "parse_metrics"]
 
 SERVER = "tokenlake_server"
 START_S = 60.0
-"""Generous: on a loaded machine an interpreter takes seconds to start."""
+"""Seconds within which a daemon must serve; many, because on a loaded machine an interpreter takes seconds to start."""
 STOP_S = 15.0
 
 
@@ -57,7 +57,7 @@ class Node:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # Ctrl-C is for the command that started the daemon and may still need it.
+                # Ctrl-C in a terminal must not reach the daemon: the command that started it may still need it.
                 start_new_session=True,
             )
 
@@ -92,7 +92,7 @@ class Node:
 
     @property
     def running(self) -> bool:
-        """Started and not ended."""
+        """True if the daemon's process was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     def page(self, path: str) -> str:
@@ -106,7 +106,8 @@ class Node:
 
 
 class Cluster:
-    """`nodes` daemons that know each other. As a context manager: started and ready inside, ended at the exit."""
+    """`nodes` daemons that know each other. A context manager: starts them and waits until they are ready; ends them at
+    the exit."""
 
     def __init__(
         self,
@@ -118,11 +119,10 @@ class Cluster:
         /,
         **settings: str,
     ) -> None:
-        """`via`: the ports at which nodes reach others, by (node, other); without one a node's own, see `ports`.
-        `module`: see `Node`.
-        `settings`: further flags of every daemon, with underscores."""
+        """`via`: by (node, other), the port at which `node` reaches `other`; without an entry the port of `other`
+        itself (`ports`). `module`: see `Node`. `settings`: further flags of every daemon, with underscores."""
         self.deadlines = DEFAULT_DEADLINES
-        """Of the pools that `connect` opens."""
+        """Deadlines of the pools that `connect` opens."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
         self.ports = {f"node{number}": reserve_port() for number in range(nodes)}

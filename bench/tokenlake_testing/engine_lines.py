@@ -1,6 +1,7 @@
-"""One engine, vLLM or transformers, in a process of its own that obeys JSON lines: for benchmarks and tests.
+"""One engine, vLLM or transformers, in a process of its own that serves commands given as JSON lines: for benchmarks
+and tests.
 
-Run as a module it is that process; `Engine` is its other end.
+Run as a module it is that process; `Engine` is the handle in the process that starts it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-"""One thread, one process, no compilation and no network access."""
+"""Environment of an engine process: one thread, no further process, no compilation and no network access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        """`pool`: the connector's settings; None runs without it, and several within vLLM's `MultiConnector`. `python`:
-        an interpreter with the engine. `nice`: niceness of the process. `transfer`: further fields of vLLM's
-        `KVTransferConfig`. `arguments`: arguments of `vllm.LLM`."""
+        """`pool`: the connector's settings; None: no connector; a list: several connectors within vLLM's
+        `MultiConnector`. `python`: an interpreter that has the engine. `nice`: niceness of the process. `transfer`:
+        further fields of vLLM's `KVTransferConfig`. `arguments`: arguments of `vllm.LLM`."""
         self.log = log
         config = {
             "kind": kind,
@@ -103,7 +104,7 @@ class Engine:
         raise Unreachable(f"the engine ended: {self.log.read_text()[-4000:]}")
 
     def close(self) -> None:
-        """End the process, by closing its input if it obeys, else by a kill."""
+        """End the process by closing its input; a process that does not end then is killed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -186,7 +187,7 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache())
 
     def reset(self, how: str) -> bool:
-        """Reset vLLM's cache and the connector's, directly or by sleeping."""
+        """Reset vLLM's prefix cache and the connector's state, directly or by putting the engine to sleep."""
         if how == "sleep":
             self._llm.sleep(level=1)
             self._llm.wake_up()
@@ -200,8 +201,8 @@ class _Vllm:
             self._llm.llm_engine.set_weight_version(version)
 
     def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
-        """Greedy tokens of a request in the middle of which the caches are reset and the weights change to those in
-        `directory`; and the reply to the reset. `preempt`: the reset takes the request's blocks."""
+        """Run a request greedily; in its middle reset the caches and replace the weights by those in `directory`.
+        Returns its tokens and the reply to the reset. `preempt`: the reset takes the request's blocks away."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -221,7 +222,7 @@ class _Vllm:
         return self._pool is None or all(rank.flush(20) for rank in _ours(self._rank()))
 
     def counts(self) -> dict[str, float]:
-        """Sums over the scheduler's connector and the rank's connector in this process."""
+        """Counts of the connector, summed over its scheduler side and its rank side, which are both in this process."""
         total: dict[str, float] = {}
         for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
             for name, value in asdict(side.counts).items():
@@ -267,7 +268,7 @@ class _Vllm:
         copy.from_slot = slow
 
     def expect_prefill(self, token_s: float) -> None:
-        """Make the planner expect `token_s` per computed token, by as many samples as a fit remembers."""
+        """Make the planner expect `token_s` seconds per computed token: replaces all samples that its fit remembers."""
         from tokenlake.planner.fits import NEWEST
 
         for number in range(NEWEST):
@@ -335,7 +336,7 @@ def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> list[Any]:
-    """The connector itself, or those within a `MultiConnector`."""
+    """The TokenLake connectors: `connector` itself, or those within a `MultiConnector`."""
     return list(getattr(connector, "sub_connectors", [connector]))
 
 

@@ -1,4 +1,4 @@
-"""Run as a script: binds this process to its parent, then becomes a command.
+"""A script that makes the kernel kill its process when the parent ends, and then runs a command in the same process.
 
 ::
 
@@ -24,7 +24,8 @@ def bind_to(parent: int) -> None:
     refuses, SystemExit when process `parent` has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The signal is sent for a parent that ends from here on. If it ended before, this process has a new parent.
+    # The kernel sends the signal only if the parent ends after this call. If it ended before, this process has another
+    # parent now.
     if os.getppid() != parent:
         sys.exit(PARENT_GONE)
 

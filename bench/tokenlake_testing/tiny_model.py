@@ -1,4 +1,4 @@
-"""A Llama made on the spot: seeded random weights, no download, no tokenizer."""
+"""A small Llama that is generated with seeded random weights, without a download or a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 __all__ = ["TinyModel", "save_tiny_model"]
 
 WEIGHT_SCALE = 4.0
-"""transformers initialises for training, which gives almost uniform logits; larger weights make the greedy
-token depend on the context, so that a wrong cache shows."""
+"""Factor on the weights. transformers initialises them for training, which gives almost uniform logits; with larger
+weights the greedy token depends on the context, so that a wrong cache changes the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """Sized so that prefill of 1,024 tokens takes at least 100 ms on one CPU thread in float32."""
+    """Dimensions of the model. With the defaults a prefill of 1,024 tokens takes at least 100 ms on one CPU thread in
+    float32."""
 
     seed: int = 0
     vocabulary: int = 1024
@@ -28,9 +29,9 @@ class TinyModel:
 
 
 def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Path:
-    """Write configuration and float32 weights to `directory` and return it. Needs the `transformers`
-    extra. Same `model`, same bytes. There are no special tokens: generation ends by length."""
-    # Imported here so that the package is importable without the extra.
+    """Write configuration and float32 weights to `directory` and return it. Equal `model` gives equal bytes. Needs the
+    `transformers` extra. There are no special tokens: generation ends by length."""
+    # Imported here, so that this module can be imported without the extra.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,11 +1,11 @@
 """Requests and replies over one socket to the daemon: blocking calls from several threads.
 
-There is no reader thread: a caller that waits reads the socket and delivers the other callers' replies too (leader and
-followers), so that a call costs two system calls and no wake-up of another thread.
+There is no reader thread: of the callers that wait, one reads the socket and delivers the other callers' replies too
+(leader and followers), so that a call costs two system calls and no wake-up of another thread.
 
 A call that misses its deadline makes the daemon overdue (`tokenlake.liveness`): further calls fail at once until the
-daemon sends something. The late reply may still grant a lease or a write that no caller holds: `orphans` keeps such
-replies until `tokenlake_client.grants` gives back their grants.
+daemon sends something. The late reply may still grant a lease or a write, which no caller holds: `orphans` keeps such
+replies until `tokenlake_client.grants` has given back the lease or the write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Channel", "Pending"]
 READ_BYTES = 64 << 10
 """Bytes of one read. From 128 KiB on each read would map and unmap memory, which costs more than the read."""
 MAX_FRAME = 16 << 20
-"""Bytes of a reply. The daemon's own bound on requests is in its `Welcome`."""
+"""Limit of the bytes of a reply. The daemon's limit for requests is in its `Welcome`."""
 
 
 class Pending:
@@ -52,12 +52,13 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """The reply has arrived, or will never arrive."""
+        """True once the reply has arrived, or will never arrive."""
         return self.reply is not None or self.error is not None
 
 
 class Channel:
-    """Thread-safe. All calls raise `Unreachable` once the connection is broken."""
+    """Requests and replies over one connection to the daemon. Thread-safe. All calls raise `Unreachable` once the
+    connection is broken."""
 
     def __init__(
         self,
@@ -84,36 +85,37 @@ class Channel:
         self._process = os.getpid()
         self._liveness = Liveness()
         self.max_frame = MAX_FRAME
-        """Bytes of a request; set once the daemon has named its bound."""
+        """Limit of the bytes of a request. The owner of the channel sets it to the limit in the daemon's `Welcome`."""
         self.orphans: deque[EngineReply] = deque()
         """Replies that arrived after their caller gave up."""
         self.timeouts = 0
-        """Calls that missed their deadline."""
+        """The number of calls that missed their deadline."""
 
     @property
     def broken(self) -> bool:
-        """No call can succeed any more."""
+        """True once the connection has ended: no call can succeed any more."""
         return self._broken is not None
 
     @property
     def overdue(self) -> bool:
-        """A caller's deadline has passed, and the daemon sent nothing since."""
+        """True when a caller's deadline has passed and the daemon has sent nothing since."""
         return self._liveness.overdue
 
     def call(self, make: Callable[[int], EngineRequest], deadline_s: float) -> EngineReply:
-        """Send `make(id)` and wait for its reply. Raises `DeadlinePassed`, `Unreachable` and the refusal of the
-        daemon."""
+        """Send the request `make(id)`, where the channel chooses the id, and wait for its reply. Raises
+        `DeadlinePassed`, `Unreachable` and the refusal of the daemon."""
         pending = self.begin(make)
         return self.wait(pending, deadline_s)
 
     def begin(self, make: Callable[[int], EngineRequest]) -> Pending:
-        """Send `make(id)`. `wait` or `poll` return its reply."""
+        """Send the request `make(id)`, as `call` does, without waiting: `wait` or `poll` return its reply."""
         self._check()
         return self._begin(make)
 
     def probe(self, make: Callable[[int], EngineRequest], wait_s: float) -> None:
-        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply: the reply that made
-        it overdue may never come (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
+        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. Any reply ends that
+        the daemon is overdue; the one that is outstanding may never come
+        (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
         pending = self._begin(make)
         if self.poll(pending, wait_s) is None:
             self.drop(pending)
@@ -132,7 +134,8 @@ class Channel:
         self._send(message)
 
     def wait(self, pending: Pending, deadline_s: float) -> EngineReply:
-        """The reply. After `DeadlinePassed` a late reply becomes an orphan."""
+        """Wait for the reply and return it. Raises `DeadlinePassed` after `deadline_s`, and the errors of `call`; a
+        reply that arrives later becomes an orphan."""
         if not self._await(pending, deadline_s):
             self._give_up(pending, deadline_s)
         return self._result(pending)
@@ -142,7 +145,7 @@ class Channel:
         return self._result(pending) if self._await(pending, wait_s) else None
 
     def drop(self, pending: Pending) -> None:
-        """No caller waits for the reply any more: it becomes an orphan, also when it has arrived already."""
+        """Give up a request: its reply becomes an orphan, also when it has arrived already."""
         with self._changed:
             for number in [number for number, other in self._waiting.items() if other is pending]:
                 del self._waiting[number]
@@ -150,7 +153,7 @@ class Channel:
                 self.orphans.append(pending.reply)
 
     def close(self) -> None:
-        """Idempotent. Calls that wait in other threads raise `Unreachable`."""
+        """Close the connection. Idempotent. Calls that wait in other threads raise `Unreachable`."""
         self._break(Unreachable(f"the connection to {self.path} was closed"))
 
     # -- inside
@@ -177,7 +180,7 @@ class Channel:
             try:
                 self._sock.sendall(frame)
             except OSError as error:
-                # A daemon that closes the connection sends the reason first.
+                # Read what has arrived: a daemon that closes the connection sends the reason first.
                 if self._start_reading(None, 0.0):
                     self._read_until(None, 0.0)
                 # A part of the frame may have been sent: the stream cannot be used any more.
@@ -186,14 +189,16 @@ class Channel:
             raise Unreachable(str(self._broken))
 
     def _await(self, pending: Pending, wait_s: float) -> bool:
-        """Wait at most `wait_s` until `pending` is done; True then. Reads what has arrived in any case."""
+        """Wait at most `wait_s` until `pending` is done, and return whether it is. Replies that have arrived are read
+        even when `wait_s` is 0."""
         until = time.monotonic() + wait_s
         while not pending.done:
             left = max(0.0, until - time.monotonic())
             if self._start_reading(pending, left):
                 self._read_until(pending, until)
             elif not left and wait_s and self._broken is None and self._readable(0.0):
-                # The reply has arrived, and the reading thread has not run since: the whole process stood still.
+                # Data has arrived that the reading thread has not read, because the whole process stood still: wait a
+                # little longer for that thread.
                 with self._changed:
                     self._changed.wait_for(lambda: pending.done or not self._reading, self._wakeup_s)
                 wait_s = 0.0
@@ -203,8 +208,8 @@ class Channel:
         return pending.done
 
     def _start_reading(self, pending: Pending | None, wait_s: float) -> bool:
-        """Become the thread that reads. False: another thread reads, or `pending` is done; while another thread reads,
-        wait at most `wait_s` for a change."""
+        """Make the calling thread the one that reads, and return True. False: `pending` is done, or another thread
+        reads; in the latter case the call has waited at most `wait_s` for a change."""
         with self._changed:
             if self._reading:
                 if wait_s:
@@ -216,8 +221,8 @@ class Channel:
             return True
 
     def _read_until(self, pending: Pending | None, until: float) -> None:
-        """Read and deliver replies until `pending` is done or the time has come; without `pending`, those that have
-        arrived."""
+        """Read and deliver replies until `pending` is done or the time `until` has come. `pending` None: until `until`,
+        all that arrive."""
         try:
             while self._broken is None and not (pending is not None and pending.done):
                 left = max(0.0, until - time.monotonic())
@@ -232,14 +237,15 @@ class Channel:
             with self._changed:
                 self._reading = False
                 if self._broken is not None:
-                    # The reader closes the socket, not the thread that broke the connection: otherwise the reader could
-                    # poll a descriptor that was reused (test_a_broken_connection_is_closed_by_its_reader).
+                    # The reading thread closes the socket. If the thread that broke the connection closed it, the
+                    # reader could poll a descriptor that now belongs to another file
+                    # (test_a_broken_connection_is_closed_by_its_reader).
                     self._sock.close()
                 self._changed.notify_all()
 
     def _readable(self, wait_s: float) -> bool:
-        # poll, because select takes no descriptor beyond 1023, and engines have more. Rounded up: a wait of less
-        # than a millisecond must not spin.
+        # poll and not select, which takes no descriptor beyond 1023; engines have more. The time is rounded up to whole
+        # milliseconds, because a caller that waits for less than one would otherwise spin.
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         return bool(poller.poll(math.ceil(wait_s * 1e3)))
@@ -262,7 +268,7 @@ class Channel:
         descriptor = self._descriptors.take() if carries and self._descriptors else None
         pending = self._waiting.pop(reply.id, None)
         if isinstance(reply, Failed) and not reply.id:
-            # A refusal of the connection itself; the daemon closes the connection after it.
+            # An error without the id of a request refuses the connection itself; the daemon closes it afterwards.
             raise _as_error(reply)
         if pending is None:
             if descriptor is not None:
@@ -277,7 +283,7 @@ class Channel:
     def _give_up(self, pending: Pending, deadline_s: float) -> None:
         with self._changed:
             if pending.done:
-                # The reply arrived after the last look.
+                # The reply arrived between the caller's last check and this one, so the deadline was not missed.
                 return
             self.drop(pending)
             self._liveness.deadline_missed()

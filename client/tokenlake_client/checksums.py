@@ -14,12 +14,12 @@ from tokenlake_client.parallel_copy import ParallelCopy
 __all__ = ["copy_with_checksums", "shard_checksums"]
 
 CACHED_BYTES = 1 << 20
-"""Bytes that are still in the processor's cache after they were written."""
+"""Limit of the bytes that are copied before they are hashed, while they are still in the processor's cache."""
 
 
 def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = None) -> bytes:
-    """8 bytes, little-endian, for each shard in the bit mask `mask` (all by default), in order. `segment`: contiguous,
-    its length a multiple of `shards`. Releases the GIL while it hashes."""
+    """The checksums of the shards in the bit mask `mask` (all by default), in order, 8 bytes each, little-endian.
+    `segment`: contiguous, its length a multiple of `shards`. Releases the GIL while it hashes."""
     size = len(segment) // shards
     view = segment.data
     digests = [
@@ -33,8 +33,8 @@ def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = 
 def copy_with_checksums(
     pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], shards: int, parallel_copy: ParallelCopy
 ) -> list[bytes]:
-    """Copy the second segment of each pair into the first. Returns `shard_checksums` of each first one, made before
-    its bytes leave the processor's cache."""
+    """Copy the second segment of each pair into the first, and return `shard_checksums` of each first one. Each piece
+    is hashed directly after its copy, while it is in the processor's cache."""
     digests = np.zeros((len(pairs), shards), np.dtype("<u8"))
 
     def copy_shards(part: tuple[int, int, int]) -> None:

@@ -20,21 +20,23 @@ __all__ = ["ControlPlane"]
 
 PLANNED = MatchOptions(planned=True)
 KNOWN_KEYS = 1 << 16
-"""Segments whose node the local view keeps: the newest."""
+"""Limit of the segments whose node is remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 KNOWN_REQUESTS = 256
-"""Requests that the local view keeps: the newest."""
+"""Limit of the requests that are remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 
 
 class ControlPlane:
-    """For one scheduler, in one thread. The pool stays the caller's.
+    """Finds the cached prefixes of requests and plans batches with them. For one scheduler, in one thread. The caller
+    keeps the ownership of the pool.
 
-    The segments that `get_prefix_tree` found stay leased, so that the plans made of them can be carried out, until its
-    next call with requests, or `release`.
+    The segments that `get_prefix_tree` found stay leased until its next call with requests, or `release`, so that the
+    plans that use them can be carried out.
     """
 
     def __init__(self, pool: Pool, instances: Mapping[str, NodeId], shape: AttentionShape, rates: Rates | None = None):
-        """`instances`: the engine instances that batches may run on, and the node of each. `shape` of the model's
-        attention. `rates`: measured inputs, an object that the caller may go on updating (default: no measurements)."""
+        """`instances`: the engine instances that batches may run on, and the node of each. `shape`: that of the model's
+        attention. `rates`: the planner's measured inputs, an object that the caller may go on updating (default: no
+        measurements)."""
         self.instances = MappingProxyType(dict(instances))
         self.rates = rates or Rates()
         self.model = Model.of(pool.layout, shape)
@@ -49,8 +51,8 @@ class ControlPlane:
         """The cached prefixes of `requests` and the nodes that have them, matched in one parallel round within the
         pool's match deadline. A match without an answer is a miss.
 
-        Without `requests`: the newest requests of earlier calls, and where their segments were then. Sends no message
-        and leases nothing; the segments may have moved since.
+        Without `requests`: the tree of the newest requests of earlier calls, with the nodes that had their segments
+        then. This sends no message and leases nothing; the segments may have moved since.
         """
         size = self._pool.layout.segment_tokens
         if requests is None:
@@ -71,8 +73,8 @@ class ControlPlane:
         return grow(asked, owners, size)
 
     def get_cache_load(self, requests: Sequence[int], tree: PrefixTree) -> dict[NodeId, float]:
-        """The worst-case share of each node's time that attention over cached segments takes for `requests`, given as
-        indices into the tree's (`tokenlake.planner.cache_load`). Pure."""
+        """The worst-case share of each node's time that attention over cached segments takes for `requests`, which are
+        indices into the requests of `tree` (`tokenlake.planner.cache_load`). Sends nothing and changes nothing."""
         return cache_load(requests, tree, self.instances, self.model.layers, self.rates)
 
     def gen_plans(
@@ -82,8 +84,9 @@ class ControlPlane:
         tree: PrefixTree,
         idle: Iterable[str] | None = None,
     ) -> Plans:
-        """The plan of each batch: its instances, and how each cached sequence is used. Raises the errors of
-        `tokenlake.planner.gen_plans`. `idle`: the instances that may get a batch (default: all). Pure."""
+        """The plan of each batch: its instances, and how each cached sequence is used. Arguments and errors as of
+        `tokenlake.planner.gen_plans`. `idle`: the instances that may get a batch (default: all). Sends nothing and
+        changes nothing."""
         chosen = self.instances if idle is None else {name: self.instances[name] for name in idle}
         return gen_plans(batches, dops, tree, chosen, self.model, self.rates)
 
@@ -98,7 +101,7 @@ class ControlPlane:
                     with contextlib.suppress(Refused):
                         pending.append((index, self._pool.begin_match(keys, PLANNED)))
             for index, match in pending:
-                # A match that the daemon refuses, mostly for its size or their number, is a miss.
+                # A match that the daemon refuses, mostly because of its size or of the number of matches, is a miss.
                 with contextlib.suppress(Refused):
                     found[index] = match.wait()
         except Unreachable:

@@ -8,38 +8,41 @@ __all__ = ["DEFAULT_DEADLINES", "Deadlines"]
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. For `Pool.connect`; a call whose `deadline_s` is given uses that one instead.
+    """The deadlines of a pool, in seconds: an argument of `Pool.connect`. A call that is given a `deadline_s` uses that
+    one instead.
 
     A call that misses its deadline raises `DeadlinePassed`. Further calls then raise it at once until the daemon sends
-    something (`tokenlake.liveness`), so that a frozen daemon costs an engine one deadline and not one per call. Raise
-    the deadlines where the daemon shares its processors with other programs and may not run for longer than that.
+    something (`tokenlake.liveness`), so that a frozen daemon costs an engine one deadline and not one per call. Longer
+    deadlines are needed where the daemon shares its processors with other programs, and may be off the processor for
+    longer than the defaults.
     """
 
     connect_s: float = 5.0
-    """To open a connection: until the daemon answers the handshake."""
+    """Opening a connection: until the daemon has answered the handshake."""
     send_s: float = 1.0
-    """To dial, and to send one request. Requests are far smaller than the socket's buffer: a send blocks only while the
-    daemon reads nothing."""
+    """Dialling, and sending one request. Requests are far smaller than the socket's buffer, so a send blocks only while
+    the daemon reads nothing."""
     call_s: float = 0.250
-    """For calls that the daemon answers from its own memory: attach, nodes, heartbeat, map a region to read."""
+    """Calls that the daemon answers from its own memory: `attach`, `nodes`, heartbeats, and mapping a region that is
+    read."""
     match_s: float = 0.020
-    """For `match` and `begin_match`: how long the daemon may ask other nodes."""
+    """`match` and `begin_match`: how long the daemon may wait for the answers of other nodes."""
     fetch_s: float = 0.0
-    """For `Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one. 0: the
-    daemon predicts it from the rate of earlier transfers, and the client waits as long as the daemon is alive."""
+    """`Lease.fetch` and `Lease.copy_into`, until the segments of other nodes have been transferred to this one. 0: the
+    daemon predicts it from the rate of earlier transfers, and the client waits for as long as the daemon is alive."""
     store_s: float = 2.0
-    """For calls that reserve or commit slots, and to map a region to write. Engines store in the background, and a
-    longer wait loses less than a store that fails."""
+    """Calls that reserve or commit slots, and mapping a region that is written. It is long, because engines store in
+    the background: a wait delays no request, and a store that fails loses computed cache."""
     view_s: float = 1.5
-    """For `open_view`: longer than the query engine waits for the query engines of other nodes."""
+    """`open_view`: longer than the query engine waits for the query engines of other nodes."""
     query_s: float = 2.0
-    """For `query`: attention over one layer."""
+    """`query`: attention of one layer over the segments of all views."""
     grace_s: float = 0.030
-    """Where the daemon or the query engine keeps the deadline itself (match, fetch, view, query), the client stops
-    waiting this much later than it, so that the answer that says so still arrives."""
+    """Added to the deadlines of match, fetch, view and query while the client waits. The daemon or the query engine
+    answers these calls at the deadline, with what it has by then, and the answer takes this time to arrive."""
     wakeup_s: float = 0.1
-    """How much longer a caller waits when its deadline passed while the answer was received but not read: threads of a
-    busy process are scheduled late."""
+    """How much longer a caller waits when its deadline has passed and the answer lies in the socket, where another
+    thread is about to read it: threads of a busy process are scheduled late."""
 
 
 DEFAULT_DEADLINES = Deadlines()

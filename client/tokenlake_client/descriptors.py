@@ -1,4 +1,4 @@
-"""Descriptors that arrive beside the bytes of a Unix socket."""
+"""File descriptors that arrive beside the bytes of a Unix socket."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tokenlake.errors import ProtocolRefused
 __all__ = ["MAX_DESCRIPTORS", "SPACE", "ReceivedDescriptors"]
 
 MAX_DESCRIPTORS = 8
-"""Received and not yet taken, on one connection."""
+"""Limit of the descriptors that were received on one connection and not taken yet."""
 SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-"""For `recvmsg`. The caller also passes MSG_CMSG_CLOEXEC, which `socket.recv_fds` does not."""
+"""The size of the buffer for ancillary data that callers pass to `recvmsg`. They also pass MSG_CMSG_CLOEXEC, which
+`socket.recv_fds` does not."""
 
 
 class ReceivedDescriptors:

@@ -1,7 +1,8 @@
 """The leases and writes that the daemon has granted to this process, and when a grant is given back.
 
-Leases, writes and the garbage collector call this module at any time, from any thread. `sweep` sends the messages that
-give grants back, when a thread uses the connection anyway.
+A grant is a lease or a write. `Lease` and `Write` objects, and the garbage collector through their finalisers, call
+this module at any time and from any thread. The messages that give grants back are collected, and `sweep` sends them
+when a thread uses the connection anyway.
 
 The daemon counts one owner of a grant per process. Several objects of this process may hold the same lease or write:
 an item is given back when the last of them has given it up. While the reply to an `Attach` is on its way, no item that
@@ -29,12 +30,12 @@ __all__ = ["Grants", "LeaseHold"]
 log = logging.getLogger(__name__)
 
 END = (1 << 32) - 1
-"""Beyond the last item of every lease."""
+"""An index beyond the last item of every lease: releases from an item to END cover all items after it."""
 
 
 class LeaseHold:
-    """The items (segments) of a lease that one `Lease` object holds: each until it is released and no array over it is
-    alive. Guarded by the lock of `Grants`. It refers to nothing that keeps the pool alive."""
+    """The items (segments) of a lease that one `Lease` object holds: each item until it is released and no array over
+    it is alive. Guarded by the lock of `Grants`. This object must refer to nothing that keeps the pool alive."""
 
     __slots__ = ("id", "link", "pins", "unreleased")
 
@@ -43,11 +44,11 @@ class LeaseHold:
         self.link = link
         """The link over which the lease was granted."""
         self.pins = np.zeros(items, np.uint32)
-        """Per item: groups of arrays over it that are alive."""
+        """Per item: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
         self.unreleased = np.ones(items, np.bool_)
 
     def held(self) -> NDArray[np.bool_]:
-        """Per item: it is unreleased or pinned."""
+        """Per item: True while it is unreleased or pinned."""
         held: NDArray[np.bool_] = np.logical_or(self.unreleased, self.pins)
         return held
 
@@ -60,19 +61,20 @@ class LeaseHold:
         return stop
 
     def release(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Release items. Returns, per item, whether this ended that the object holds it."""
+        """Release items. Returns, per item, True when it was held and is not held any more."""
         free: NDArray[np.bool_] = self.unreleased[start:stop] & (self.pins[start:stop] == 0)
         self.unreleased[start:stop] = False
         return free
 
     def unpin(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Unpin items. Returns, per item, whether this ended that the object holds it."""
+        """Unpin items. Returns, per item, True when it is not held any more."""
         self.pins[start:stop] -= 1
         return ~self.held()[start:stop]
 
 
 class Grants:
-    """The grants of one pool. `lock` guards the link, `closed`, and all counts here and in the holds."""
+    """The grants of one pool. `lock` guards the link, `closed`, and all counts of this object and of its `LeaseHold`
+    objects."""
 
     def __init__(self, link: Link) -> None:
         self.lock = threading.RLock()
@@ -83,12 +85,12 @@ class Grants:
         self._fillings = 0
         self._leases: dict[int, list[LeaseHold]] = {}
         self._writes: dict[int, int] = {}
-        """Number of objects that hold each write."""
+        """By the number of a write, how many objects hold it."""
         self._abort_when_free: set[int] = set()
         """Writes to abort when no object holds them any more."""
         self._attaching: dict[int, tuple[int, bool]] = {}
-        """By number of the request, (lease or write, is it a write): attaches over the current link whose reply may
-        still arrive."""
+        """The `Attach` requests over the current link whose reply may still arrive: by the number of the request, the
+        number of the lease or write, and whether it is a write."""
         self._releases: list[tuple[int, int, int]] = []
         self._aborts: list[int] = []
 
@@ -99,19 +101,21 @@ class Grants:
 
     @property
     def closed(self) -> bool:
-        """The pool was closed: nothing is granted any more."""
+        """True once the pool was closed: nothing is granted any more."""
         return self._closed
 
     @property
     def accesses(self) -> int:
-        """Groups of arrays over leased slots that are alive, and writes whose slots may still be filled."""
+        """The number of groups of arrays over leased slots that are alive, plus the number of writes whose slots may
+        still be filled."""
         with self.lock:
             return self._pins + self._fillings
 
     # -- the connection
 
     def switch_to(self, link: Link) -> None:
-        """Use `link` from now on. Grants of another life are dropped: they ended with it."""
+        """Use `link` from now on. If it does not resume the session (another `Link.life`), all grants are dropped: they
+        ended with the session."""
         with self.lock:
             if self._closed:
                 self._leave(link)
@@ -126,20 +130,21 @@ class Grants:
                 self._aborts.clear()
                 self._pins = self._fillings = 0
             with contextlib.suppress(TokenLakeError):
-                # The first message: the daemon takes back the grants of replies that were cut off.
+                # This must be the first message over the link: the daemon takes back all grants that it does not name,
+                # such as those in replies that never arrived.
                 link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
             previous, self._link = self._link, link
-            # A link and its regions refer to each other: without this the memory of a dead daemon stays mapped, and
-            # locked for a GPU where it was, until the garbage collector runs.
+            # A link and its regions refer to each other: without `forget` the memory of a dead daemon would stay mapped
+            # (and locked, if it was locked for a GPU) until the garbage collector runs.
             previous.forget()
-            # Messages that gave something back over the previous connection may not have arrived.
+            # The messages that gave items back over the previous connection may not have arrived: send them again.
             self._abort_when_free.intersection_update(self._writes)
             for lease in self._leases:
                 self._release_unheld(lease)
 
     def current(self, link: Link) -> Link:
-        """The current link, for a grant that was made over `link`. Raises `Unreachable` when the grant ended with its
-        daemon or session, or the pool was closed."""
+        """The current link, over which a grant that was made over `link` is used. Raises `Unreachable` when the grant
+        ended with its daemon or its session, or the pool was closed."""
         current = self._link
         if self._closed:
             raise Unreachable("the pool was closed")
@@ -150,7 +155,7 @@ class Grants:
         return current
 
     def close(self) -> None:
-        """Grant nothing any more and leave the daemon. While arrays are alive the daemon keeps their slots.
+        """Grant nothing any more and leave the daemon. The daemon keeps the slots of arrays that are alive.
         Idempotent."""
         with self.lock:
             if self._closed:
@@ -160,7 +165,8 @@ class Grants:
             self._leave(self._link)
 
     def close_unless_pinned(self) -> bool:
-        """Close and return True, unless arrays are alive that the garbage collector is about to collect."""
+        """Close, unless arrays over leased slots are alive. Returns whether it closed. For a pool that is garbage: its
+        arrays are collected soon."""
         with self.lock:
             self.sweep()
             if self._pins:
@@ -183,7 +189,8 @@ class Grants:
     # -- leases
 
     def hold_lease(self, hold: LeaseHold) -> None:
-        """A lease was granted or attached to. Raises `Unreachable`."""
+        """Register the hold of a new `Lease` object. Raises `Unreachable` when the connection has broken since the
+        lease was granted."""
         with self.lock:
             if hold.id and self._is_current(hold.link):
                 self._check_over(hold.link)
@@ -191,26 +198,29 @@ class Grants:
 
     def _check_over(self, link: Link) -> None:
         if link is not self._link:
-            # Another connection was opened after the grant, and its `Holds` did not name the grant.
+            # Another connection was opened after the grant. Its `ReconcileGrants` did not name the grant, so the daemon
+            # has taken it back.
             raise Unreachable("the connection broke; the newest grant is given back")
 
     def count_pin(self) -> None:
-        """Arrays over leased slots are about to be made. The caller holds `lock` and has just called `current`."""
+        """Count a group of arrays over leased slots that the caller is about to make. The caller holds `lock` and has
+        just called `current`."""
         self._pins += 1
 
     def note_unpin(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """The arrays of one pin are gone. For finalisers, which may run in the middle of any code: it only notes the
-        fact, and `sweep` does the rest."""
+        """Record that the arrays of one pin are gone. For finalisers, which may run in the middle of any code: this
+        takes no lock, and `sweep` unpins the items later."""
         self._ended_pins.append((hold, start, stop))
 
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """Release items of `hold`; those that no array pins are given back. Never raises."""
+        """Release items of `hold`, and give back those that no array pins. Never raises."""
         with self.lock:
             self._give_back(hold, start, hold.release(start, stop))
         self.sweep()
 
     def _give_back(self, hold: LeaseHold, start: int, free: NDArray[np.bool_]) -> None:
-        """`hold` does not hold the items from `start` on that `free` marks any more."""
+        """Give back the items that `free` marks (its first mark is that of item `start`) and that no other object
+        holds. `hold` has just ceased to hold them."""
         if not hold.id or not self._is_current(hold.link):
             return
         others = self._leases.get(hold.id, [])
@@ -230,14 +240,16 @@ class Grants:
     # -- writes
 
     def hold_write(self, link: Link, write: WriteId) -> None:
-        """An object that holds a write was made. Raises `Unreachable`."""
+        """Count a new object that holds a write. Raises `Unreachable` when the connection has broken since the write
+        was granted."""
         with self.lock:
             if write and self._is_current(link):
                 self._check_over(link)
                 self._writes[write] = self._writes.get(write, 0) + 1
 
     def begin_filling(self, link: Link, write: WriteId) -> None:
-        """As `hold_write`, and the caller is about to fill the slots of the write. Raises `Unreachable`."""
+        """`hold_write` for a caller that is about to fill the slots of the write, until `end_filling`. Raises
+        `Unreachable`."""
         with self.lock:
             self.current(link)
             self._check_over(link)
@@ -245,13 +257,13 @@ class Grants:
             self.hold_write(link, write)
 
     def end_filling(self, link: Link) -> None:
-        """The slots of a write are not filled any more."""
+        """End `begin_filling`: the slots of the write are not filled any more."""
         with self.lock:
             if link.life == self._link.life:
                 self._fillings -= 1
 
     def drop_write(self, link: Link, write: WriteId, *, abort: bool) -> None:
-        """An object holds a write no longer. `abort`: abort the write when no other object holds it."""
+        """Count that an object has ceased to hold a write. `abort`: abort the write when no other object holds it."""
         with self.lock:
             if write and self._is_current(link):
                 left = self._writes.pop(write, 1) - 1
@@ -279,9 +291,9 @@ class Grants:
 
     @contextlib.contextmanager
     def attaching(self, grant: LeaseId | WriteId, *, write: bool) -> Iterator[tuple[Link, engine.EngineReply]]:
-        """Attach to a grant of another process of the session: yields the link and the reply, and the caller makes the
-        object that holds the grant inside the `with` block. What the reply grants and no object holds is given back,
-        also when the reply is late."""
+        """Attach to a grant of another process of the session: yields the link and the reply. The caller makes the
+        object that holds the grant inside the `with` block. Items that the reply grants and that no object holds are
+        given back, also when the reply is late."""
         self.sweep()
         link = self._link
         number = 0
@@ -292,7 +304,8 @@ class Grants:
                 if self.current(link) is not link:
                     raise Unreachable("the connection broke")
                 self._attaching[request] = (grant, write)
-                # Sent after the request, these messages would take back the grant of its reply.
+                # Messages that give back earlier holds of this grant are dropped: sent after the `Attach`, they would
+                # give back the new hold.
                 self._releases = [release for release in self._releases if release[0] != grant]
                 self._aborts = [other for other in self._aborts if other != grant]
             number = request
@@ -317,8 +330,8 @@ class Grants:
                 self._attached(*self._attaching.pop(number))
 
     def _attached(self, grant: int, write: bool) -> None:
-        """The reply to an `Attach` has arrived or will never arrive: give back the items that it may have granted
-        and no object holds."""
+        """Give back the items that an `Attach` may have granted and that no object holds. To be called when its reply
+        has been used, or no caller waits for it any more."""
         if self._is_attaching(grant):
             return
         if write:
@@ -342,7 +355,8 @@ class Grants:
     # -- messages to the daemon
 
     def sweep(self) -> None:
-        """Send the messages that give back the grants that no object holds. Never waits, never raises."""
+        """Send the collected messages that give back the items and writes that no object holds. Never waits, never
+        raises."""
         with self.lock:
             if self._closed:
                 return
@@ -357,7 +371,7 @@ class Grants:
                     channel.tell(engine.Release(tuple(self._releases)))
                     self._releases.clear()
             except TokenLakeError as error:
-                log.debug("not given back yet: %s", error)
+                log.debug("leases and writes could not be given back yet: %s", error)
 
     def _unpin_ended(self) -> None:
         while self._ended_pins:
@@ -383,7 +397,7 @@ class Grants:
 
 
 def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The marked items as half-open ranges; the first mark is that of item `start`."""
+    """The items that `marks` marks, as half-open ranges of indices. The first mark is that of item `start`."""
     padded = np.zeros(len(marks) + 2, np.bool_)
     padded[1:-1] = marks
     edges = np.flatnonzero(padded[1:] != padded[:-1]) + start

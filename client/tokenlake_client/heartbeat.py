@@ -1,7 +1,7 @@
-"""Heartbeats to the daemon, and a new connection when the daemon went away: one thread per pool.
+"""The one thread of a pool: it sends heartbeats to the daemon, and connects again when the connection has broken.
 
-The thread refers to the grants and not to the pool. It ends when the pool is closed, or when the pool and all its
-leases, writes and arrays are collected.
+The thread refers to the pool's `Grants` and not to the pool, so that a pool that no code uses can be collected. It ends
+when the pool is closed, or when the pool and all its leases, writes and arrays are collected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["HeartbeatThread", "PendingHeartbeat", "Wake"]
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-"""Between two attempts to reach a daemon that does not listen."""
+"""Pause between two attempts to reach a daemon that does not listen."""
 COLLECT_S = 0.05
-"""Between two checks whether arrays that are collected together with their pool are gone."""
+"""Pause between two checks, after the pool was collected, whether its arrays are collected too."""
 
 
 class Wake:
-    """Ends a wait of the thread. It may be called at any time, also by the garbage collector while the thread is in
-    `wait`."""
+    """Wakes the heartbeat thread. The object may be called at any time, also by the garbage collector while the thread
+    is in `wait`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -40,35 +40,35 @@ class Wake:
         self._queue.put(None)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for a call, at most `limit_s`."""
+        """Wait until the object is called, at most `limit_s`."""
         with contextlib.suppress(queue.Empty):
             self._queue.get(timeout=limit_s)
 
     def forget(self) -> None:
-        """Calls that were made until now end no wait."""
+        """Discard the calls that were made until now: they end no later wait."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
 
 
 class HeartbeatThread(threading.Thread):
-    """Sends heartbeats while `keeper` is alive: the object to which the pool and all its leases, writes and arrays
-    refer."""
+    """Sends heartbeats, and reconnects, while `keeper` is alive: the object to which the pool and all its leases,
+    writes and arrays refer."""
 
     def __init__(self, grants: Grants, connector: Connector, wake: Wake, keeper: object) -> None:
-        """`wake`: also called by `connector` when the connection breaks."""
+        """`wake`: ends the thread's pauses; `connector` must call it when the connection breaks."""
         super().__init__(name="tokenlake", daemon=True)
         self.expired = 0
-        """Times that the daemon had ended the session because its heartbeats did not arrive."""
+        """How many times the daemon had ended the session because its heartbeats did not arrive."""
         self._grants = grants
         self._connector = connector
         self._wake = wake
         self._untrusted = ""
-        """The last warning about a listener that is not trusted: it is logged once."""
+        """The last warning about a listener that is not trusted. Each such text is logged as a warning once."""
         self._keeper = weakref.ref(keeper, lambda _: wake())
 
     def run(self) -> None:
-        """Until the pool is closed or collected."""
+        """Send heartbeats and reconnect until the pool is closed or collected."""
         while not self._grants.closed:
             if self._keeper() is None and self._grants.close_unless_pinned():
                 return
@@ -77,7 +77,8 @@ class HeartbeatThread(threading.Thread):
             except DeadlinePassed as error:
                 log.debug("heartbeat: %s", error)
             except TokenLakeError as error:
-                # Other errors end when the daemon is back. This one may need an administrator.
+                # A listener that is not trusted is logged as a warning, because an administrator may have to act. All
+                # other errors end by themselves when the daemon is back.
                 first = isinstance(error, ListenerUntrusted) and str(error) != self._untrusted
                 self._untrusted = str(error) if first else self._untrusted
                 log.log(logging.WARNING if first else logging.DEBUG, "no connection: %s", error)
@@ -113,7 +114,7 @@ class HeartbeatThread(threading.Thread):
 
 
 class PendingHeartbeat:
-    """A heartbeat whose reply is awaited. For one thread."""
+    """A heartbeat that was sent and whose reply is awaited. For one thread."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -24,13 +24,13 @@ from tokenlake_client.regions import Mapping, Window
 __all__ = ["Lease", "PendingNodes"]
 
 COPY_BYTES = 4 << 20
-"""Most bytes of one piece of a copy that two threads share."""
+"""Size of the pieces in which two threads share a copy."""
 _LOCAL = bytes([Code.LOCAL])
 
 
 class _Pin:
-    """Pins the segments `start` to `stop` of a lease. The windows that one `fetch` cuts its arrays from refer to it, so
-    it ends with the last view of any of these arrays."""
+    """Pins the segments `start` to `stop` of a lease until it is collected. The arrays of one `fetch`, and all views of
+    them, refer to one such object, so that the pin ends with the last of these views."""
 
     __slots__ = ("_lease", "_start", "_stop")
 
@@ -46,8 +46,8 @@ class _Pin:
 class Lease:
     """A promise of the daemon not to evict the first `hits` of `keys`. The pool's heartbeats keep it alive.
 
-    Leave it as a context manager, or `release` it. The arrays of one `fetch` keep all their segments leased beyond
-    that, for as long as any view of any of them lives. Thread-safe.
+    It ends when its `with` block is left, or by `release`. The arrays of one `fetch` keep all their segments leased
+    beyond that, for as long as any view of any of these arrays lives. Thread-safe.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Lease:
         """The name of the request in the logs of the nodes; empty for a lease that another process made."""
         hits = matched.hits
         self.id = LeaseId(matched.lease)
-        """For another process of the session: `Pool.attach`."""
+        """The number by which another process of the session attaches to the lease (`Pool.attach`)."""
         self.keys = keys[:hits]
         self.hits = hits
         self.codes = matched.codes
@@ -71,12 +71,12 @@ class Lease:
         self.link = link
         self._state = state
         self._grants = state.grants
-        # Packed as received: a lease that is only counted, or fetched in part, unpacks no more than it needs.
+        # Codes, slots and checksums stay packed as they were received: most callers need only some of them.
         self._item_codes = bytearray(matched.codes[:hits])
         self.places = slot_array(bytearray(matched.slots))
         """Where each hit lies in this node's arena: `region`, `slot`, `generation`; zeros where it is not local."""
         self._checksums = bytearray(matched.checksums)
-        """Empty unless the pool verifies."""
+        """The checksums of the hits, as `shard_checksums` makes them; empty unless the pool verifies."""
         self._hold = LeaseHold(self.id, link, hits)
         self._grants.hold_lease(self._hold)
 
@@ -88,7 +88,7 @@ class Lease:
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon that granted the lease. The lease's number is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the lease; `id` is valid at this incarnation alone."""
         return self.link.incarnation
 
     @property
@@ -102,17 +102,18 @@ class Lease:
         return _node_names(link, link.call(lambda number: Locate(number, self.id), Located))
 
     def begin_nodes(self) -> PendingNodes:
-        """`nodes` without waiting: `poll` the result. Raises `Unreachable`."""
+        """Ask for the `nodes` without waiting: `PendingNodes.poll` returns them. Raises `Unreachable`."""
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(
         self, start: int = 0, stop: int | None = None, deadline_s: float | None = None
     ) -> list[NDArray[np.uint8]]:
-        """Read-only arrays of shape [segment_bytes] for the segments `start` to `stop` (default: `hits`), from the
-        first on without a gap: fewer where a segment was lost, or, in a pool that verifies, does not match its
-        checksum. Segments at other nodes are transferred to this node first.
+        """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
+        The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
+        Segments at other nodes are transferred to this node first.
 
-        `deadline_s` of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts it. Raises `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one. Raises
+        `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
         stop = self._make_local(start, stop, deadline_s)
@@ -124,9 +125,10 @@ class Lease:
         return arrays
 
     def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float | None = None) -> int:
-        """Copy the segments from `start` on into `arrays`, each writable and of shape [segment_bytes]; in two threads
-        when they are large. Returns the number of arrays, from the first on, that hold their segment: fewer than all
-        where the lease ends, and where `fetch` would return fewer. The content of the other arrays is undefined.
+        """Copy the segments from `start` on into `arrays`, each writable and of shape [segment_bytes], in two threads
+        when the copy is large. Returns the number of arrays, from the first on, that hold their segment: fewer than all
+        where the lease has fewer segments, or where `fetch` would return fewer. The contents of the other arrays are
+        undefined.
 
         Segments at other nodes are transferred to this node first, as by `fetch`. Raises `Unreachable`.
         """
@@ -142,7 +144,7 @@ class Lease:
             for at in range(0, len(slot), COPY_BYTES)
         ]
         self._state.parallel_copy.each(_copy_part, parts, sum(slot.nbytes for slot in slots))
-        # A slot whose generation has changed may have been overwritten during the copy.
+        # If the generation of a slot has changed, the slot was reused, and may have been overwritten during the copy.
         intact = np.empty(len(slots), np.bool_)
         for region, mapping in mappings.items():
             rows = places["region"] == region
@@ -160,7 +162,8 @@ class Lease:
             self._grants.current(self.link).channel.tell(AttendedInPlace(self.id, stop))
 
     def hint(self, hints: Hints) -> None:
-        """As `Pool.hint`, for all segments of the lease, and for its later reads. Never waits, never raises."""
+        """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.
+        Never waits, never raises."""
         if self.id:
             with contextlib.suppress(TokenLakeError):
                 self._grants.current(self.link).channel.tell(Hint(b"", hints, self.id))
@@ -173,8 +176,8 @@ class Lease:
         self._grants.release(self._hold, start, stop)
 
     def _make_local(self, start: int, stop: int, deadline_s: float | None) -> int:
-        """Transfer the segments `start` to `stop` to this node. Returns up to which segment they are local, without a
-        gap."""
+        """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
+        afterwards, or `stop`."""
         if self._item_codes.count(Code.LOCAL, start, stop) < stop - start:
             reply = self._fetch(start, stop, deadline_s)
             self._record(start, stop, reply.codes, reply.slots, reply.checksums)
@@ -209,7 +212,8 @@ class Lease:
         if shard_checksums(segment, shards) == self._checksums[index * size : (index + 1) * size]:
             return True
         self._state.count_corrupt()
-        # The daemon checks the copy too and drops it: engines that do not verify would go on reading it.
+        # Report the copy: the daemon checks it too and drops it. Engines that do not verify would otherwise go on
+        # reading it.
         with contextlib.suppress(TokenLakeError):
             self._grants.current(self.link).channel.tell(Corrupt(self.id, index))
         return False
@@ -223,7 +227,7 @@ class Lease:
         return mappings
 
     def _map(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Pinned arrays over the segments up to the first released one."""
+        """Arrays over the segments `start` to `stop`, or to the first released one. They pin their segments."""
         places = self.places[start:stop].copy()
         mappings = self._mappings(places)
         with self._grants.lock:
@@ -236,12 +240,12 @@ class Lease:
         return [windows[region][slot] for region, slot in zip(regions, slots, strict=True)]
 
     def _unpin(self, start: int, stop: int) -> None:
-        # Called by the garbage collector, possibly in the middle of any code.
+        # The garbage collector may call this in the middle of any code, so it must take no lock.
         self._grants.note_unpin(self._hold, start, stop)
 
 
 def _columns(places: NDArray[np.void]) -> tuple[list[int], list[int]]:
-    """Regions and slots."""
+    """The region numbers and the slot numbers of `places`, as two lists."""
     return places["region"].tolist(), places["slot"].tolist()
 
 
@@ -256,7 +260,7 @@ def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
 
 
 class PendingNodes:
-    """`Lease.nodes` that was begun. For one thread."""
+    """The awaited result of `Lease.begin_nodes`. For one thread."""
 
     def __init__(self, link: Link, lease: LeaseId) -> None:
         self._link = link
@@ -268,5 +272,5 @@ class PendingNodes:
         return None if reply is None else _node_names(self._link, self._link.expect(reply, Located))
 
     def cancel(self) -> None:
-        """The caller does not need the result any more."""
+        """Give the request up: the caller does not need the result any more."""
         self._link.channel.drop(self._pending)

@@ -1,4 +1,5 @@
-"""One connection to one incarnation of a daemon: dialled, trusted, introduced.
+"""One connection to one incarnation of a daemon. The client dials, checks that the listener is trusted, and introduces
+this process.
 
 A `Link` is a `Channel` (requests and replies over a socket) together with the daemon's `Welcome` and the mapped
 regions. A pool has one link at a time and gets another when the connection breaks (`tokenlake_client.heartbeat`).
@@ -39,14 +40,14 @@ __all__ = ["Connector", "Link", "dial"]
 R = TypeVar("R")
 
 MAX_SECRET_BYTES = 64
-"""The longest key of blake2b."""
+"""Limit of the tenant's secret: the longest key that blake2b takes."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
 
 class Link:
-    """Leases and writes keep the link that they were granted over, so that a slot number is never looked up in the
-    memory of a daemon that started later."""
+    """A connection to the daemon, with the mappings of its regions. Leases and writes keep the link that they were
+    granted over, so that a slot number is never looked up in the memory of a daemon that started later."""
 
     def __init__(self, channel: Channel, welcome: engine.Welcome, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self.channel = channel
@@ -63,23 +64,25 @@ class Link:
 
     @property
     def life(self) -> tuple[Incarnation, SessionId, int]:
-        """The daemon's incarnation, the session, and this process's number in it. A grant is valid within one life
-        alone, and a link that resumes a connection has the same life."""
+        """The daemon's incarnation, the session, and the number of this process in the session. A lease or write is
+        valid over links with the `life` of the link that it was granted over: that link and those that resume it."""
         return self.incarnation, self.session, self.connection
 
     def forget(self) -> None:
-        """Drop the mappings. Arrays over them keep theirs."""
+        """Drop the mappings of the regions. A mapping with arrays over it lives until the last of these arrays is
+        gone."""
         self.regions = Regions(self._open_region)
 
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
     ) -> R:
-        """As `Channel.call`, for a reply of the type `expected`. `deadline_s` None: `Deadlines.call_s`."""
+        """`Channel.call`, and `expect` on its reply. `deadline_s` None: `Deadlines.call_s`."""
         return self.expect(self.channel.call(make, self._deadline(deadline_s)), expected)
 
     @staticmethod
     def expect(reply: engine.EngineReply, expected: type[R]) -> R:
-        """`reply`, checked to be an `expected` whose fields are consistent. Raises `ProtocolRefused`."""
+        """Return `reply` if it is of the type `expected` and its fields are consistent. Raises `ProtocolRefused`
+        otherwise."""
         if not isinstance(reply, expected):
             raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
         if not _consistent(reply):
@@ -87,11 +90,12 @@ class Link:
         return reply
 
     def wait(self, pending: Pending, deadline_s: float | None = None) -> engine.EngineReply:
-        """The reply. `deadline_s` None: `Deadlines.call_s`."""
+        """`Channel.wait`. `deadline_s` None: `Deadlines.call_s`."""
         return self.channel.wait(pending, self._deadline(deadline_s))
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
-        """The reply to a request whose deadline only the daemon knows: wait for as long as it answers heartbeats."""
+        """Wait for the reply to a request whose deadline only the daemon knows, for as long as the daemon answers
+        heartbeats. Raises `DeadlinePassed` when it does not, and the errors of `Channel.call`."""
         while True:
             reply = self.channel.poll(pending, self.deadlines.call_s)
             if reply is not None:
@@ -117,7 +121,8 @@ class Link:
 
 
 def _consistent(reply: engine.EngineReply) -> bool:
-    """Readers of the reply allocate memory for its hits, and look up one slot per code."""
+    """Are the lengths of the reply's fields consistent? Without this check its readers could allocate memory for any
+    number of hits, or look up slots that the reply does not have."""
     match reply:
         case engine.Matched():
             return reply.hits * SLOT_BYTES == len(reply.slots) <= len(reply.codes) * SLOT_BYTES
@@ -143,8 +148,9 @@ class Connector:
     deadlines: Deadlines = DEFAULT_DEADLINES
 
     def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:
-        """Dial the daemon and introduce this process. `session` 0 opens a new one. `resume`: `Link.connection` of a
-        broken link whose grants go on, or 0. `incarnation` of the daemon that assigned these two numbers; 0: unknown.
+        """Dial the daemon and introduce this process. `session`: the session to join; 0 opens a new one. `resume`: the
+        `Link.connection` of a broken link whose leases and writes should stay valid, or 0. `incarnation`: that of the
+        daemon that assigned these two numbers; 0: unknown.
 
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.

@@ -1,8 +1,7 @@
-"""Shared memory that is mapped into this process, and the registrations of it.
+"""Shared memory that is mapped into this process, and its registrations (for example with CUDA, as locked pages).
 
-An address does not identify memory: after a mapping is removed, the kernel gives its address to another one. A
-registration of mapped memory (pages locked for a GPU) therefore belongs to the `MappedMemory` object and ends before
-the memory is unmapped::
+An address does not identify memory: after a mapping is removed, the kernel may give its address to another one. A
+registration therefore belongs to the `MappedMemory` object and ends before the memory is unmapped::
 
     mmap | a copier registers the memory | the last array over it is gone | the registrations end | munmap
 """
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
-"""Python 3.11 has no names for these two."""
+"""Codes of madvise that allocate or map pages at once; Python 3.11's mmap module has no names for these two."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -39,11 +38,12 @@ registered."""
 
 class MappedMemory:
     """The base of every array over one mapping: `np.asarray(memory)` is uint8 [bytes]. The memory is unmapped when the
-    last of these arrays is gone. A forked child has the object and not the memory."""
+    last of these arrays is gone. A forked child has this object but not the memory, and must not access the arrays."""
 
     def __init__(self, mapped: mmap.mmap, *, write: bool) -> None:
         """Takes over `mapped`."""
-        # A forked child would keep the memory after the death of its parent, which is the process the daemon watches.
+        # A forked child must not inherit the mapping: it could access the slots after the death of its parent, and the
+        # daemon, which watches the parent alone, would reuse them.
         mapped.madvise(mmap.MADV_DONTFORK)
         view: NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
         self.address = view.ctypes.data
@@ -56,13 +56,13 @@ class MappedMemory:
         self._endings: dict[str, Callable[[], None] | None] = {}
 
     def populate(self) -> None:
-        """Fill the page tables now instead of at the first access to each page. Kernels before 5.14 ignore it. The call
-        releases the GIL, so that the engine's other threads run meanwhile."""
+        """Fill the page tables now instead of at the first access to each page. Has no effect in kernels before 5.14.
+        Releases the GIL, so that the engine's other threads run meanwhile."""
         _libc.madvise(self.address, self.nbytes, MADV_POPULATE_WRITE if self.write else MADV_POPULATE_READ)
 
     def register(self, kind: str, begin: Begin) -> None:
-        """Call `begin` for this memory, once for each `kind`, also where `begin` returned None. The function that it
-        returned is called before the memory is unmapped, in any thread. It must not refer to arrays over this memory.
+        """Call `begin` for this memory, unless it was called for the same `kind` before. The function that `begin`
+        returned is called in any thread before the memory is unmapped, and must not refer to arrays over this memory.
         """
         with self._lock:
             if kind not in self._endings:
@@ -75,7 +75,8 @@ class MappedMemory:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapped))
             return
         if sys.is_finalizing():
-            # The libraries that hold the registrations are being unloaded; the kernel ends them with the process.
+            # The interpreter exits, and the libraries that made the registrations are being unloaded: they must not be
+            # called. The kernel ends the registrations with the process.
             return
         for end in self._endings.values():
             if end is not None:

@@ -20,35 +20,39 @@ log = logging.getLogger(__name__)
 
 
 class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """For which request a match is, and how it may wait for other engines."""
+    """The options of a match: the request that it is made for, and how long it may wait for other engines."""
 
     request: str | None = None
     """The name of the request in the logs of all nodes and for `tokenlake explain`, at most 64 characters; None: the
     pool makes one."""
     hints: Hints | None = None
-    """What the engine knows of the request (`tokenlake.hints`)."""
+    """Statements of the engine about the request (`tokenlake.hints`)."""
     prompt_tokens: int = 0
-    """Tokens of the prompt, for `tokenlake explain`; 0: as many as the keys have."""
+    """The number of tokens of the prompt, for `tokenlake explain`; 0: those of the full segments that the keys name."""
     in_flight_wait_s: float = 0.0
-    """At most 10 s. Where an in-flight marker says that another engine computes the first missing segment, the match
-    waits this long for it. Where there is none, the match sets one for its caller, and matches of other engines wait: a
-    prompt that arrives at many engines at once is computed once."""
+    """How long the match waits for the first missing segment while an in-flight marker says that another engine
+    computes it; at most 10 s. Where there is no marker, the match sets one for its caller, and matches of other engines
+    wait: so a prompt that arrives at many engines at once is computed once."""
     in_flight_wait_per_segment_s: float = 0.0
-    """A part of `in_flight_wait_s` for each segment that is missing; 0: the whole of it, however few are."""
+    """A second limit of the wait: this much for each missing segment, and not more than `in_flight_wait_s`; 0: only
+    `in_flight_wait_s` limits it."""
     planned: bool = False
-    """One of a batch that a scheduler plans as a whole: reads of hot segments are spread exactly over their copies."""
+    """True: the match is one of a batch that a scheduler plans as a whole. Reads of a hot segment then go to its least
+    loaded copy, and each counts for the next, so that they are spread evenly. Other matches take the less loaded of two
+    random copies."""
 
 
 DEFAULT_MATCH = MatchOptions()
 
 
 class PendingMatch:
-    """A match that was begun. For one thread."""
+    """A match that was sent and whose answer is awaited. For one thread."""
 
     def __init__(
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
-        """`request`: the name of the request, also where `options` has none. Raises `Unreachable`."""
+        """Sends the match. `request`: the name of the request, which the caller made up where `options` has none.
+        Raises `Unreachable`."""
         self._state = state
         self._keys = keys
         self._request = request
@@ -83,8 +87,8 @@ class PendingMatch:
         return self._lease
 
     def wait(self) -> Lease:
-        """The lease. Raises `Unreachable` at the latest after the deadline; with `in_flight_wait_s`, as soon as the
-        daemon does not answer a heartbeat."""
+        """Wait for the lease and return it. Raises `Unreachable`: without `in_flight_wait_s` when the deadline has
+        passed; with it, when the daemon does not answer a heartbeat."""
         if self._lease is None:
             if self._waits:
                 reply = self._link.wait_while_alive(self._pending)
@@ -94,7 +98,7 @@ class PendingMatch:
         return self._lease
 
     def cancel(self) -> None:
-        """The caller does not need the lease any more: it is released, now or when the answer arrives."""
+        """Give the match up: its lease is released now or when the answer arrives."""
         if self._lease is not None:
             self._lease.release()
         else:

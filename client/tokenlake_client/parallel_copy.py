@@ -13,7 +13,7 @@ __all__ = ["MIN_PARALLEL_BYTES", "ParallelCopy"]
 T = TypeVar("T")
 
 MIN_PARALLEL_BYTES = 4 << 20
-"""Fewer bytes are copied before a second thread has woken up."""
+"""Smaller copies use the caller's thread alone: it is done before a second thread has woken up."""
 
 
 class ParallelCopy:
@@ -21,19 +21,19 @@ class ParallelCopy:
     object."""
 
     def __init__(self, processors: int | None = None) -> None:
-        """`processors`: how many this process may use (default: its CPU affinity). With one, the caller copies
-        alone."""
+        """`processors`: how many processors this process may use (default: its CPU affinity). With one, all copies use
+        the caller's thread alone."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-copy")
         self._single = (processors or len(os.sched_getaffinity(0))) < 2
 
     def each(self, work: Callable[[T], None], items: Iterable[T], nbytes: int) -> None:
-        """Call `work(item)` for each item, in any order. Both threads take items when all items together have at least
-        `MIN_PARALLEL_BYTES`, given as `nbytes`. No thread works on an item any more when this returns, or raises the
-        error of `work`."""
+        """Call `work(item)` for each item, in any order. `nbytes`: the size of all items together; from
+        `MIN_PARALLEL_BYTES` on both threads take items. Raises the errors of `work`. When this returns or raises, no
+        thread works on an item any more."""
         left = deque(items)
 
         def run() -> None:
-            # Each thread takes the next item, so that a thread that starts late, or never, delays nothing.
+            # Each thread takes the next item that is left, so that a thread that starts late, or never, delays nothing.
             while True:
                 try:
                     item = left.popleft()
@@ -47,7 +47,7 @@ class ParallelCopy:
         try:
             other = self._executor.submit(run)
         except RuntimeError:
-            # No thread can be started, or the interpreter is about to end.
+            # The second thread cannot be started, or the interpreter exits: the caller copies alone.
             run()
             return
         try:

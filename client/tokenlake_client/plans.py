@@ -1,4 +1,5 @@
-"""Carrying out plans in an engine: views for the query plan of a batch, and the new cache of its transfer plan.
+"""Carries out a scheduler's plans (`tokenlake.planner`) in an engine: opens views for the query plan of a batch, and
+lists the new cache that its transfer plan stores.
 
 ::
 
@@ -23,12 +24,13 @@ __all__ = ["new_cache", "open_views"]
 def open_views(
     pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float, match_s: float | None = None
 ) -> dict[int, View]:
-    """For each request of the plan (index into the tree's), a view of the part of its prefix that is not recomputed.
-    The caller closes the views. Sequences to be fetched are fetched first, once for all requests that read them.
+    """For each request of the plan (an index into the requests of `tree`), a view of the part of its prefix that is not
+    recomputed. The caller closes the views. The sequences that the plan fetches are fetched first, each once for all
+    requests that read it.
 
-    Segments may have been evicted since the plan was made: then a view covers fewer (`view.hits`), and a request
-    without any segment left has no view, so that the engine computes its prefix. `match_s`: deadline of the match of
-    each prefix. Raises no `TokenLakeError`.
+    Segments may have been evicted since the plan was made: then a view covers fewer segments (`view.hits`), and a
+    request without any segment left has no view, so that the engine computes its prefix. `match_s`: deadline of the
+    match of each prefix. Raises no `TokenLakeError`.
     """
     stops: dict[int, int] = {}
     fetches: dict[int, list[tuple[int, int]]] = {}
@@ -74,6 +76,6 @@ def _open(
 
 
 def new_cache(plan: TransferPlan, tree: PrefixTree) -> list[tuple[tuple[SegmentKey, ...], int]]:
-    """Arguments for `Pool.init_transfer`: for each request of the plan, the keys of the segments that it completes and
-    the index of the first one in the prompt."""
+    """The argument of `Pool.init_transfer`: for each request of the plan, the keys of the segments that it completes
+    and the index of the first of them in the prompt."""
     return [(tree.requests[index].keys[first : first + count], first) for index, first, count in plan.segments]

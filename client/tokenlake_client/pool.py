@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
 """Pauses between attempts to store while the write budget is used up; each is twice the one before."""
 KEYS_PER_MESSAGE = 1024
-"""Of a hint or a claim: some 32 KiB, below every daemon's bound on a frame."""
+"""Limit of the keys in one message of `hint` or `claim`: some 32 KiB, below the `max_frame` of every daemon."""
 STORE_WINDOW = 32
 """Segments that `store_all` reserves at a time, so that one prompt does not use up the write budget."""
 
 
 class Pool:
-    """One process of a session at its node's daemon. Thread-safe.
+    """The connection of one engine process, as a member of a session, to the daemon of its node. Thread-safe.
 
     When the daemon dies, the pool reconnects in the background. Until then calls raise `Unreachable` at once, and the
     leases are gone; arrays that were handed out stay readable and correct. When the daemon freezes, one call waits
@@ -61,7 +61,8 @@ class Pool:
         self.deadlines = connector.deadlines
         self._process = os.getpid()
         self._grants = Grants(connector.connect(session))
-        # Leases and writes refer to the state, and neither it nor the heartbeat thread refers to them or to the pool.
+        # Leases and writes refer to the state. Neither the state nor the heartbeat thread refers to them or to the
+        # pool, so that a pool that no code uses can be collected.
         self._state = PoolState(self._grants, layout, self.deadlines, verify=verify)
         self._heartbeat = HeartbeatThread(self._grants, connector, wake, self._state)
         self._heartbeat.start()
@@ -113,9 +114,10 @@ class Pool:
         extras: Mapping[int, Sequence[bytes]] | None = None,
         weights_digest: str | None = None,
     ) -> Prefix:
-        """The key chain of a prompt: hash it once, `extend` it later. `adapter`, `salt` and `extras` (by segment,
-        digests of inputs that have no token ids) change all keys from there on. `weights_digest` of weights that were
-        changed in place (default: the layout's); the keys are those of a pool whose layout has this digest."""
+        """The key chain of a prompt: hash it once, `extend` it later. `adapter` and `salt` change all keys; `extras`
+        (by the index of a segment, digests of inputs that have no token ids) change the keys from that segment on.
+        `weights_digest`: that of weights that were changed in place (default: the layout's). The keys are then those of
+        a pool whose layout has this digest."""
         layout = self.layout
         if weights_digest is not None:
             layout = msgspec.structs.replace(layout, weights_digest=weights_digest)
@@ -135,19 +137,19 @@ class Pool:
     def begin_match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> PendingMatch:
-        """`match` without waiting: `poll` the result. Raises `Unreachable`."""
+        """Send a `match` without waiting for its answer, which `poll` returns. Raises `Unreachable`."""
         self._grants.sweep()
         deadline_s = self.deadlines.match_s if deadline_s is None else deadline_s
         return PendingMatch(self._state, keys, self._request_name(options.request), options, deadline_s)
 
     def begin_heartbeat(self) -> PendingHeartbeat:
-        """Send a heartbeat without waiting for its reply: a match that waits for another engine is not answered
-        meanwhile, and the heartbeat shows that the daemon is alive. Raises `Unreachable`."""
+        """Send a heartbeat without waiting for its reply. For callers of a match that waits for another engine: the
+        daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
         return PendingHeartbeat(self.link)
 
     def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
-        """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when the
-        lease has ended. `request`: as of `MatchOptions`. Raises `Unreachable`."""
+        """Hold a lease that another process of this session made. The returned lease has no `keys`; its `hits` is 0
+        when the lease has ended. `request`: as of `MatchOptions`. Raises `Unreachable`."""
         with self._grants.attaching(lease, write=False) as (link, reply):
             matched = link.expect(reply, engine.Matched)
             keys = [SegmentKey(b"")] * matched.hits
@@ -197,7 +199,8 @@ class Pool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        """Store consecutive segments a window at a time; returns one `Code` per key.
+        """Store consecutive segments of one prompt, the first at index `first`, `STORE_WINDOW` at a time; returns one
+        `Code` per key.
 
         `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. While the write budget
         is used up, tries again for at most `patience` seconds without progress. `request`, `hints`: as of
@@ -211,7 +214,8 @@ class Pool:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
-                # A part of the window was stored: the next window begins with the rest, and has the whole patience.
+                # The write budget ended within the window: the next window begins with the first segment that was not
+                # stored, and may again wait for the whole `patience`.
                 done = write.codes.index(Code.WRITE_BUDGET)
             codes += write.codes[:done]
         return bytes(codes)
@@ -235,8 +239,8 @@ class Pool:
         return Reservation(self._state, link, reply)
 
     def attach_write(self, write: WriteId) -> Write:
-        """Fill a write that another process of this session began; each process fills its own shards. The keys are not
-        known here. Raises `Unreachable`, and `ProtocolRefused` when the write has ended."""
+        """Fill a write that another process of this session began; each process fills its own shards. The keys of the
+        returned write are not known. Raises `Unreachable`, and `ProtocolRefused` when the write has ended."""
         with self._grants.attaching(write, write=True) as (link, reply):
             prepared = link.expect(reply, engine.Prepared)
             return Write(self._state, link, [SegmentKey(b"")] * len(prepared.codes), prepared)
@@ -253,22 +257,23 @@ class Pool:
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
-        `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. A match with
-        `in_flight_wait_s` sets the marker of the first segment that it misses by itself. Never waits, never raises."""
+        `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. The marker of the first
+        segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         with contextlib.suppress(TokenLakeError):
             self.link.channel.tell(engine.Claim(join_keys(keys[:KEYS_PER_MESSAGE]), seconds))
 
     # -- attention in place (`tokenlake_client.queries`)
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float | None = None) -> View:
-        """A view of the segments of `lease`, for queries of `heads` heads. Takes over the lease, unless it raises:
-        `Unreachable`, or the refusal of the query engine. `deadline_s`: by default `Deadlines.view_s`."""
+        """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key. The view
+        takes the lease over, unless this call raises `Unreachable` or the refusal of the query engine. `deadline_s`:
+        by default `Deadlines.view_s`."""
         deadline_s = self.deadlines.view_s if deadline_s is None else deadline_s
         return self._queries.open_view(lease, heads, scale, deadline_s)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
-        """Memory for the queries of these (view, tokens), to be written before each `query`. Raises `LayoutRefused`
-        for parts that do not fit together."""
+        """Memory for the queries of `parts`, (view, number of query tokens) each, to be written before each `query`.
+        Raises `LayoutRefused` for parts that do not fit together."""
         return self._queries.init_query(parts, dtype)
 
     def query(self, buffer: QueryBuffer, layer: int, deadline_s: float | None = None) -> Ticket:
@@ -301,10 +306,10 @@ class Pool:
         neither committed nor aborted: the daemon quarantines their slots until this process ends. A pool that is
         garbage is closed when the last of its leases, writes and arrays is collected."""
         if self._process != os.getpid():
-            # The session is the parent's: a forked child must not end it.
+            # This is a forked child, which must not end the session of its parent.
             return
         self._queries.close()
-        # Wait for copies under way: the daemon may reuse their slots after this.
+        # Wait for the copies of `put` that are under way: the daemon may reuse their slots after `Grants.close`.
         self._put_executor.shutdown()
         self._grants.close()
 
@@ -318,17 +323,17 @@ class Pool:
 
     @property
     def socket(self) -> Path:
-        """The daemon's socket."""
+        """The path of the daemon's socket."""
         return self.link.channel.path
 
     @property
     def verify(self) -> bool:
-        """Each segment's checksum is checked when it is read."""
+        """True where each segment's checksum is checked when the segment is read."""
         return self._state.verify
 
     @property
     def corrupt(self) -> int:
-        """Segments whose bytes did not match their checksum on a local read; 0 unless `verify`."""
+        """The number of segments whose bytes did not match their checksum on a local read; 0 unless `verify`."""
         return self._state.corrupt
 
     @property
@@ -338,37 +343,38 @@ class Pool:
 
     @property
     def timeouts(self) -> int:
-        """Calls on the current connection that missed their deadline."""
+        """The number of calls on the current connection that missed their deadline."""
         return self.link.channel.timeouts
 
     @property
     def node(self) -> str:
-        """The daemon's node."""
+        """The name of the daemon's node."""
         return self.link.node
 
     @property
     def tenant(self) -> TenantId:
-        """The tenant of the credential."""
+        """The tenant that the daemon gave this process, by its token or its uid."""
         return self.link.tenant
 
     @property
     def session(self) -> SessionId:
-        """For `connect` in another process of this engine. It changes when the daemon restarts."""
+        """The session's number, by which another process of this engine joins it (`connect`). It changes when the
+        daemon restarts."""
         return self.link.session
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon; it changes at each start of the daemon."""
+        """The daemon's incarnation, which changes at each start of the daemon."""
         return self.link.incarnation
 
     @property
     def expired(self) -> int:
-        """Times that the daemon had ended this session because its heartbeats did not arrive."""
+        """How many times the daemon had ended this session because its heartbeats did not arrive."""
         return self._heartbeat.expired
 
 
 def _from(source: Source, start: int) -> Source:
-    """`source` without its first `start` keys."""
+    """`source` without the segments of its first `start` keys."""
     if callable(source):
         return lambda index, slot: source(start + index, slot)
     return source[start:]

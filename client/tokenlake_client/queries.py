@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 10
 FREE_BUFFERS = 8
-"""Memories that are kept for the next batches; the memory of further closed buffers is freed."""
+"""Limit of the closed buffers whose memory is kept for later batches; the memory of further ones is freed."""
 
 
 class Answer(NamedTuple):
@@ -49,9 +49,10 @@ class Answer(NamedTuple):
     output: NDArray[np.float32]
     """[tokens, heads, value dim], normalised over the segments of each token's view."""
     sums: NDArray[np.float32]
-    """[tokens, heads]: natural logarithm of the sum of exponentials."""
+    """[tokens, heads]: natural logarithm of the sum of the exponentials of the logits (log-sum-exp)."""
     codes: bytes
-    """LOCAL or LOST per part. The rows of a LOST part in the arrays are undefined."""
+    """One `Code` per part of the buffer: LOCAL (computed) or LOST. The rows of a LOST part in the arrays are
+    undefined."""
     sent_bytes: int
     """Bytes of queries that were sent to other nodes."""
     received_bytes: int
@@ -82,7 +83,7 @@ class View:
         self.number = number
         self.link = link
         self.queried = False
-        """Was a query buffer made for it?"""
+        """Was a query buffer made for this view?"""
         self._open = True
 
     @property
@@ -111,8 +112,8 @@ class QueryBuffer:
     thread.
 
     The engine may access the arrays before `Pool.query` and after `Ticket.wait`. Between the two calls the query engine
-    owns the buffer. When a part is LOST the query engine may still write into the memory: all further queries of this
-    buffer are LOST, and the memory is not reused.
+    owns the buffer. When a part was LOST the query engine may still write into the memory. Therefore all further
+    queries of this buffer are LOST too, and the memory is not reused.
     """
 
     def __init__(self, owner: Queries, memory: QueryMemory | None, parts: Sequence[tuple[View, int]], dtype: str):
@@ -124,9 +125,10 @@ class QueryBuffer:
         self.step = next(owner.numbers)
         self.attempt = 0
         self.spent = memory is None
-        """All further queries are LOST."""
+        """True: all further queries are LOST."""
         self.newest: Expected | None = None
-        """The answer to the newest query. Until it arrives, in time or late, the query engine may write here."""
+        """The answer to the newest query. Until it arrives, in time or late, the query engine may write into the
+        memory."""
         tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
         self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
         layout, of_queries = owner.layout, stored_dtype(dtype)
@@ -144,7 +146,7 @@ class QueryBuffer:
 
     @property
     def number(self) -> int:
-        """Number of its memory on the link; 0 where it has none."""
+        """The number that names the buffer's memory on the `QueryLink`; 0 where the buffer has no memory."""
         return 0 if self._memory is None else self._memory.number
 
     def close(self) -> None:
@@ -165,7 +167,8 @@ class Ticket:
     """A query that was sent. For one thread."""
 
     def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float, grace_s: float) -> None:
-        """`grace_s`: how much longer than `deadline_s` to wait; the query engine answers within the deadline."""
+        """`expected` None: the query was not sent. `grace_s`: how much longer than `deadline_s` to wait, because the
+        query engine answers at the deadline, and the answer takes time to arrive."""
         self._buffer = buffer
         self._expected = expected
         self._grace_s = grace_s
@@ -176,7 +179,8 @@ class Ticket:
         buffer, expected = self._buffer, self._expected
         reply = None
         if expected is not None:
-            # An answer that arrived while the engine computed is read even if the deadline has passed since.
+            # Wait at least `grace_s`: the answer may have arrived while the engine computed, even if the deadline has
+            # passed since.
             reply = buffer.link.wait(expected, max(self._until - time.monotonic(), self._grace_s))
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
             buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
@@ -193,7 +197,7 @@ class Queries:
     def __init__(self, state: PoolState) -> None:
         self.layout = state.layout
         self.numbers = itertools.count(1)
-        """Of views, buffers and steps."""
+        """The source of the numbers that name views, buffers and steps on the connection."""
         self._grants = state.grants
         self._grace_s = state.deadlines.grace_s
         self._link: QueryLink | None = None
@@ -222,16 +226,16 @@ class Queries:
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
         if not isinstance(reply, wire.Viewed):
-            # `_sweep` closes the view when the late answer arrives. A view closed now would not be answered, and
-            # only an answer ends that the link is overdue.
+            # The view is not closed now: the query engine would then send no answer, and only an answer ends that the
+            # link is overdue. `_sweep` closes the view when the late answer has arrived.
             link.check()
             raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
         nodes = [lease.link.node if owner == engine.HERE else placed.nodes[owner] for owner in placed.owners]
         return View(link, lease, number, heads, reply, nodes)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
-        """A buffer for the queries of these (view, tokens). All views have the same number of heads. `dtype` of the
-        queries: "float32", "bfloat16" or "float16" (default: the layout's).
+        """A buffer for the queries of `parts`: (view, number of query tokens) each. All views must have the same number
+        of heads. `dtype`: that of the queries, "float32", "bfloat16" or "float16" (default: the layout's).
 
         Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` or the query engine is
         overdue, all queries of the buffer are LOST and nothing is raised.
@@ -288,7 +292,8 @@ class Queries:
         return (0, outputs, sums), sums + _aligned(tokens * heads * 4)
 
     def give_back(self, link: QueryLink, memory: QueryMemory, newest: Expected | None, *, reusable: bool) -> None:
-        """Take back the memory of a closed buffer. `newest`: the answer to its newest query."""
+        """Take back the memory of a closed buffer. `newest`: the answer to the buffer's newest query; until it arrives
+        the memory is not reused. `reusable`: all queries of the buffer were answered without a LOST part."""
         with self._lock:
             if link is not self._link or not link.alive:
                 return
@@ -301,7 +306,8 @@ class Queries:
         _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _sweep(self, link: QueryLink) -> None:
-        """Close the views and memories that late answers have released."""
+        """Close the views that were opened after their caller had given up, and the memory of closed buffers whose last
+        answer has arrived since."""
         while link.late_views:
             _tell(link, wire.CloseView((link.late_views.popleft(),)))
         with self._lock:
@@ -311,7 +317,7 @@ class Queries:
             _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
-        """The smallest free memory that is large enough, or a new one. Raises `Unreachable`."""
+        """The smallest free memory that is large enough, else a new one. Raises `Unreachable`."""
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes] if link is self._link else []
             if fitting:
@@ -326,7 +332,8 @@ class Queries:
         return memory
 
     def _connected(self) -> QueryLink:
-        """The connection; a new one where there is none or it has ended. Raises `Unreachable`."""
+        """The connection to the query engine: a new one where there is none or the last one has ended. Raises
+        `Unreachable`."""
         with self._lock:
             if self._link is not None and self._link.alive:
                 return self._link
@@ -347,7 +354,7 @@ def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
     try:
         link.send(message)
     except TokenLakeError as error:
-        log.debug("not sent, the connection has ended: %s", error)
+        log.debug("a message to the query engine was not sent: %s", error)
 
 
 def _as_error(refused: wire.Refused) -> errors.Refused:

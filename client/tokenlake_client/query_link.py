@@ -27,9 +27,10 @@ __all__ = ["Expected", "QueryLink"]
 
 READ_BYTES = 64 << 10
 MAX_FRAME = 1 << 20
-"""Bytes of a reply. Its longest field has one byte per segment of a view."""
+"""Limit of the bytes of a reply, whose longest field has one byte per segment of a view."""
 SEND_S = 1.0
-"""Frames are far smaller than the socket's buffer: a send blocks only while the query engine reads nothing."""
+"""Time limit of a send. Frames are far smaller than the socket's buffer, so a send blocks only while the query engine
+reads nothing."""
 
 
 class Expected:
@@ -40,11 +41,12 @@ class Expected:
     def __init__(self) -> None:
         self.reply: QueryReply | None = None
         self.given_up = False
-        """No caller waits for it any more."""
+        """True: no caller waits for the answer any more."""
 
 
 class QueryLink:
-    """Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait` never raises."""
+    """A connection to the query engine. Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait`
+    never raises."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over `sock`, which is connected."""
@@ -57,10 +59,10 @@ class QueryLink:
         self._sending = threading.Lock()
         self._process = os.getpid()
         self.ended = ""
-        """Why the connection ended; empty while it stands."""
+        """The reason why the connection ended; empty while it exists."""
         self._liveness = Liveness()
         self.late_views: deque[int] = deque()
-        """Numbers of views that were opened after their caller had given up."""
+        """Numbers of views that the query engine opened after their caller had given up."""
 
     def __del__(self) -> None:
         self._sock.close()
@@ -72,7 +74,7 @@ class QueryLink:
 
     @property
     def overdue(self) -> bool:
-        """A caller's deadline has passed, and the query engine sent nothing since."""
+        """True when a caller's deadline has passed and the query engine has sent nothing since."""
         return self._liveness.overdue
 
     def check(self) -> None:
@@ -95,7 +97,7 @@ class QueryLink:
         return expected
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Send one frame, with `descriptor` beside it, which stays the caller's. Raises `Unreachable`."""
+        """Send one frame and beside it `descriptor`, which the caller continues to own. Raises `Unreachable`."""
         frame = memoryview(pack_frame(message))
         with self._sending:
             if not self.alive:
@@ -110,8 +112,8 @@ class QueryLink:
                 raise Unreachable(f"the query engine does not read: {error}") from error
 
     def wait(self, expected: Expected, deadline_s: float) -> QueryReply | None:
-        """The answer; None when the deadline passed or the connection ended. A late answer still sets
-        `expected.reply`."""
+        """Wait for the answer and return it; None when the deadline passed or the connection ended. A late answer still
+        sets `expected.reply`."""
         until = time.monotonic() + deadline_s
         while expected.reply is None and self.alive:
             left = max(0.0, until - time.monotonic())
@@ -125,12 +127,12 @@ class QueryLink:
         return expected.reply
 
     def close(self) -> None:
-        """Idempotent. `wait` in other threads returns None."""
+        """Close the connection. Idempotent. `wait` in other threads returns None."""
         self._end("it was closed here")
 
     def _read_some(self, expected: Expected | None, wait_s: float) -> None:
-        """Read what arrives within `wait_s`, at least what has arrived already. While another thread reads, wait for
-        it."""
+        """Read the socket once, and deliver the answers: wait for data for at most `wait_s`. While another thread
+        reads, wait instead until that thread has read, for at most `wait_s`."""
         with self._changed:
             if self._reading:
                 if wait_s and (expected is None or expected.reply is None):
@@ -152,7 +154,8 @@ class QueryLink:
                 self._changed.notify_all()
 
     def _readable(self, wait_s: float) -> bool:
-        # poll, because select takes no descriptor beyond 1023. Rounded up: a short wait must not spin.
+        # poll and not select, which takes no descriptor beyond 1023. The time is rounded up to whole milliseconds,
+        # because a caller that waits for less than one would otherwise spin.
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         return bool(poller.poll(math.ceil(wait_s * 1e3)))
@@ -169,7 +172,7 @@ class QueryLink:
 
     def _deliver(self, reply: QueryReply) -> None:
         if isinstance(reply, Refused) and not reply.view:
-            # The refusal of a step or query does not name it: all results that are waited for are lost.
+            # The refusal of a step or a query does not say which one is refused, so it ends all queries that wait.
             for key in [key for key in self._waiting if not _is_view(key)]:
                 self._waiting.pop(key).reply = reply
             return

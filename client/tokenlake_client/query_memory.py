@@ -1,5 +1,5 @@
-"""Memory that an engine shares with the query engine of its node: the engine writes queries, the query engine
-results."""
+"""Memory that an engine shares with the query engine of its node: the engine writes queries into it, and the query
+engine writes the results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["QueryMemory"]
 
 
 class QueryMemory:
-    """A memfd sealed against resizing, mapped here and unmapped when the last array over it is gone. `number` names it
-    on its `QueryLink`."""
+    """A memfd that is sealed against resizing and mapped into this process; it is unmapped when the last array over it
+    is gone. `number` names it in messages on its `QueryLink`."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
@@ -27,7 +27,8 @@ class QueryMemory:
             os.ftruncate(self.descriptor, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-            # A forked child, which does not have them, sees and writes none of its parent's queries.
+            # A `MappedMemory` is not inherited by forked children, which therefore cannot access the queries of their
+            # parent.
             pages = MappedMemory(mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED), write=True)
         except BaseException:
             os.close(self.descriptor)
@@ -35,10 +36,10 @@ class QueryMemory:
         self._bytes: NDArray[np.uint8] = np.asarray(pages)
 
     def close_descriptor(self) -> None:
-        """Call once the descriptor was sent, or could not be sent."""
+        """Close the descriptor of the memfd, after it was sent or could not be sent. The mapping stays."""
         os.close(self.descriptor)
         self.descriptor = -1
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-        """A writable view; the memory stays mapped as long as the view."""
+        """A writable array over the bytes from `offset` on. The memory stays mapped while the array lives."""
         return np.ndarray(shape, dtype, self._bytes.data, offset)

@@ -1,4 +1,5 @@
-"""The daemon's memory as this process maps it: one read-only mapping per region, and a writable one where it writes."""
+"""The daemon's memory as this process maps it: one read-only mapping per region that it reads, and a writable one per
+region that it writes."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from tokenlake_client.mapped_memory import MappedMemory
 __all__ = ["Mapping", "Regions", "Window"]
 
 IDLE_S = 60.0
-"""A mapping that was not used for this long is dropped when another one is made. To map 64 MiB again takes some
-milliseconds."""
+"""A mapping that was not used for this long is dropped when another one is made. Mapping it again when it is needed
+takes some milliseconds per 64 MiB."""
 
 
 class Mapping:
-    """One mapping of one region. It is unmapped with the last array over it."""
+    """One mapping of one region. The region is unmapped when this object and the last array over it are gone."""
 
     def __init__(self, descriptor: int, region_bytes: int, slot_bytes: int, *, write: bool) -> None:
         """Takes over `descriptor`. Raises `OSError`, `OverflowError` or `ValueError` where it cannot be mapped."""
@@ -45,9 +46,9 @@ class Mapping:
 
 
 class Window:
-    """The base of a read-only array over all slots of a mapping, shape [slots, slot_bytes], and of every view of it. It
-    keeps `owner` and the mapping while any view lives. A finaliser of the array itself would run while views of it
-    live."""
+    """The base object of a read-only array over all slots of a mapping, shape [slots, slot_bytes], and of every view of
+    that array: `owner` and the mapping live as long as any of these views. `owner` cannot be tied to the array itself,
+    which may be collected while views of it live."""
 
     __slots__ = ("__array_interface__", "_owner", "memory")
 
@@ -58,14 +59,14 @@ class Window:
 
 
 class Regions:
-    """Mappings by region, made when first needed and dropped when not used for `IDLE_S`. A region that gets another
-    tenant has another number, and the kernel frees its former memory when no process maps it. Arrays over a dropped
-    mapping keep it."""
+    """The mappings of the daemon's regions by number. Each is made when it is first needed, and dropped when it was not
+    used for `IDLE_S`: the kernel frees the memory of a region that the daemon has replaced only when no process maps it
+    any more. A dropped mapping lives on while arrays over it live."""
 
     def __init__(
         self, open_region: Callable[[int, bool], Mapping], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_region(number, write)` asks the daemon."""
+        """`open_region(number, write)` asks the daemon for the region and maps it."""
         self._open = open_region
         self._clock = clock
         self._mapped: dict[tuple[int, bool], Mapping] = {}

@@ -25,8 +25,8 @@ latent layout."""
 
 
 class Transfer:
-    """Segments of several prompts that were reserved together. They are committed when all layers are copied. For one
-    thread; another one copies."""
+    """Slots for segments of several prompts, filled layer by layer in a thread of the pool, and committed when all
+    layers are copied. The methods are for one thread."""
 
     def __init__(self, layout: Layout, writes: Sequence[Write], executor: Executor) -> None:
         """Made by `Pool.init_transfer`. Takes over the writes."""
@@ -56,12 +56,13 @@ class Transfer:
         self._copies.append(self._executor.submit(self._copy, layer, parts, last=not self._missing))
 
     def copied(self, timeout_s: float | None = 0.0) -> bool:
-        """Wait at most `timeout_s` (None: without limit) until all layers that were put are copied; True then."""
+        """Wait at most `timeout_s` (None: without limit) until all layers that were put are copied. Returns whether
+        they are."""
         return not wait(self._copies, timeout_s).not_done
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait at most `timeout_s` (None: without limit) until the segments are committed, or failed; True then. False
-        at once before the last layer was put."""
+        """Wait at most `timeout_s` (None: without limit) until the segments are committed or have failed. Returns
+        whether they are; False at once while a layer has not been put."""
         return not self._missing and self.copied(timeout_s)
 
     @property

@@ -23,9 +23,9 @@ __all__ = ["digest_of_changes", "digest_of_directory", "digest_of_tensors", "dig
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CODE_SUFFIX = ".py"
-"""Model code beside the weights: it is part of the computation."""
+"""The suffix of model code beside the weights. Such code is part of the computation, so the digest covers it."""
 INDEX_SUFFIX = ".index.json"
-"""An index lists the weight files that are read."""
+"""The suffix of an index, which lists the weight files that engines read."""
 CONFIGURATION_FILES = ("config.json", "adapter_config.json")
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
 """Settings that describe the origin of a model and do not change its computation."""
@@ -36,9 +36,9 @@ THREADS = 4
 def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str:
     """Hex digest of the model in `directory`.
 
-    Content digests are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by path, size and
-    times of change, so that a second call reads no weights. A cache that cannot be written is ignored. Raises
-    `LayoutRefused` where there is no configuration or no weight file.
+    The digests of files are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by path, size
+    and times of change, so that a second call reads no unchanged file. A cache that cannot be written is ignored.
+    Raises `LayoutRefused` where there is no configuration or no weight file.
     """
     root = Path(directory)
     configurations = [[name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()]
@@ -103,7 +103,8 @@ def _cache_directory() -> Path:
 def _content_digest(path: Path, store: Path) -> str:
     real = path.resolve()
     state = real.stat()
-    # Copying tools set the modification time back. The time of the inode's change cannot be set.
+    # The time of the inode's change (ctime) is compared too: tools that copy files may give a changed file its old
+    # modification time, but they cannot set ctime.
     identity = [str(real), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     entry = store / f"{_digest_of_json(str(real))}.json"
     try:
@@ -128,7 +129,8 @@ def _hash_file(path: Path) -> str:
 
 
 def _remember(entry: Path, value: object) -> None:
-    """Replace `entry` in one step, so that a reader never sees half of it."""
+    """Write `value` to the file `entry` in one step, so that another process never reads half of it. Errors are
+    ignored."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:

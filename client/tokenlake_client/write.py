@@ -24,17 +24,18 @@ key, of shape [segment_bytes] and contiguous."""
 
 
 class Write:
-    """Slots to fill. As a context manager it commits at the end, and aborts when an exception passes.
+    """Slots that were reserved for segments, to be filled and committed. A `with` block commits at its end, and aborts
+    when it raises.
 
     `slots` are writable arrays of shape [segment_bytes] in the arena, for the segments that were granted. They must not
     be written after `fill`, `commit` or `abort`. For one thread.
     """
 
     def __init__(self, state: PoolState, link: Link, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
-        """`link`: the link that `prepared` was received over. Raises the errors of mapping the slots; the slots are
-        given back then."""
+        """`link`: the link that `prepared` was received over. Raises the errors of mapping the slots' regions, after it
+        gave the slots back."""
         self.id = WriteId(prepared.write)
-        """For another process of the session: `Pool.attach_write`."""
+        """The number by which another process of the session attaches to the write (`Pool.attach_write`)."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
         """One `Code` for each key; commit changes RESERVED to COMMITTED or EXPIRED."""
@@ -46,7 +47,7 @@ class Write:
         self.slots: list[tuple[int, NDArray[np.uint8]]] = []
         """(index into `keys`, array)."""
         self._checksums: list[bytes] = []
-        """Of all shards, for each slot that `fill` filled."""
+        """For each slot that `fill` filled, the checksums of all its shards."""
         if len(self.codes) != len(keys):
             raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
@@ -67,7 +68,7 @@ class Write:
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon that granted the write. The write's number is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the write; `id` is valid at this incarnation alone."""
         return self._link.incarnation
 
     def __enter__(self) -> Write:
@@ -94,7 +95,7 @@ class Write:
 
     def commit(self, shards: int | None = None) -> bytes:
         """Publish all slots and return the codes. `shards`: bit mask of the shards that this process filled (default:
-        all). Computes the checksums of slots that `fill` did not fill. Raises `Unreachable`: it is then unknown whether
+        all). Computes the checksums of slots that `fill` did not fill. Raises `Unreachable`; it is then unknown whether
         the slots were published."""
         if self._done:
             return bytes(self.codes)
@@ -109,7 +110,8 @@ class Write:
         try:
             codes = self._publish(indices, mask, checksums)
         except BaseException:
-            # Whether the request arrived or not: slots that it did not publish are given back.
+            # It is unknown whether the daemon got the request. If it did not, the abort gives the slots back; published
+            # slots are not affected.
             self._grants.drop_write(self._link, self.id, abort=True)
             raise
         self._grants.drop_write(self._link, self.id, abort=False)
@@ -118,8 +120,8 @@ class Write:
         return bytes(self.codes)
 
     def leave(self) -> None:
-        """After a `commit` of some shards: this process gives up the write, whatever other processes do with their
-        shards. Idempotent; never raises."""
+        """End this process's part in the write after a `commit` of its shards; other processes may still commit theirs.
+        Idempotent; never raises."""
         if Code.RESERVED in self.codes:
             self._grants.leave_write(self._link, self.id)
 
@@ -131,7 +133,7 @@ class Write:
             self._grants.drop_write(self._link, self.id, abort=True)
 
     def expire(self) -> None:
-        """`abort`, and the codes of slots that were not published become EXPIRED. Idempotent; never raises."""
+        """Abort, and set the codes of slots that were not published to EXPIRED. Idempotent; never raises."""
         self.abort()
         self.codes[:] = self.codes.replace(bytes([Code.RESERVED]), bytes([Code.EXPIRED]))
 
@@ -152,13 +154,14 @@ class Write:
 
 
 class Reservation:
-    """Slots that other processes of the session fill: each attaches, commits its shards and leaves. They stay reserved
-    until all shards are committed, or until all processes that hold them, this one too, gave them back."""
+    """Slots that other processes of the session fill: each process attaches, commits its shards and leaves. The slots
+    stay reserved until all shards are committed, or until all processes that hold them, this one included, have given
+    them back."""
 
     def __init__(self, state: PoolState, link: Link, prepared: Prepared) -> None:
         """`link`: the link that `prepared` was received over. Raises `Unreachable`."""
         self.id = WriteId(prepared.write)
-        """For `Pool.attach_write`; 0 when no slot was granted."""
+        """The number by which other processes attach (`Pool.attach_write`); 0 when no slot was granted."""
         self.codes = prepared.codes
         """One `Code` for each key."""
         self._grants = state.grants
@@ -167,11 +170,11 @@ class Reservation:
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon that granted the write. The write's number is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the write; `id` is valid at this incarnation alone."""
         return self._link.incarnation
 
     def release(self) -> None:
-        """This process holds the slots no longer. Idempotent; never raises."""
+        """End this process's hold of the slots. Idempotent; never raises."""
         if self.id:
             self._grants.drop_write(self._link, self.id, abort=True)
             self.id = WriteId(0)

@@ -15,19 +15,20 @@ from tokenlake_query.daemon_channel import DaemonChannel, die_with_parent
 from tokenlake_query.process import QueryEngineProcess
 
 SWITCH_S = 0.0005
-"""The interpreter takes the lock from a thread in Python code after this time, so that a reading thread gets a turn
-while other threads run."""
+"""For `sys.setswitchinterval`: seconds for which a thread may keep the interpreter lock while other threads wait for
+it. Less than Python's default of 5 ms, so that threads that read sockets do not wait long for threads that compute."""
 
 
 def main() -> None:
-    """Serve until the channel ends."""
+    """Run the query engine until the daemon closes its end of `--channel` or dies."""
     parser = argparse.ArgumentParser(prog="tokenlake_query", description="The query engine of a TokenLake daemon.")
     parser.add_argument("--channel", type=int, required=True, help="inherited descriptor of a Unix stream socket")
     parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: half of the cores")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s query: %(message)s")
     die_with_parent()
-    # Ctrl-C in a terminal reaches the whole process group: the daemon handles it, and this process ends with it.
+    # Ctrl-C in a terminal sends SIGINT to the daemon and to this process. Only the daemon handles it; this process
+    # exits when the daemon has ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(arguments.threads or max(1, len(os.sched_getaffinity(0)) // 2))
     sys.setswitchinterval(SWITCH_S)

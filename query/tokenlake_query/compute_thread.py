@@ -31,12 +31,12 @@ __all__ = ["Attention", "ComputeThread", "Task"]
 log = logging.getLogger(__name__)
 
 MAX_KERNELS = 16
-"""The most recently used kernels are kept. Each has threads and a scratch buffer, and there may be one per number of
-heads and scale that an engine chooses."""
+"""Maximum number of kernels that are kept for later batches; the least recently used one is dropped. Bounded because
+each kernel has threads and a scratch buffer, and engines may ask for any number of heads and any scale."""
 
 
 class Attention(NamedTuple):
-    """Layout of the segments and shape of the attention. Tasks with equal ones and the same layer are computed
+    """Layout of the segments and shape of the attention. Tasks of one layer whose `Attention` is equal are computed
     together."""
 
     layout: Layout
@@ -65,7 +65,7 @@ class ComputeThread:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
         self._kernels: dict[Attention, Kernel] = {}
-        """In order of use, the most recently used last."""
+        """Kernels in order of use, the most recently used last."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -80,8 +80,8 @@ class ComputeThread:
             self._compute_all()
 
     def _compute_all(self) -> None:
-        """Wait for tasks and compute all that are queued. A function of its own, so that the waiting thread keeps no
-        reference to tasks and so no lease on their segments."""
+        """Wait for tasks and compute all that are queued. This is a function of its own so that its local variables are
+        gone when the thread waits again: a reference to a task keeps the segments of the task leased."""
         tasks = list(self._queue.get())
         while not self._queue.empty():
             tasks += self._queue.get()
@@ -99,7 +99,7 @@ class ComputeThread:
                 kernel = self._kernel(wanted[0].attention)
                 partials.update(zip(wanted, attend_together(kernel, wanted), strict=True))
         except Exception:
-            # A task that fails must not end the thread, which other engines use too.
+            # A task that fails must not end this thread, which computes for other engines too.
             log.exception("attention over layer %d failed", wanted[0].layer)
         for task in batch:
             try:
@@ -118,7 +118,7 @@ class ComputeThread:
 
 
 def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:
-    """One result per task. All tasks are of one attention and layer."""
+    """The result of each task of `batch`, in order. All tasks have the same layer and the same `Attention`."""
     if len(batch) == 1:
         return [_attend(kernel, batch[0].layer, batch[0].segments, [batch[0].queries])[0]]
     results: list[list[Partial]] = [[] for _ in batch]

@@ -28,22 +28,25 @@ __all__ = ["MAX_FRAME", "Connection", "FrameReader"]
 log = logging.getLogger(__name__)
 
 MAX_FRAME = 4 << 20
-"""Bytes; a view has 32 bytes per key, so 131,072 segments at most."""
+"""Maximum bytes of a frame. A request to open a view has 32 bytes per segment key, so a view has fewer than 131,072
+segments."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
 """A connection whose other side reads nothing for this long is closed."""
 MAX_UNSENT_BYTES = 1 << 30
-"""A connection that leaves more unread is closed. Of these bytes only results are memory of this process, and the peer
-server stops reading queries long before (`wait_unsent`)."""
+"""A connection is closed when more bytes than this wait to be sent because the other side does not read. Queries to
+peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
+reading queries long before results reach this bound (`wait_unsent`)."""
 MAX_BUFFERS = 512
-"""In one system call; Linux takes 1,024."""
+"""Maximum number of buffers that are passed to one call of `sendmsg`; Linux accepts at most 1,024."""
 
 
 class FrameReader:
-    """Reads a socket: frames, the raw bytes that follow some frames, and the descriptors beside them. Calls block; for
-    one thread.
+    """Reads a socket: frames, the raw bytes that follow some frames, and the file descriptors sent with some frames.
+    Calls block, and only one thread may make them.
 
-    Raises EOFError at the end of the stream, OSError, and ProtocolRefused for a stream that cannot be read on."""
+    Raises EOFError at the end of the stream, OSError when the socket fails, and ProtocolRefused for a frame after which
+    the stream cannot be read any further."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -58,8 +61,8 @@ class FrameReader:
         return body
 
     def into(self, target: memoryview) -> None:
-        """Fill `target` (bytes) with the raw bytes that come next. What is not buffered is received into `target`
-        without another copy."""
+        """Fill `target` (bytes) with the raw bytes that come next in the stream. Bytes that this reader has not
+        buffered yet are received directly into `target`."""
         filled = self._decoder.take(target)
         while filled < len(target):
             filled += self._receive(target[filled:])
@@ -72,8 +75,8 @@ class FrameReader:
             size -= min(size, READ_BYTES)
 
     def descriptor(self) -> int:
-        """The descriptor beside the frame that was returned last, owned by the caller. Raises ProtocolRefused without
-        one."""
+        """The file descriptor that was sent with the frame that `frame` returned last; the caller owns it. Raises
+        ProtocolRefused if no descriptor was sent."""
         return (self._descriptors or ReceivedDescriptors()).take()
 
     def close(self) -> None:
@@ -93,7 +96,8 @@ class FrameReader:
 
 
 class Connection:
-    """Owns `sock`. `serve` reads it in a thread of the connection; `send` may be called from any thread."""
+    """Sends and receives frames over `sock`, which it owns. `serve` reads it in a thread of the connection; `send` may
+    be called from any thread."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
@@ -111,7 +115,7 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """False once the connection was closed here or its end was noticed."""
+        """False once this side closed the connection, or a read or write of it found the end or an error."""
         return self._open
 
     def serve(self, handle: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
@@ -139,8 +143,8 @@ class Connection:
 
     def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame and the raw bytes that follow it. Never blocks: a thread sends later what the socket does not
-        take now. `payload` is borrowed and must not change until it was sent, of which the caller is not told. A closed
-        connection sends nothing. Returns the number of bytes of the frame and the payload."""
+        take now. `payload` is borrowed: it must not change until it was sent, and the caller is not notified of that. A
+        closed connection sends nothing. Returns the number of bytes of the frame and the payload."""
         buffers = deque([memoryview(pack_frame(message)), *payload])
         nbytes = sum(map(len, buffers))
         with self._changed:
@@ -157,13 +161,13 @@ class Connection:
         return nbytes
 
     def wait_unsent(self, most: int) -> None:
-        """Block until at most `most` bytes are unsent, or the connection is closed. For the reading thread alone: it
-        reads no further requests while the other side does not read the results."""
+        """Block until at most `most` bytes wait to be sent, or the connection is closed. Called by the reading thread
+        alone, so that it reads no further requests while the other side does not read the results."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
     def close(self) -> None:
-        """Idempotent. The reading thread ends and closes the socket."""
+        """Shut the connection down; its reading thread then ends and closes the socket. Idempotent."""
         with self._changed:
             self._end("closed here")
 
@@ -197,7 +201,8 @@ class Connection:
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:
-                # Other threads only append to `_unsent` meanwhile.
+                # Sent without the lock, from a copy of `_unsent`: other threads only append to it or clear it
+                # meanwhile.
                 self._send_some(buffers, 0)
             except OSError as failed:
                 error = failed
@@ -206,20 +211,20 @@ class Connection:
                     stalled = isinstance(error, BlockingIOError)
                     self._end(f"the other side read nothing for {STALLED_S} s" if stalled else f"write failed: {error}")
                     return
-                # `_unsent` is empty already when the connection was closed meanwhile.
+                # If the connection was closed during the send, `_unsent` is empty already and nothing is dropped.
                 sent = before - sum(map(len, buffers))
                 self._unsent_bytes -= sent
                 _drop(self._unsent, sent)
                 self._changed.notify_all()
 
     def _send_some(self, buffers: deque[memoryview], flags: int) -> None:
-        """One system call. Removes the bytes that were sent from `buffers`."""
+        """Send as much of `buffers` as one system call takes, and remove the bytes that were sent from `buffers`."""
         chunk = list(itertools.islice(buffers, MAX_BUFFERS))
         _drop(buffers, self._sock.sendmsg(chunk, [], flags | socket.MSG_NOSIGNAL))
 
 
 def _drop(buffers: deque[memoryview], count: int) -> None:
-    """Remove `count` bytes from the front, and empty buffers there."""
+    """Remove the first `count` bytes from `buffers`, and all buffers at the front that are then empty."""
     while buffers and count >= len(buffers[0]):
         count -= len(buffers.popleft())
     if buffers and count:

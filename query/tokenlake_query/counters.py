@@ -10,7 +10,7 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """Thread-safe. The names are the fields of `Report`."""
+    """The counters and gauges, named after the fields of `Report`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""The socket pair that this process inherits from its daemon. The daemon sends connections over it.
+"""The channel: a socket pair that this process inherits from its daemon, which passes connections over it.
 
-The channel ends when the daemon dies, and then this process exits at once: it maps an arena that belongs to no daemon.
+The channel ends when the daemon dies. This process then exits at once, because no daemon owns the arena that it maps.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DaemonChannel:
         self._sending = threading.Lock()
 
     def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
-        """Block for the next message; the second value is the connection that came with it. Exits the process when the
-        channel has ended, and with an error for a message that cannot be decoded."""
+        """Block until the daemon sends a message. Returns it and the connection that was sent with it, or None. Exits
+        the process when the channel has ended, and with status 1 after a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
             if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):
@@ -59,11 +59,13 @@ class DaemonChannel:
             os._exit(1)
 
     def dial(self, node: str) -> None:
-        """Ask the daemon for a connection to the query engine of `node`; `read` returns `Connected` or `Unreached`."""
+        """Ask the daemon for a connection to the query engine of `node`. A later `read` returns the answer,
+        `DialSucceeded` or `DialFailed`."""
         self.send(Dial(node))
 
     def send(self, message: ToDaemon) -> None:
-        """Send one small frame, which never blocks. An error is ignored: the daemon is dead, and `read` exits."""
+        """Send one frame, so small that it does not block. An error is ignored: it means that the daemon is dead, and
+        then `read` exits the process."""
         with self._sending, contextlib.suppress(OSError):
             self._sock.sendall(pack_frame(message))
 

@@ -1,4 +1,5 @@
-"""Serves an engine: its views, the memory that it shares with this process, and a round for each of its queries."""
+"""Serves an engine: opens its views (`views.py`), maps the memory that it shares with this process, and runs a round
+(`rounds.py`) for each of its queries."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ MAX_BUFFER_BYTES = 16 << 30
 
 
 class _SharedMemory:
-    """A memfd of the engine, mapped here: queries in, outputs and sums out. Unmapped when the last array over it is
-    gone."""
+    """A memfd of the engine, mapped by this process. The engine writes queries into it; this process writes outputs and
+    log-sum-exps. Unmapped when the last array over it is gone."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Takes `descriptor` over. Raises ProtocolRefused unless it is sealed against shrinking: an access beyond the
@@ -46,7 +47,7 @@ class _SharedMemory:
             if not sealed or size < nbytes:
                 raise ProtocolRefused(
                     f"a buffer of {size} bytes, {'sealed' if sealed else 'not sealed'} against shrinking; "
-                    f"expected a memfd of {nbytes} bytes that is"
+                    f"expected a sealed memfd of at least {nbytes} bytes"
                 )
             self._map = mmap.mmap(descriptor, nbytes)
         finally:
@@ -54,7 +55,8 @@ class _SharedMemory:
         self.nbytes = nbytes
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Stored:
-        """A view of the memory. Raises ProtocolRefused where it is not aligned or does not fit."""
+        """An array over the memory from byte `offset` on, without a copy. Raises ProtocolRefused if `offset` is no
+        multiple of `wire.ALIGNMENT` or the array does not fit into the memory."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if offset % wire.ALIGNMENT or offset + nbytes > self.nbytes:
             raise ProtocolRefused(
@@ -65,8 +67,8 @@ class _SharedMemory:
 
 
 class _Buffer:
-    """One buffer of the engine: its memory, the step that `Query` refers to, and the newest round. Used by the reading
-    thread alone."""
+    """One buffer that the engine shares (`wire.OpenBuffer`): its memory, the step that its queries refer to, and the
+    round of the newest query. Only the reading thread uses it."""
 
     def __init__(self, memory: _SharedMemory) -> None:
         self.memory = memory
@@ -74,7 +76,7 @@ class _Buffer:
         self.round: Round | None = None
 
     def cancel(self) -> None:
-        """End the round: it writes nothing into the memory any more."""
+        """End the newest round, if there is one, so that it writes nothing more into the memory."""
         if self.round is not None:
             self.round.cancel()
             self.round = None
@@ -100,7 +102,7 @@ class EngineServer:
         self._buffers: dict[int, _Buffer] = {}
         self._lock = threading.Lock()
         self._views: dict[int, View | None] = {}
-        """None while a view is being opened."""
+        """By the number that the engine gave the view; the value is None while the view is being opened."""
         self._connection = Connection(sock, name)
         self._connection.serve(self._handle, self._ended)
 
@@ -143,7 +145,7 @@ class EngineServer:
         if buffer is None:
             raise ProtocolRefused(f"buffer {message.buffer} is not open; open it before its step")
         buffer.cancel()
-        # Before the checks: after a refused step no query may refer to the step before it.
+        # The old step is removed before the new one is checked: after a refused step no query may use the old one.
         buffer.step = None
         layout = self._opener.layout
         if message.dtype != layout.dtype:
@@ -218,7 +220,7 @@ class EngineServer:
                 self._counters.add(views=1)
         if closed:
             view.close()
-        # Also for a view that the engine closed meanwhile: the answer proves to it that this process lives.
+        # Sent even if the engine closed the view meanwhile: the answer shows the engine that this process is alive.
         local, shares = view.placement
         hits = len(local) + sum(len(share.keys) for share in shares)
         self._connection.send(wire.Viewed(message.view, hits, codes))
@@ -230,7 +232,7 @@ class EngineServer:
             if view is not None:
                 self._counters.add(views=-1)
                 view.close()
-        # A step with a closed view cannot be queried any more, and would keep the segments leased.
+        # A step with a part of a closed view serves no further query, and would keep the segments of the view leased.
         for buffer in self._buffers.values():
             if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
                 buffer.step = None

@@ -29,19 +29,20 @@ log = logging.getLogger(__name__)
 
 
 class ResultHandler(Protocol):
-    """Takes the result of one `PeerClient.ask`. Called in the reading thread of the connection."""
+    """Takes the results of one `PeerClient.ask`. Called in the reading thread of the connection, or in the thread that
+    finds the connection closed when it sends."""
 
     def wanted(self) -> bool:
-        """Is the result still waited for?"""
+        """False when the results are not needed any more; they are then dropped."""
 
     def received(self, nbytes: int) -> None:
-        """A result of `nbytes` was received, its frame included."""
+        """Count `nbytes` bytes of a received result, including its frame."""
 
     def arrived(self, index: int, partial: Partial) -> None:
-        """The result of part `index` of the request. The arrays are borrowed for the call."""
+        """Take the result of part `index` of the request. The arrays are borrowed for the call."""
 
     def missing(self, index: int) -> None:
-        """Part `index` will not be answered."""
+        """Part `index` of the request has no result: the peer answered LOST, or the connection ended."""
 
 
 class _Asked(NamedTuple):
@@ -78,14 +79,15 @@ class PeerClient:
         return self._connection.open
 
     def deadline_missed(self) -> None:
-        """An answer did not arrive by its deadline: while any answer is owed, the peer is overdue until it sends
-        anything."""
+        """Report that the peer missed the deadline of an answer. If it still owes any answer, it counts as overdue
+        until it sends something."""
         with self._lock:
             if self._asked or self._opening:
                 self._liveness.deadline_missed()
 
     def open_view(self, message: Callable[[int], wire.OpenView]) -> tuple[int, Future[bytes]]:
-        """Send `message(number)`. Returns the view's number at the peer, and the future of one code per key."""
+        """Choose a number for a new view and send `message(number)`. Returns the number, and a future of one code byte
+        per key, which fails with the error of a refusal or with Unreachable."""
         number = next(self._numbers)
         opening: Future[bytes] = Future()
         with self._lock:
@@ -108,9 +110,9 @@ class PeerClient:
         parts: Sequence[tuple[int, int]],
         queries: Sequence[memoryview],
     ) -> int:
-        """Send the `queries` of `parts` (view at the peer, tokens). Returns the number of bytes that this sends.
-        `handler` is called exactly once for every part, possibly before this returns. `queries` are borrowed until they
-        were sent (`Connection.send`)."""
+        """Send the `queries` of `parts`, each of which is (number of a view at the peer, number of query tokens).
+        Returns the number of bytes of the request. `handler` gets the result of every part exactly once, possibly
+        before this returns. `queries` are borrowed until they were sent (`Connection.send`)."""
         number = next(self._numbers)
         with self._lock:
             self._asked[number] = _Asked(handler, shape, dtype, tuple(tokens for _, tokens in parts))
@@ -162,7 +164,8 @@ class PeerClient:
         payload = self._scratch[: result.nbytes]
         self._connection.reader.into(payload)
         with self._lock:
-            # Only now: if the connection ends while the payload is read, `_ended` reports these parts as missing.
+            # The request is removed only after its payload was read: if the connection ends before that, `_ended`
+            # still reports the parts of the request as missing.
             self._liveness.heard(time.monotonic())
             if self._asked.pop(result.number, None) is None:
                 return
@@ -193,8 +196,8 @@ class PeerClient:
 
 
 class PeerClients:
-    """Peer clients by node. `dial` asks the daemon for a connection; the daemon answers by `connected` or
-    `unreached`."""
+    """One `PeerClient` per node. `dial(node)` asks the daemon for a connection; its answer must be passed to
+    `connected` or `unreached`."""
 
     def __init__(self, dial: Callable[[str], None], counters: Counters) -> None:
         self._dial = dial
@@ -204,8 +207,8 @@ class PeerClients:
         self._dialling: dict[str, Future[PeerClient]] = {}
 
     def get(self, node: str) -> Future[PeerClient]:
-        """The connection to `node`; a new one where the last one ended. Fails with Unreachable, and at once with
-        DeadlinePassed while the peer is overdue."""
+        """A future of the connection to `node`, which is dialled if none is open. The future fails with Unreachable if
+        the daemon cannot dial, and has failed already, with DeadlinePassed, if the peer is overdue."""
         with self._lock:
             future = self._dialling.get(node)
             if future is not None:
@@ -216,7 +219,7 @@ class PeerClients:
                 future.set_result(client)
                 return future
             if client is not None and client.open:
-                future.set_exception(DeadlinePassed(f"the query engine of {node} still owes an answer"))
+                future.set_exception(DeadlinePassed(f"the query engine of {node} missed a deadline"))
                 return future
             self._dialling[node] = future
         self._dial(node)

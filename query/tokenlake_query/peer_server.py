@@ -1,4 +1,4 @@
-"""Serves the query engine of another node: attention of its queries over segments that lie here."""
+"""Serves the query engine of another node: computes attention of its queries over segments in this node's arena."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16
 MAX_PENDING_BYTES = 512 << 20
-"""Queries of one connection that wait to be computed; further ones stay in the socket. One request may be larger."""
+"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
+request may be larger."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Results that the other side has not read; beyond that no further queries are read."""
+"""While more bytes of results wait for the other side to read them, no further queries are read from it."""
 
 
 class _OpenView(NamedTuple):
@@ -101,7 +102,7 @@ class PeerServer:
             self._refuse(message.view, error)
             return
         with self._lock:
-            # The view may have been closed while it was opened.
+            # The peer may have closed the view while this thread leased its segments.
             if message.view in self._views:
                 self._views[message.view] = _OpenView(Attention(layout, shape), segments)
                 self._counters.add(views=1)
@@ -126,7 +127,7 @@ class PeerServer:
         for view in opened:
             _check_fits(view.attention.layout, ask)
         if len(opened) < len(views):
-            # A view was closed while the request was under way.
+            # A view of the request was closed while the request was under way: every part is answered LOST.
             self._connection.reader.skip(ask.nbytes)
             self._connection.send(wire.Result(ask.number, ask.layer, bytes([Code.LOST]) * len(views), 0))
             return
@@ -171,7 +172,7 @@ class PeerServer:
                     buffer = self._spare.pop(index)
                     break
             else:
-                # Replaces a spare buffer that is too small: there are never more buffers than were in use at a time.
+                # The new buffer replaces a spare one that is too small, so that spare buffers do not accumulate.
                 self._spare[:1] = []
                 buffer = bytearray(nbytes)
             self._pending_bytes += len(buffer)

@@ -1,4 +1,5 @@
-"""The query engine's process: its threads, and what it starts for each message of the daemon."""
+"""The query engine's process: starts its threads, reads the daemon's messages, and makes a server or a client for each
+connection that the daemon passes on."""
 
 from __future__ import annotations
 
@@ -28,22 +29,24 @@ __all__ = ["QueryEngineProcess"]
 log = logging.getLogger(__name__)
 
 OPENING_THREADS = 8
-"""Views that are opened at a time; each waits for the daemon or for other nodes."""
+"""Threads of each pool that opens views. Opening a view blocks a thread while it waits for the daemon or other
+nodes."""
 FETCHING_THREADS = 8
-"""Shares of views that are fetched at a time."""
+"""Threads that fetch segments of views from peers that stopped answering."""
 MAX_CONNECTIONS = 1024
-"""From engines and from other query engines together."""
+"""Maximum number of connections that engines and other query engines together have open to this process."""
 REPORT_S = 1.0
 
 
 class QueryEngineProcess:
-    """`run` serves until the channel ends, which exits the process."""
+    """The parts of the process. `run` serves until the channel to the daemon ends, and then exits the process."""
 
     def __init__(self, channel: DaemonChannel) -> None:
         self._channel = channel
         self._counters = Counters()
         self._peers = PeerClients(channel.dial, self._counters)
-        # Two pools of threads: a peer server's view must not queue behind views of engines that wait for other nodes.
+        # Views for other query engines are opened by threads of their own. If they queued behind views of engines,
+        # which wait for other nodes, two query engines could wait for each other.
         self._opening = ThreadPoolExecutor(OPENING_THREADS, "open")
         self._opening_for_peers = ThreadPoolExecutor(OPENING_THREADS, "open-peer")
         self._threads = Threads(ComputeThread(), TimerThread(), ThreadPoolExecutor(FETCHING_THREADS, "fetch"))
@@ -53,7 +56,7 @@ class QueryEngineProcess:
         """Does not return."""
         start, _ = self._channel.read()
         if not isinstance(start, supervision.Start):
-            raise SystemExit(f"the daemon began with {type(start).__name__}; expected Start")
+            raise SystemExit(f"the daemon's first message is {type(start).__name__}; expected Start")
         self._pools = Pools(Path(start.socket), start.credential)
         self._threads.compute.start()
         self._threads.timer.start()

@@ -7,7 +7,7 @@
                       +--> Ask to node C --x                            |
                              broken, LOST, or half the deadline gone:   |
                              fetched -----------> computed here --------+
-                             or not to be had: the part is LOST
+                             or cannot be fetched: the part is LOST
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from tokenlake_query.views import Share, View
 __all__ = ["Part", "Round", "Step", "Threads"]
 
 PEER_SHARE = 0.5
-"""Share of the deadline that a peer has. What it did not answer by then is fetched and computed here."""
+"""Fraction of a query's deadline within which peers must answer. If a peer has not, the segments that it should have
+attended to are fetched, and this process attends to them."""
 ROUND_SHARE = 0.95
-"""Share of the deadline after which the round ends: the answer must reach the engine within the deadline."""
+"""Fraction of a query's deadline after which its round ends, so that the answer reaches the engine within the
+deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,12 @@ class Threads:
     compute: ComputeThread
     timer: TimerThread
     fetching: Executor
-    """Threads that may block for the daemon."""
+    """Threads that fetch segments; they may block while they wait for the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The queries of one view in a step: `rows` of the step's arrays."""
+    """The queries of one step that attend to one view; they are the `rows` of the step's arrays."""
 
     view: View
     rows: slice
@@ -58,7 +60,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a `Query` of a buffer refers to. The arrays lie in the memory that the engine shares."""
+    """The parts and arrays that a `wire.Query` refers to, as the engine set them for one of its buffers by `wire.Step`.
+    The arrays lie in memory that the engine shares."""
 
     number: int
     dtype: str
@@ -69,17 +72,17 @@ class Step:
 
 
 class Round:
-    """One `Query`. Call `begin` once, and `cancel` when another round of the same buffer takes its place.
+    """The work on one `wire.Query`. Call `begin` once, and `cancel` when the buffer is closed or gets another round.
 
-    Thread-safe. No call blocks, but for the lock under which results are merged. Once the round is over it refers to
-    neither views nor the buffer, also while the timer still refers to the round."""
+    Thread-safe. No call blocks, except for the lock under which results are merged. A round that is over refers to
+    neither views nor the buffer, although the timer may still refer to the round."""
 
     def __init__(
         self, step: Step, query: wire.Query, threads: Threads, answer: Callable[[wire.Answered], None]
     ) -> None:
         """`answer` is called once with the codes of all parts, unless the round is cancelled."""
         self._step: Step | None = step
-        """None once the round is over."""
+        """None once the round is over: answered or cancelled."""
         self._query = query
         self._threads = threads
         self._answer = answer
@@ -89,12 +92,13 @@ class Round:
         self._until = now + ROUND_SHARE * query.deadline_s
         self._codes = bytearray([Code.LOCAL]) * len(step.parts)
         self._awaited: list[set[Hashable]] = [set() for _ in step.parts]
-        """Sources of results of each part: None for the local segments, a `Share`, or ("fetched", share)."""
+        """For each part, the sources whose results are still to come: None for the local segments, a `Share` for a
+        peer, ("fetched", share) for a share that was fetched and is computed by this process."""
         self._remaining = 1
-        """Results to come, plus one while `begin` runs: a peer may answer before `begin` has counted the bytes that it
-        sent."""
+        """Number of results still to come, plus one while `begin` runs, so that a fast answer of a peer does not end
+        the round before `begin` has counted the bytes that it sent."""
         self._begun = [False] * len(step.parts)
-        """Do the outputs of the part hold a result to merge with?"""
+        """For each part: do its outputs hold a result already, with which the next one must be merged?"""
         self._sent_bytes = 0
         self._received_bytes = 0
 
@@ -130,14 +134,14 @@ class Round:
             self._threads.timer.at(self._peers_until, bind(self._replace_late, list(asks.values())))
         self._threads.timer.at(self._until, self._expire)
         if tasks:
-            # Last: from here on the computing thread competes with this one for the interpreter.
+            # Submitted last: from here on the computing thread competes with this one for the interpreter lock.
             self._threads.compute.submit(tasks)
         with self._lock:
             self._remaining -= 1
             self._finish_if_done()
 
     def cancel(self) -> None:
-        """End the round without an answer: the buffer belongs to another round."""
+        """End the round without an answer, because the engine closed its buffer or uses it for another round."""
         with self._lock:
             self._step = None
 
@@ -189,7 +193,7 @@ class Round:
         )
 
     def _merge(self, step: Step, number: int, partial: Partial | None) -> None:
-        """Into the outputs of part `number`; None: attention over no segments."""
+        """Merge `partial` into the outputs of part `number`; None stands for attention over no segments."""
         rows = step.parts[number].rows
         outputs, sums = step.outputs[rows], step.sums[rows]
         if partial is None:
@@ -207,7 +211,7 @@ class Round:
         segments = step.parts[number].view.fetch(share, self._until)
         fetched = ("fetched", share)
         with self._lock:
-            # The peer may have answered while the segments were fetched.
+            # If the peer answered while its segments were fetched, they need not be computed here.
             if self._step is None or share not in self._awaited[number]:
                 return
             if segments is not None:
@@ -219,7 +223,7 @@ class Round:
             self._threads.compute.submit([self._task(step, number, segments, fetched)])
 
     def _replace_late(self, asks: Sequence[_Ask]) -> None:
-        """The time of the peers is over."""
+        """Fetch the shares of `asks` that have no answer yet. Called when `PEER_SHARE` of the deadline has passed."""
         for ask in asks:
             unanswered = [(number, share) for number, share in ask.parts if share in self._awaited[number]]
             if unanswered and self.wanted():
@@ -259,7 +263,7 @@ class Round:
 
 
 class _Ask:
-    """The parts of one round that one peer is asked about; a `ResultHandler`."""
+    """The request of one round to one peer: the parts that it asks about. Takes the results, as a `ResultHandler`."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_

@@ -18,23 +18,24 @@ from tokenlake_client import Pool
 __all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 
 MAX_POOLS = 64
-"""Pairs of tenant and layout whose connection is kept while no view of them is open."""
+"""Maximum number of pools, one per tenant and layout, whose connection is kept for later views."""
 MATCH_S = 0.100
-"""Longest deadline of a match; `fetch_segments` uses at most half of its own deadline. A daemon that has the segments
-answers at once."""
+"""Maximum seconds that a match may take; `fetch_segments` gives it at most half of its own deadline. The daemon answers
+at once where it has the segments itself."""
 
 
 class Segments:
     """Slots of segments in any order, each uint8 `[segment_bytes]` and read-only. Immutable.
 
-    Each slot stays leased until the last array over it is gone, also after the lease object of the match has ended."""
+    Each slot stays leased until the last array over it is gone, even if the match that leased it has been closed."""
 
     __slots__ = ("addresses", "slots")
 
     def __init__(self, slots: Sequence[NDArray[np.uint8]]) -> None:
         self.slots = tuple(slots)
         self.addresses = tuple(int(slot.__array_interface__["data"][0]) for slot in slots)
-        """Of each slot in this process's mapping: the same segment of a pool has the same address in every lease."""
+        """Address of each slot in the memory of this process. A slot has the same address in every lease of a pool, so
+        that equal addresses mean the same segment."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -83,6 +84,7 @@ def fetch_segments(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) ->
 
 
 def _of_layout(pool: Pool, slots: Sequence[NDArray[np.uint8]]) -> Segments:
-    """The slots before the first one of another size, which holds a segment of another layout."""
+    """The slots before the first one whose size is not that of the pool's layout: it holds a segment of another
+    layout."""
     size = pool.layout.segment_bytes
     return Segments(slots[: next((at for at, slot in enumerate(slots) if len(slot) != size), len(slots))])

@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class TimerThread:
-    """Calls cannot be cancelled: a function whose purpose is gone is called all the same and must do nothing then."""
+    """A scheduled call cannot be cancelled: a function that is no longer needed is still called, and must do
+    nothing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,7 +44,7 @@ class TimerThread:
             try:
                 call()
             except Exception:
-                # The deadlines of other queries must still be served.
+                # A failing call must not end this thread, which serves the deadlines of other queries too.
                 log.exception("a timed call failed")
-            # The waiting thread keeps no reference to the query, and so no lease on its segments.
+            # While the thread waits for the next call, a reference to this one would keep the query's segments leased.
             del call

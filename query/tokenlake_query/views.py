@@ -31,43 +31,43 @@ __all__ = ["Placement", "Share", "View", "ViewOpener"]
 log = logging.getLogger(__name__)
 
 OPEN_S = 1.0
-"""Deadline of one round of requests to other query engines, the daemon's dialling included."""
+"""Seconds within which all other query engines must have answered the requests to open their shares of a view; includes
+the time in which the daemon connects to them."""
 
 
 class Share(NamedTuple):
     """The segments of a view that the query engine of one other node attends to."""
 
     peer: PeerClient
-    """The connection over which it was opened."""
+    """The connection over which the share was opened."""
     view: int
     """Number of the view at the peer."""
     keys: Sequence[SegmentKey]
 
 
 class Placement(NamedTuple):
-    """Where the segments of a view lie. Each segment is in one place."""
+    """Where the segments of a view lie: each is either local or in one share."""
 
     local: Segments
     shares: tuple[Share, ...]
 
 
 class View:
-    """A view of one engine. Thread-safe."""
+    """A view that one engine opened: the places of its segments. Thread-safe."""
 
     def __init__(self, pool: Pool, attention: Attention, local: Segments, shares: Sequence[Share]) -> None:
         self.pool = pool
         self.attention = attention
         self.placement = Placement(local, tuple(shares))
-        """Replaced as a whole, so that a thread that reads it once counts every segment exactly once."""
+        """Replaced as a whole, so that a thread that reads this attribute once sees every segment exactly once."""
         self.lost = False
-        """Some segment can be had nowhere any more: every query of the view is LOST."""
+        """True once a segment of the view could not be fetched from any node: every query of the view is then LOST."""
         self._fetching = threading.Lock()
         self._fetched: dict[Share, Segments] = {}
 
     def fetch(self, share: Share, until: float) -> Segments | None:
-        """Fetch the segments of `share` into this node; they are local segments of the view from then on. None where
-        they cannot be had until `until` (monotonic seconds). Blocks; a share that several threads ask for is fetched
-        once."""
+        """Fetch the segments of `share` into this node; they are local segments of the view from then on. None if they
+        are not fetched by `until` (monotonic seconds). Blocks; a share that several threads ask for is fetched once."""
         if not self._fetching.acquire(timeout=max(0.0, until - time.monotonic())):
             return None
         try:
@@ -77,13 +77,14 @@ class View:
                     return None
                 segments = fetch_segments(self.pool, share.keys, left)
                 if len(segments) < len(share.keys):
-                    # Lost for good only if there was time left; else the deadline may have been too short.
+                    # The segments are gone only if there was time left; else the deadline may have been too short.
                     self.lost = time.monotonic() < until
                     return None
                 self._fetched[share] = segments
                 others = tuple(other for other in self.placement.shares if other is not share)
                 self.placement = Placement(self.placement.local + segments, others)
-                # A peer that answers again need neither compute the results it owes nor keep the segments leased.
+                # The view is closed at the peer too, so that the peer, if it answers again, neither computes the
+                # results that it owes nor keeps the segments leased.
                 share.peer.close_view(share.view)
             return self._fetched[share]
         except TokenLakeError:
@@ -108,7 +109,7 @@ class ViewOpener:
         self._peers = peers
 
     def open(self, message: wire.OpenView) -> tuple[View, bytes]:
-        """The view, and one code per key: LOCAL or REMOTE up to the first segment that cannot be had, MISSING from
+        """The view, and one code per key: LOCAL or REMOTE up to the first segment that cannot be leased, MISSING from
         there on.
 
         Blocks for the daemon and for other nodes. Raises LayoutRefused for heads that do not fit the layout,
@@ -119,7 +120,7 @@ class ViewOpener:
         pool = self._pools.get(self._tenant, self.layout)
         here = [index for index, owner in enumerate(message.owners) if owner == HERE]
         for node in message.nodes:
-            # The daemon dials while this thread leases the local segments.
+            # Starts dialling, so that the daemon connects to the nodes while this thread leases the local segments.
             self._peers.get(node)
         local = open_local(pool, [keys[index] for index in here])
         hits = len(keys) if len(local) == len(here) else here[len(local)]
@@ -161,15 +162,15 @@ class ViewOpener:
                     hits = min(hits, expected[node][opened])
 
     def _request_shares(self, message: wire.OpenView, keys: dict[str, list[SegmentKey]]) -> dict[str, Share]:
-        """Ask all nodes at once. Returns a share of each node that has at least its first key, with the keys that it
-        has."""
+        """Ask all nodes of `keys` at once to open their keys. Returns a share for each node that has at least the first
+        of its keys, with the keys up to the first that it lacks."""
         until = time.monotonic() + OPEN_S
         asked: list[tuple[str, PeerClient, int, Future[bytes]]] = []
         for node, connecting in {node: self._peers.get(node) for node in keys}.items():
             try:
                 peer = connecting.result(max(0.0, until - time.monotonic()))
             except (TokenLakeError, TimeoutError) as error:
-                log.info("no view at %s: %s", node, error)
+                log.info("the query engine of %s cannot open its part of a view: %s", node, error)
                 continue
             packed, layout = join_keys(keys[node]), self.layout.encode()
             number, opening = peer.open_view(
@@ -186,7 +187,7 @@ class ViewOpener:
             except TimeoutError:
                 peer.deadline_missed()
             except TokenLakeError as error:
-                log.warning("no view at %s: %s", node, error)
+                log.warning("the query engine of %s did not open its part of a view: %s", node, error)
                 continue
             if found:
                 shares[node] = Share(peer, number, tuple(keys[node][:found]))

@@ -18,11 +18,12 @@ from tokenlake.wire.slots import SlotRef
 __all__ = ["Arena", "Region"]
 
 MADV_POPULATE_WRITE = 23
-"""An advice of Linux 5.14; Python 3.11's mmap module has no name for it."""
+"""The madvise code that allocates pages at once, since Linux 5.14; Python 3.11's mmap module has no name for it."""
 POPULATE_CHUNK = 16 << 20
-"""Bytes between two reports of progress; also bounds how long a thread that stops is delayed by one call."""
+"""Bytes that one madvise call allocates. `Region.populate` reports its progress, and can be interrupted, between two
+calls."""
 SEALS = 0x1 | 0x2 | 0x4
-"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW."""
+"""F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the size of a sealed memfd, or its seals."""
 F_ADD_SEALS = 1033
 _GENERATION = struct.Struct("<Q")
 MFD_HUGETLB = 0x4
@@ -55,8 +56,9 @@ class Region:
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:
-        """Write to every page, so that the kernel allocates it. `report(nbytes)` is called with the bytes since the
-        last report. Called in a thread: the ctypes call releases the GIL, which `mmap.madvise` does not."""
+        """Make the kernel allocate every page. `report(nbytes)` is called with the bytes since the last report. To be
+        called in a thread of its own: madvise is called through ctypes, which releases the GIL meanwhile;
+        `mmap.madvise` would hold it."""
         anchor = ctypes.c_char.from_buffer(self.map)
         base = ctypes.addressof(anchor)
         try:
@@ -64,7 +66,9 @@ class Region:
                 size = min(POPULATE_CHUNK, self.nbytes - start)
                 if _libc.madvise(base + start, size, MADV_POPULATE_WRITE):
                     code = ctypes.get_errno()
-                    if code != errno.EINVAL:  # EINVAL: a kernel before 5.14, which allocates pages at the first write
+                    # Kernels before 5.14 do not know the advice: they answer EINVAL and allocate a page when it is
+                    # first written.
+                    if code != errno.EINVAL:
                         raise LimitReached(
                             f"the kernel did not provide memory for the arena: {os.strerror(code)}; lower 'memory'"
                         )
@@ -99,7 +103,7 @@ class Arena:
         return Region(number, self.region_bytes, self._directory, self._huge_pages)
 
     def populate(self, report: Callable[[int], None]) -> None:
-        """Write to all pages, so that no later write waits for the kernel to allocate one. `report`: as in
+        """Make the kernel allocate all pages, so that no later write waits for it. `report`: as in
         `Region.populate`."""
         for region in self._regions.values():
             region.populate(report)
@@ -109,9 +113,9 @@ class Arena:
         return self._regions[number]
 
     def replace(self, number: int, fresh: int) -> None:
-        """Replace region `number` by new memory under the number `fresh`, because a region serves one tenant only. The
-        old memory is freed first, so that the arena never exceeds its size. May be called again after it raised; the
-        new region becomes visible when it is complete."""
+        """Replace region `number` by new memory under the number `fresh`: processes of the previous tenant may still
+        map the old memory. The daemon unmaps the old memory first, so that the arena does not exceed its size. May be
+        called again after it raised; `region` and `slots` know the new region once all its pages are allocated."""
         previous = self._regions.get(number)
         if previous is not None:
             previous.close()
@@ -125,7 +129,7 @@ class Arena:
         self._regions[fresh] = region
 
     def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
-        """Writable views of the slots. The caller's pins keep them valid."""
+        """Writable views of the slots. The caller must have the slots pinned for as long as it uses the views."""
         shape = RegionShape(self.region_bytes, slot_bytes)
         header, stride = shape.header_bytes, shape.stride
         starts = [header + place.slot * stride for place in places]
@@ -133,7 +137,8 @@ class Arena:
         return [view[start : start + slot_bytes] for view, start in zip(views, starts, strict=True)]
 
     def stamp(self, places: Sequence[SlotRef]) -> None:
-        """Write the generations of these slots into the table in shared memory, which clients compare after a copy."""
+        """Write the generation of each slot, a number that changes when the slot is reused, into the table of its
+        region. A client compares the number after it copied a slot, to detect that the slot was reused meanwhile."""
         for place in places:
             _GENERATION.pack_into(self._regions[place.region].map, place.slot * GENERATION_BYTES, place.generation)
 
@@ -149,7 +154,7 @@ def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-        # A new memfd has mode 0777, with which another user could reopen it through /proc.
+        # The kernel makes a memfd with mode 0777, with which a process of another user could open it through /proc.
         os.fchmod(fd, 0o400)
     except BaseException:
         os.close(fd)

@@ -14,7 +14,8 @@ from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 __all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
-"""Bytes between two processes of one machine should stay in the processor's cache."""
+"""Size of a socket's buffer between two processes of one machine: small, so that the receiver reads the bytes while
+they are still in the processor's cache."""
 
 
 def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:

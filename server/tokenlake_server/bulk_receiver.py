@@ -35,20 +35,22 @@ __all__ = ["RECEIVE_THREADS", "BulkReceiver"]
 log = logging.getLogger(__name__)
 
 RECEIVE_THREADS = 8
-"""A frozen peer holds a thread until the deadline of its fetch; the other threads continue."""
+"""Threads that receive. A fetch from a frozen peer blocks one or two of them until its deadline; the others serve
+fetches from other peers."""
 IDLE_CONNECTIONS = 4
-"""Connections that stay open per peer."""
+"""Limit of the unused connections per peer that stay open for later fetches."""
 CONNECT_S = 5.0
 HALVES_BYTES = 16 << 20
-"""A fetch of at least this size is split in two halves: one connection keeps less than one processor busy on each
-side."""
+"""A fetch of at least this size is split in two halves, each over a connection of its own: a single connection is
+limited by one processor on each side."""
 CACHED_BYTES = 1 << 20
-"""Bytes that are received before their checksum is computed, so that they are still in the processor's cache."""
+"""Received bytes are added to the checksum in pieces of at most this size, while they are still in the processor's
+cache."""
 
 
 class _Job:
-    """One `StartFetch`. The loop may call `abort` at any time. Each of `parts`, a range of its keys, belongs to one
-    thread, and so do the entries of that range in `codes` and `checksums`."""
+    """The execution of one `StartFetch`. One thread fetches each of `parts` (ranges of indices into the keys) and alone
+    writes the entries of its range in `codes` and `checksums`. The control loop may call `abort` at any time."""
 
     def __init__(self, instruction: StartFetch) -> None:
         self.instruction = instruction
@@ -75,14 +77,14 @@ class _Job:
             self._socks.discard(sock)
 
     def end_part(self) -> bool:
-        """One part has ended; True when it was the last."""
+        """Count a part that has ended. Returns whether it was the last one."""
         with self._lock:
             self._left -= 1
             return not self._left
 
     def abort(self) -> None:
-        """Shut the connections down: closing them would not wake the threads, and late bytes would still be
-        written."""
+        """Shut the connections down, so that their threads stop waiting and no more bytes are written into the slots.
+        Closing a socket would not wake the thread that reads it."""
         with self._lock:
             self._aborted = True
             for sock in self._socks:
@@ -91,7 +93,7 @@ class _Job:
 
 
 class BulkReceiver:
-    """Carries out `StartFetch` and `AbortFetch`."""
+    """Carries out the instructions `StartFetch` and `AbortFetch` of the rules."""
 
     def __init__(self, identity: PeerIdentity, addresses: Mapping[str, Address], arena: Arena, driver: Driver) -> None:
         self._identity = identity
@@ -172,7 +174,7 @@ class BulkReceiver:
     # -- connections
 
     def _borrow(self, node: str, job: _Job) -> socket.socket:
-        """A connection to `node` for the use of `job`."""
+        """An idle connection to `node`, else a new one. The caller owns it, and an abort of `job` shuts it down."""
         sock = self._take_idle(node) or socket.create_connection(self._addresses[node], timeout=CONNECT_S)
         try:
             job.use(sock)
@@ -195,8 +197,8 @@ class BulkReceiver:
         return None
 
     def _introduce(self, sock: socket.socket, node: str) -> None:
-        """Do the handshake of a new connection and remove its timeout: idle connections have none, by which `_borrow`
-        recognises them."""
+        """Do the handshake of a new connection, then remove its timeout. A connection without a timeout has done its
+        handshake (`_borrow`)."""
         size_buffer(sock, socket.SO_RCVBUF)
         introduce(sock, self._identity, node, "bulk")
         sock.settimeout(None)
@@ -221,8 +223,8 @@ class BulkReceiver:
 
 
 def _receive_segment(sock: socket.socket, segment: memoryview, shards: int) -> bytes:
-    """Fill `segment`; returns the checksums of its shards, concatenated. They are computed while the bytes are
-    received, at most `CACHED_BYTES` behind. Raises as `receive_exactly`."""
+    """Fill `segment` from the socket and return the checksums of its shards, concatenated. Each piece of at most
+    `CACHED_BYTES` is hashed as soon as it is received. Raises the errors of `receive_exactly`."""
     size = len(segment) // shards
     if size > CACHED_BYTES:
         digests = [_receive_shard(sock, segment[at : at + size]) for at in range(0, len(segment), size)]

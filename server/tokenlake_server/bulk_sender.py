@@ -30,15 +30,16 @@ __all__ = ["BulkSender"]
 log = logging.getLogger(__name__)
 
 SEND_STALL_S = 10
-"""A connection whose reader takes no bytes for this long, at most for twice as long, is closed, so that the pins of its
-slots end."""
+"""A connection is closed when its receiver has taken no bytes for this long (twice as long in the worst case), so that
+a frozen receiver does not keep the slots pinned."""
 CONNECTIONS_PER_PEER = RECEIVE_THREADS
-"""A peer opens no more connections than it has threads that receive."""
+"""Limit of the connections that one peer may open: a peer uses one per thread that receives."""
 MAX_IOVEC = 64
 
 
 class BulkSender:
-    """Carries out `SendBulk`. Peers open the connections; their number, and so that of the threads, is bounded."""
+    """Carries out the instruction `SendBulk` of the rules, with one thread for each bulk connection (stream) that a
+    peer opened. The number of connections is bounded."""
 
     def __init__(self, identity: PeerIdentity, peers: int, arena: Arena, driver: Driver) -> None:
         self._identity = identity
@@ -53,13 +54,13 @@ class BulkSender:
         """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
         were read already."""
         if len(self._streams) >= self._limit or rest:
-            # A correct peer waits for the welcome before it sends a Pull, and stays within the limit.
+            # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
             return
         try:
             sock.settimeout(None)
             size_buffer(sock, socket.SO_SNDBUF)
-            # Python's own timeout would turn each send into a poll and a partial send.
+            # The timeout is set in the kernel: with Python's `settimeout` each send would be a poll and a partial send.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         except OSError as error:
             log.debug("bulk connection of %s ended: %s", hello.node, error)
@@ -78,7 +79,8 @@ class BulkSender:
         self._streams[instruction.stream][1].put(instruction)
 
     def refuse(self, stream: int) -> None:
-        """The rules refused the `Pull` of this connection. Its thread, which waits for a `SendBulk`, closes it."""
+        """Close a connection whose `Pull` the rules refused: its thread stops waiting for a `SendBulk` and closes
+        it."""
         served = self._streams.get(stream)
         if served is not None:
             served[1].put(None)
@@ -86,7 +88,8 @@ class BulkSender:
     def _serve(
         self, stream: int, sock: socket.socket, node: str, instructions: queue.SimpleQueue[SendBulk | None]
     ) -> None:
-        """Serve one connection, in a thread, until it ends. A stream is removed only after its last `SendDone`."""
+        """Serve one connection, in a thread, until it ends. The stream is removed after its last `SendDone` was
+        posted."""
         try:
             while True:
                 body = read_frame(sock, self._identity.max_frame)

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--config` (as `file`) and a flag for each setting except the secrets, because other users can read a command
-    line."""
+    """Add to a command the option `--config`, its argument `file`, and a flag for each setting. Secrets have no flag,
+    because other users of the machine can read a command line."""
     for name, setting in reversed(list(settings_of(ServerConfig).items())):
         if not setting.secret:
             text = f"{setting.meaning[0].upper()}{setting.meaning[1:]}. Value: {setting.kind.expected}."
@@ -59,8 +59,8 @@ def run_daemon(
     speed: float = 1.0,
     made: Callable[[Daemon], None] = lambda daemon: None,
 ) -> None:
-    """The command `serve`. `speed`: see `Driver`; benchmarks replay a trace faster than it happened. `made` is called
-    with the daemon before its first event. Raises `click.ClickException`."""
+    """The command `serve`. `speed`: seconds of the rules' clock per real second; benchmarks replay a trace faster than
+    it happened. `made` is called with the daemon before its first event. Raises `click.ClickException`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = _load(file, flags)

@@ -20,7 +20,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Credentials(NamedTuple):
-    """Credentials of the process that called connect, or of the one that called listen, at that time."""
+    """Credentials of the process that called connect (as the listening side sees them) or listen (as the connecting
+    side sees them), at the time of that call."""
 
     pid: int
     uid: int

@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 SAVE_S = 60.0
 """Interval between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
-"""Least interval between two reports to other nodes, by the real clock."""
+"""Least interval between two rounds of reports to other nodes (gossip), by the real clock, whatever `speed` is."""
 REPLACE_S = 0.5
 """Interval between two attempts to allocate memory for a region that changes its tenant."""
 
 
 def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
     """The configuration of the rules that follows from the settings. Without sizes in 'peers' all nodes have the same
-    weight. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
+    weight on the ring. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
     sized = any(peer.memory for peer in config.peers)
     members = {config.node: config.memory if sized else 1}
     members |= {peer.name: peer.memory or 1 for peer in config.peers}
@@ -114,7 +114,7 @@ class Daemon:
         tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential)
         self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
-        # Last, so that a daemon that cannot start leaves no socket behind.
+        # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
                 NodeId(config.node),
@@ -123,7 +123,7 @@ class Daemon:
                 config.max_frame,
                 config.max_sessions,
                 config.region_size,
-                config.lease_s / speed,  # engines send their heartbeats by the real clock
+                config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it
             ),
             tenants,
             arena,
@@ -156,9 +156,9 @@ class Daemon:
             self.query_engine.adopt(sock, hello, rest)
 
     def _failed(self, event: Event, error: Exception) -> None:
-        """The rules did not complete an event: close the connection of its sender."""
+        """Close the connection of the sender of an event that the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
-            log.warning("refused: %s", error)
+            log.warning("an event was refused: %s", error)
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
             error = ProtocolRefused("the daemon failed on this request; its log has the error")
@@ -175,11 +175,12 @@ class Daemon:
         task.add_done_callback(self._replacing.discard)
 
     async def _replace_until_done(self, instruction: ReplaceRegion) -> None:
-        """Repeat until memory is available: the rules use the region only after `RegionReady`."""
+        """Replace the memory of a region, again and again until memory is available, then tell the rules by
+        `RegionReady`. The rules do not use the region before."""
         logged = False
         while not self._closing.is_set():
             try:
-                # In a thread: the kernel takes seconds to allocate the pages.
+                # In a thread, because the kernel may take seconds to allocate the pages.
                 await asyncio.to_thread(self._arena.replace, instruction.region, instruction.fresh)
             except Exception as error:
                 if not logged:
@@ -226,14 +227,14 @@ def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each process of an engine takes two descriptors, and the usual soft limit of 1024 is too low for the default of
-    `max_sessions`."""
+    """Raise the soft limit of open descriptors. Each process of an engine takes two, and the usual limit of 1024 is too
+    low for the default of `max_sessions`."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _StartStopped(Exception):
-    """A signal arrived while the arena was populated, which takes seconds per 10 GiB."""
+    """A signal arrived while the kernel allocated the arena's pages, which takes seconds per 10 GiB."""
 
 
 async def run(
@@ -283,7 +284,8 @@ async def run(
         daemon.watchdog.stop()
         await daemon.close()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A second signal while the interpreter exits would end the process by the signal and not with status 0.
+            # From here on signals are ignored: one that arrived while the interpreter exits would end the process by
+            # the signal and not with status 0.
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     finally:

@@ -24,7 +24,7 @@ Sink = Callable[[Any], None]
 
 
 class Driver:
-    """Lives on the control loop. Other threads call `post` only."""
+    """Runs a `NodeCore` on the control loop. Other threads may call `post` only."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
         self._tick_scheduled = False
-        """A Tick is scheduled within the next two iterations of the loop."""
+        """True: a Tick is scheduled within the next two iterations of the loop."""
         self._recorder: Recorder | None = None
 
     @property
@@ -59,11 +59,12 @@ class Driver:
         return self._loop.time() * self._speed
 
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
-        """Call `sink` with each instruction of `kind`. It must not block."""
+        """Call `sink` with each instruction of `kind`. `sink` must not block."""
         self._sinks[kind] = sink
 
     def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
-        """Wrap the rules and every sink that is registered. Called before the first event."""
+        """Put `rules(...)` in place of the rules' `handle`, and `sink(...)` in place of each function that carries out
+        instructions. Called before the first event."""
         self._handle = rules(self._handle)
         self._sinks = {kind: sink(inner) for kind, inner in self._sinks.items()}
 
@@ -80,8 +81,8 @@ class Driver:
         self._end_record(None)
 
     def post(self, event: Event) -> None:
-        """Handle an event on the loop. For any thread."""
-        # The loop is closed when the daemon stopped before the thread returned.
+        """Handle an event on the loop. For any thread. Does nothing once the loop is closed."""
+        # A closed loop raises RuntimeError: the daemon may stop before the threads that post have returned.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.handle, event)
 
@@ -120,8 +121,8 @@ class Driver:
         try:
             return self._handle(event, now), None
         except HandlerFailed as failure:
-            # The rules have changed the state that these instructions belong to; a Stamp, for instance, must not be
-            # lost (docs/decisions/013-instructions-of-a-failed-handler.md).
+            # The rules changed their state before the error, and the instructions that belong to these changes must be
+            # carried out (docs/decisions/013-instructions-of-a-failed-handler.md).
             return failure.instructions, failure
         except Exception as failure:
             return [], failure
@@ -141,7 +142,8 @@ class Driver:
         wake = self.core.next_wake()
         if wake is None or wake == self._alarm_at or self._tick_scheduled:
             return
-        # An alarm that is too early costs one Tick; moving it to every later deadline would cost more.
+        # The alarm is not moved to a later time: ringing too early costs one Tick, which is cheaper than moving the
+        # alarm whenever the next deadline gets later.
         if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self.now:
             return
         if self._alarm is not None:
@@ -150,8 +152,8 @@ class Driver:
         self._alarm = self._loop.call_at(wake / self._speed, self._ring)
 
     def _ring(self) -> None:
-        # After a pause the loop runs timers before it reads the frames that arrived meanwhile, such as the answer whose
-        # deadline this is. Two iterations later they have been read.
+        # After a pause of the process the loop runs expired timers before it reads the frames that arrived meanwhile,
+        # such as the answer whose deadline has just passed. The Tick waits for two iterations, until they are read.
         self._tick_scheduled = True
         self._loop.call_soon(self._loop.call_soon, self._tick)
 

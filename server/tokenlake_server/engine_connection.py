@@ -34,7 +34,7 @@ MAX_IN_FLIGHT = 1024
 
 
 class EngineConnection:
-    """Lives on the control loop. Owns the socket and the pidfd of the process."""
+    """The connection of one engine process. Used on the control loop only. Owns the socket and the process's pidfd."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class EngineConnection:
         closed."""
         self.number = number
         self.origin = number
-        """Number of the first of the connections that this one resumes, one after the other. The process knows itself
-        by it, and may never have heard of those between (tests/client/test_resumed.py)."""
+        """The number by which the process names itself when it resumes: that of its first connection, kept by each
+        connection that resumes another. The process may have lost the replies that named those in between
+        (tests/client/test_resumed.py)."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
         """The process's `Hello`; None until it has proven its tenant and layout."""
@@ -59,9 +60,10 @@ class EngineConnection:
         self.secret = b""
         self.session = 0
         self.joined = False
-        """The process belongs to a session of the rules."""
+        """True: the process belongs to a session of the rules."""
         self.maps = False
-        """The process was given a descriptor of the arena, over this connection or over one that this one resumes."""
+        """True: the process was given a descriptor of the arena, over this connection or over one that this one
+        resumes."""
         self._loop = loop
         self._version = 0
         self._in_flight = 0
@@ -104,13 +106,14 @@ class EngineConnection:
     # -- requests
 
     def limit_reached(self, message: engine.EngineRequest) -> str:
-        """The limit that a request which will be answered exceeds; empty when it is within all limits."""
+        """Text of the limit that a request exceeds; empty when it is within all limits. For requests that have a
+        reply."""
         if self._in_flight >= MAX_IN_FLIGHT:
             return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
         return keys_over_limit(message)
 
     def begin_request(self) -> None:
-        """The rules have been given a request that they will answer."""
+        """Count a request that is passed to the rules as unanswered, until `answer`."""
         self._in_flight += 1
 
     def answer(self, message: engine.EngineReply) -> None:
@@ -142,8 +145,8 @@ class EngineConnection:
         self.tenant, self.secret = tenant.name, tenant.secret
 
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
-        """The process has joined `session`. `resumed`: the connection whose leases and reservations the rules handed to
-        this one. Returns the protocol version that was agreed on."""
+        """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the
+        rules handed to this one. Returns the protocol version that both sides use."""
         self.joined = True
         self.session = session
         if resumed is not None:
@@ -153,7 +156,7 @@ class EngineConnection:
 
 
 def keys_over_limit(message: engine.EngineRequest) -> str:
-    """The limit that the number of segments in a request exceeds; empty when it is within the limit."""
+    """Text of the limit that the number of segments in a request exceeds; empty when it is within the limit."""
     keys = 0
     if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
         keys = len(message.keys) // KEY_BYTES

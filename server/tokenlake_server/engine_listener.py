@@ -30,10 +30,11 @@ __all__ = ["EngineListener", "EngineSettings"]
 log = logging.getLogger(__name__)
 
 PROCESSES_PER_SESSION = 16
-"""The limit of connections is `max_sessions` times this: the ranks of one engine and its scheduler, with room to
-restart."""
+"""The limit of connections is `max_sessions` times this: one each for the scheduler and the ranks of an engine, and
+room for those that a restarted engine has not closed yet."""
 ACCEPT_PAUSE_S = 0.5
-"""Pause after an accept that failed because no descriptor was left: the listening socket stays readable."""
+"""Pause after an accept that failed, mostly because no descriptor was left. The listening socket stays readable then:
+without the pause the loop would spin."""
 
 
 ConnectQuery = Callable[[str, bytes], socket.socket]
@@ -52,7 +53,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 
 class EngineListener:
-    """Owns the socket's path and all connections to it."""
+    """Listens on the local socket. Owns the socket's path and all connections to it."""
 
     def __init__(
         self,
@@ -112,18 +113,20 @@ class EngineListener:
 
     def _socket_closed(self, connection: EngineConnection, reason: str) -> None:
         log.info("connection %d of process %d: %s", connection.number, connection.process.pid, reason)
-        # A process that maps the arena and is alive may still touch it: its grants end with the process.
+        # A living process that maps the arena may still access its slots, so its leases and writes end when the process
+        # ends (its pidfd), not with the socket.
         if not connection.maps:
             self._gone(connection)
 
     def _gone(self, connection: EngineConnection) -> None:
-        """The process is dead, or holds no part of the arena."""
+        """Release the connection, and tell the rules to end its leases and writes. To be called when the process is
+        dead, has said Bye, or maps no part of the arena."""
         joined = connection.joined
         if self._forget(connection) and joined:
             self._driver.handle(events.ProcessGone(connection.number))
 
     def _forget(self, connection: EngineConnection) -> bool:
-        """Release the resources of the connection; False when that was done before."""
+        """Release the resources of the connection; returns False when that was done before."""
         if self._connections.pop(connection.number, None) is None:
             return False
         connection.joined = False
@@ -141,7 +144,7 @@ class EngineListener:
 
     @property
     def count(self) -> int:
-        """Processes that may access the arena."""
+        """The number of engine processes that are connected, or that may still access the arena."""
         return len(self._connections)
 
     def close(self) -> None:
@@ -170,7 +173,7 @@ class EngineListener:
         try:
             own(connection, message)
         except OSError as error:
-            # No descriptor is left. Without a reply the engine would take this daemon for frozen.
+            # The daemon has no descriptor left. It replies, because the engine would take a silent daemon for frozen.
             reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
 
@@ -181,7 +184,8 @@ class EngineListener:
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
         number = getattr(message, "id", None)
         if number is None:
-            # The message has no reply that could carry the error, and the project's clients stay within the limit.
+            # A request without an id has no reply that could carry an error, so the connection is closed if the request
+            # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
                 return
@@ -198,7 +202,8 @@ class EngineListener:
             connection.refuse(message.id, ProtocolRefused("Hello was sent twice on one connection; expected one"))
             return
         if message.incarnation not in (0, self._settings.incarnation):
-            # Session and connection are numbers of an earlier daemon; in this one they may belong to other processes.
+            # The process names a session and a connection of an earlier daemon. In this daemon their numbers may belong
+            # to other processes, so they are not used.
             message = msgspec.structs.replace(message, session=0, resume=0)
         try:
             connection.identify(message, self._tenants, self._settings.region_bytes)
@@ -216,7 +221,8 @@ class EngineListener:
                 connection.tenant,
                 layout.segment_bytes,
                 layout.shards,
-                # Tokens that a query engine reads are counted at the node of the engine that sent the query.
+                # 0 tokens per segment for a query engine: the tokens that it reads are counted as hits of the engine
+                # that sent the query, at that engine's node.
                 0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
                 message.session,
                 resumed.number if resumed else 0,
@@ -224,7 +230,8 @@ class EngineListener:
         )
 
     def _resumed(self, connection: EngineConnection) -> EngineConnection | None:
-        """The earlier connection of the same process that its `Hello` resumes."""
+        """The earlier connection of the same process that the `Hello` of `connection` resumes; None where there is
+        none."""
         hello = connection.hello
         if hello is None or not hello.resume:
             return None
@@ -282,7 +289,7 @@ class EngineListener:
                 connection.refuse(message.id, error)
                 return
         connection.begin_request()
-        # Events are recorded; a recording holds no token.
+        # The token is removed, because the event may be written to the event log, which holds no credentials.
         self._driver.handle(
             events.ExplainRequested(connection.number, tenant, msgspec.structs.replace(message, token=None))
         )
@@ -302,7 +309,7 @@ class EngineListener:
             self._loop.add_reader(connection.process.pidfd, self._gone, connection)
         version = connection.welcome(instruction.session, resumed)
         if resumed is not None:
-            # The rules handed its grants to the new connection.
+            # The rules handed the leases and writes of the resumed connection to the new one, so nothing of it is left.
             self._forget(resumed)
         connection.send(
             engine.Welcome(

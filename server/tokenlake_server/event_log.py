@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 
 def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Instruction]) -> bytes:
-    """8 bytes over the record and the digest before it."""
+    """A digest of 8 bytes over one event, its time, its instructions and the digest of the record before."""
     body = _encoder.encode([previous, at, event, list(instructions)])
     return hashlib.blake2b(body, digest_size=8).digest()
 
@@ -121,7 +121,7 @@ def _records(path: Path) -> Iterator[bytes]:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
             size = int.from_bytes(header, "little")
             left -= HEADER_BYTES + size
-            # Checked before the read: a damaged length would allocate as much memory as it states.
+            # The length is checked before the read, which would allocate as much memory as a damaged length states.
             if left < 0:
                 return
             yield file.read(size)

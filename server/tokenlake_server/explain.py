@@ -30,16 +30,17 @@ from tokenlake_server.local_socket import dial
 __all__ = ["Explanation", "ask", "explain"]
 
 ANSWER_S = 2.0
-"""Generous: a daemon waits at most 0.1 s for the answers of other nodes."""
+"""Time limit of each operation on the socket. Generous: a daemon waits at most 0.1 s for the answers of other nodes."""
 MAX_ANSWER = 1 << 20
 
 
 class Explanation(NamedTuple):
-    """A daemon's answer: the funnel of one request, or the names that the given name may stand for."""
+    """A daemon's answer: the funnel of one request (its tokens by hit and by reason of a miss), or the names of
+    requests among which the caller has to choose."""
 
     funnel: Funnel | None
     names: tuple[str, ...]
-    """Without a funnel: names of requests that begin with the given name, newest first."""
+    """Without a funnel: names of requests that begin with the name that was asked for, newest first."""
 
 
 def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | None = None) -> Explanation:

@@ -72,7 +72,8 @@ class FrameConnection:
             self._keep(frame)
 
     def _send_with(self, frame: bytes, descriptors: Sequence[int]) -> None:
-        # Descriptors cannot be queued: a connection whose other side does not read its replies is closed.
+        # A frame with descriptors is not queued: the connection is closed when the socket's buffer is full, that is,
+        # when the other side does not read its replies.
         try:
             if self._unsent:
                 raise BlockingIOError

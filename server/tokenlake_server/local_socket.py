@@ -36,7 +36,8 @@ def listen(path: Path) -> socket.socket:
     except ConfigurationError:
         sock.close()
         raise
-    # Clients see the credentials of the process that calls listen (SO_PEERCRED).
+    # The process that serves must itself call listen: clients check the credentials of the process that did
+    # (SO_PEERCRED).
     sock.listen(128)
     sock.setblocking(False)
     return sock
@@ -67,7 +68,8 @@ def _prepare(absolute: Path, path: Path) -> None:
     if mode is not None:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(0o700)
-            # Independent of the umask: engines of other users connect there, as far as the socket's group permits.
+            # chmod, because mkdir applies the umask: engines of other users may have to enter the directory; the
+            # socket's group decides which of them may connect.
             directory.chmod(mode)
     try:
         check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)

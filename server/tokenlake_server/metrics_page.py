@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 SNAPSHOT_S = 2.0
 """When the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
 MAX_THREADS = 32
-"""Requests that are served at the same time; further connections are closed without a reply."""
+"""Limit of the requests that are served at the same time; further connections are closed without a reply."""
 
 _QUERY_ENGINE_HELP = {
     "starts": "Processes of the query engine that were started",
     "ready": "1 while the query engine serves",
     "connections": "Connections of engines and of other query engines",
-    "views": "Sequences of segments that are open for queries",
+    "views": "Views that are open: sequences of segments that engines send queries to",
     "answers": "Queries of engines that were answered, one per step and layer",
     "lost_parts": "Parts of those answers that were LOST",
     "results": "Answers to other query engines",
@@ -65,12 +65,14 @@ class Snapshot:
         for name, count in core.hot().items():
             self._gauge(
                 "tokenlake_hot_segments",
-                "Hot segments: known, of this directory node, copies on this node",
+                "Hot segments: known from all directory nodes, of this directory node, copies of them on this node",
                 {"of": name},
                 count,
             )
         for name, entries in core.census().items():
-            self._gauge("tokenlake_map_entries", "Entries of each map in the rules", {"map": name}, entries)
+            self._gauge(
+                "tokenlake_map_entries", "Entries of each map in the state of the rules", {"map": name}, entries
+            )
         for pool in core.store.pools():
             labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
             self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, len(pool.regions))
@@ -125,7 +127,7 @@ class _Collector:
 
 
 class MetricsServer:
-    """Serves both pages, with a thread per request."""
+    """Serves the pages /metrics and /health, with a thread per request."""
 
     def __init__(self, address: Address, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot], node: str):
         self._loop = loop

@@ -31,16 +31,16 @@ __all__ = ["Adopt", "PeerConnections", "ring_members"]
 log = logging.getLogger(__name__)
 
 REDIAL_S = 0.1
-"""Pause between two attempts to dial a peer. A closed port on the same machine refuses at once, so that attempts are
-cheap."""
+"""Pause between two attempts to dial a peer. It is short, because peers are on the same machine, where an attempt
+without a listener fails at once and costs little."""
 HANDSHAKE_S = 5.0
 """A connection whose handshake takes longer is closed."""
 MAX_HANDSHAKES = 64
-"""Connections whose handshake is not complete; further ones are closed at once."""
+"""Limit of the connections whose handshake is not complete; further ones are closed at once."""
 MAX_REASON = 2000
-"""Characters of the other side's reason that are logged."""
+"""Limit of the characters of a logged refusal, whose reason the other side may have written."""
 REFUSAL_S = 1.0
-"""Least time between two lines about refusals of the same node."""
+"""Least time between two lines of the log about refusals of the same node."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
@@ -67,12 +67,14 @@ class _Handshake:
 
 
 def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
-    """Members as error texts show them: the name, and the weight where it is a size."""
+    """The ring's members as error texts show them: `name`, or `name/weight` where the setting 'peers' gives the node a
+    size."""
     return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
 
 
 class PeerConnections:
-    """Lives on the control loop. Owns the listening socket, the handshakes and the control connections."""
+    """The connections with other daemons. Used on the control loop only. Owns the listening socket, the handshakes and
+    the control connections."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class PeerConnections:
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[str, float]] = {}
-        """The last line about a refusal, and its time, by node."""
+        """By node, the last line of the log about a refusal, and its time."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -219,7 +221,7 @@ class PeerConnections:
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """The other side dialled and has proven that it is a member."""
+        """Complete the handshake of a connection whose dialling side has proven that it is a member of the ring."""
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
@@ -238,10 +240,11 @@ class PeerConnections:
             self._adopters[hello.purpose](sock, hello, rest)
 
     def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
-        """Log a refusal, unless it is the last one that was logged of this node. Peers repeat their attempts, so that
-        no reason is lost when `REFUSAL_S` has not passed."""
-        # Name and reason may come from an unproven process: it can neither forge a line of the log nor make the map
-        # grow. All names that are not those of peers share one entry.
+        """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
+        line. Peers repeat their attempts, so a refusal that was left out is logged later."""
+        # Name and reason may come from a process that has not proven its identity. Unprintable characters are replaced,
+        # so that it cannot forge lines of the log; names of nodes that are not peers share one entry of the map, so
+        # that it cannot make the map grow.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None:
             name = f"{name} (not proven)"
@@ -293,7 +296,7 @@ class PeerConnections:
             current[0].close(reason)
 
     def refuse(self, node: str, error: Exception) -> None:
-        """The rules refused a message of this peer: close its connection. It may connect again."""
+        """Close the connection of a peer, one of whose messages the rules refused. The peer may connect again."""
         self._drop(node, str(error))
 
     def _say(self, instruction: SendToPeer) -> None:

@@ -28,18 +28,18 @@ __all__ = ["QueryEngine"]
 log = logging.getLogger(__name__)
 
 DIAL_THREADS = 8
-"""A frozen peer holds a thread for `DIAL_S`."""
+"""Threads that connect to query engines of other nodes. A frozen node blocks one of them for about `DIAL_S`."""
 DIAL_S = 1.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
-"""The pause between the end of a process and the next start. It doubles from `FIRST_PAUSE_S` to this while processes
-end within this time."""
+"""Limit of the pause before an ended query engine is started again. The pause doubles, from `FIRST_PAUSE_S` on, each
+time that a process ended within this time."""
 STOP_S = 5.0
 """A process whose channel is closed is killed when it has not ended after this time."""
 
 
 class QueryEngine:
-    """Lives on the control loop. Owns the child process."""
+    """Runs the query engine as a child process, which this object owns. Used on the control loop only."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class QueryEngine:
         self._channel: FrameConnection | None = None
         self._closing = False
         self.starts = 0
-        """Processes that were started."""
+        """The number of processes that were started."""
         self.report: supervision.Report | None = None
         """The newest report of the process; None while no process serves."""
         self._task = loop.create_task(self._keep_running())
@@ -81,7 +81,7 @@ class QueryEngine:
         with theirs:
             self._hand_over(supervision.EngineConnected(tenant, layout), theirs)
         if self._channel is None:
-            # The channel broke while the connection was handed over.
+            # The channel to the process broke while the connection was sent over it.
             ours.close()
             raise refusal
         return ours
@@ -90,7 +90,7 @@ class QueryEngine:
         """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
         handshake that were read already."""
         with sock:
-            # A correct peer waits for the welcome before it sends a request.
+            # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
             if not rest:
                 sock.setblocking(True)
                 self._hand_over(supervision.PeerConnected(hello.node), sock)
@@ -121,14 +121,15 @@ class QueryEngine:
         command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno())]
         try:
             with theirs:
-                # In a thread: a fork takes milliseconds.
+                # In a thread, because a fork takes milliseconds, during which the loop must serve.
                 starting = asyncio.ensure_future(
                     asyncio.to_thread(subprocess.Popen, command, pass_fds=[theirs.fileno()])
                 )
                 try:
                     process = await asyncio.shield(starting)
                 except asyncio.CancelledError:
-                    # The daemon stops; the process that it is starting must not outlive it.
+                    # The daemon stops while the process starts: wait for the start and end the process, which must not
+                    # outlive the daemon.
                     ours.close()
                     await asyncio.to_thread(_end, await starting)
                     raise
@@ -186,7 +187,7 @@ class QueryEngine:
                 if self._channel is not None:
                     self._channel.send(pack_frame(message), [sock.fileno()] if sock else [])
 
-        # The loop is closed when the daemon stopped before the thread returned.
+        # A closed loop raises RuntimeError: the daemon may stop before the thread that dialled has returned.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(send)
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class SlotChecker:
-    """Has one thread, because the rules issue one `CheckSlot` at a time."""
+    """Checks in one thread of its own; more are not needed, because the rules issue one `CheckSlot` at a time."""
 
     def __init__(self, arena: Arena, driver: Driver) -> None:
         self._arena = arena

@@ -27,7 +27,7 @@ _DIGEST_BYTES = 16
 
 
 class StateFile:
-    """`learned-NODE` in a directory that exists. A failure to save is logged once and has no other effect."""
+    """The file `learned-NODE` in a directory that exists. A failure to save is logged once and has no other effect."""
 
     def __init__(self, directory: Path, node: str) -> None:
         self.path = directory / f"learned-{node}"

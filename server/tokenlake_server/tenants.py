@@ -21,7 +21,8 @@ class Tenants:
     """The tenants of one daemon. Immutable."""
 
     query_credential: str
-    """Known only to this daemon's query engine, which may act for any tenant with it (`supervision.Start`)."""
+    """The token with which this daemon's query engine may act for any tenant; no other process knows it
+    (`supervision.Start`)."""
 
     def __init__(self, config: ServerConfig) -> None:
         allowed = config.allow_uids or (os.getuid(),)

@@ -2,7 +2,7 @@
 
 While a callback runs, all engines and peers of the node wait. The watchdog measures processor time of the thread, so
 that a busy machine causes no count. It reads that time at the start of each callback, and at its end only where more
-than `LIMIT_S` of real time passed: 1 us per callback.
+than `LIMIT_S` of real time passed, which costs 1 us per callback.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ LIMIT_S = 0.001
 WARN_S = 0.02
 """A callback that takes longer is logged: matches of other nodes miss their default deadline (`match_deadline_ms`)."""
 LOG_S = 60.0
-"""At most one line is logged in this time."""
+"""Least time between two lines of the log."""
 COLLECTION = "garbage collection"
 STARTED = "start"
-"""The callback that makes the daemon is not counted, because no client waits for it."""
+"""Marks the callback that makes the daemon. It is not counted, because no client waits for it."""
 
 
 class Watchdog:
-    """The watchdog of one loop. Lives on that loop."""
+    """Measures the callbacks of one event loop. Used in the thread of that loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counters = Counters()
         self._event: Event | str | None = None
-        """The event that the current callback handled last, or the name of another cause."""
+        """The event that the current callback handled last, else `STARTED` or `COLLECTION`, else None."""
         self._stopped = False
         self._counts: dict[str, int] = {}
         self._longest: dict[str, float] = {}
         self._logged_at = -LOG_S
         self._unlogged = 0
-        """Callbacks over `WARN_S` since the last line."""
+        """Callbacks over `WARN_S` since the last line of the log."""
 
     def use(self, counters: Counters) -> None:
-        """Count in `counters` from now on. Called in the callback that makes the daemon."""
+        """Count in `counters` from now on. Called in the callback that makes the daemon, which itself is not
+        counted."""
         self._counters = counters
         self._event = STARTED
 
     def stop(self) -> None:
-        """The daemon stops: count and log nothing from now on, because no client waits any more."""
+        """Count and log nothing from now on. To be called when the daemon stops, because no client waits any more."""
         self._stopped = True
 
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the callback with its time measured."""
+        """Return a callback that calls this one and measures its time."""
 
         def timed(*args: Any) -> Any:
             self._event = None
@@ -72,11 +73,13 @@ class Watchdog:
                 if time.perf_counter() - began > LIMIT_S:
                     self._took(callback, time.thread_time() - processor)
 
-        # Methods of the loop call each other: a callback that is timed already is not wrapped again.
+        # A loop's `call_later` may call its `call_at`, and both wrap: a callback that is timed already is returned as
+        # it is.
         return callback if getattr(callback, "__code__", None) is timed.__code__ else timed
 
     def noting(self, handle: Handle) -> Handle:
-        """Return the rules; callbacks are then named after the event that they handle."""
+        """Return `handle`, wrapped so that the watchdog knows the event that the current callback handles: the event
+        gives the callback its kind."""
 
         def noted(event: Event, now: float) -> Any:
             if self._event is not STARTED:
@@ -123,7 +126,8 @@ class Watchdog:
 
 
 def _kind(event: Event | str | None, callback: Callable[..., Any]) -> str:
-    """The kind of a callback: a name that stands in the code, so that the number of kinds is bounded."""
+    """The kind of a callback: the name of its event or, without an event, of a function or type. All of these are names
+    in the source code, so the number of kinds is bounded."""
     if isinstance(event, str):
         return event
     if isinstance(event, events.Requested | events.PeerSent):

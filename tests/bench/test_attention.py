@@ -38,7 +38,8 @@ class Told:
 
 
 def test_a_row_compares_what_was_measured_in_one_turn() -> None:
-    """A turn in which everything is slow counts as much as any other."""
+    """The ratio of a row compares times of the same turn, so that a turn in which everything is slow counts as any
+    other."""
     row = base.row_of(Told([], []), [2e-6, 30e-6, 4e-6], [1e-6, 10e-6, 4e-6])
     assert (row.p50_us, row.ceiling_us, row.ratio, row.least_ratio) == pytest.approx((4, 4, 2, 2))
     assert (row.bytes, row.bytes_formula) == (100, 90)
@@ -99,8 +100,9 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.live
 def test_remote_queries_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    """5 % for frames. The results are compared with the kernel's on the way. On busy nodes a query engine that is late
-    is passed over for another copy, so that fewer nodes answer or one more is asked."""
+    """The bytes are those of the formula and at most 5 % more, for frames; the benchmark compares the results with
+    those of the kernel. Rows with busy nodes are left out: there a late query engine is replaced by another copy, so
+    that fewer nodes answer or one more is asked."""
     pytest.importorskip("torch")
     file = tmp_path / "rows.json"
     arguments = command.AttentionArguments(

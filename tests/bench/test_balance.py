@@ -39,14 +39,15 @@ def test_one_node_of_two_with_all_reads() -> None:
 
 
 def test_the_deviation_is_of_the_population() -> None:
-    # 3 and 1: mean 2, deviation 1.
+    # The loads are 3 and 1: mean 2, deviation 1.
     found = spread(log_of(2, (0.0, 0, 1, 3), (0.0, 1, 2, 1)))
     assert found.cv == pytest.approx(0.5)
     assert found.max_over_mean == pytest.approx(1.5)
 
 
 def test_windows_weigh_by_their_bytes() -> None:
-    # 30 bytes even, 10 bytes on one node of two; each alone has CV 0 and 1.
+    # In the first window 30 bytes are spread evenly (CV 0), in the second 10 bytes are all read at one of two nodes (CV
+    # 1).
     log = log_of(2, (1.0, 0, 1, 15), (2.0, 1, 2, 15), (10.0, 0, 1, 10))
     assert spread(log).cv == pytest.approx(0.25)
     assert spread(log).max_over_mean == pytest.approx(1.25)
@@ -75,14 +76,15 @@ def test_the_floor_is_zero_where_all_segments_are_hot() -> None:
 
 
 def test_the_floor_hashes_what_is_not_hot() -> None:
-    # Two nodes: ceil(2 ln 2) = 2 hot segments of 50, one cold of 10 on either node: 55 +- 5 in every placement.
+    # Two nodes: ceil(2 ln 2) = 2 hot segments of 50 bytes, and a cold one of 10 bytes on either node: 55 +- 5 in every
+    # placement.
     log = log_of(2, (0.0, 0, 1, 50), (0.0, 0, 2, 50), (0.0, 0, 3, 10))
     assert floor(log, 0).cv == pytest.approx(5 / 55)
     assert floor(log, 0).max_over_mean == pytest.approx(60 / 55)
 
 
 def test_hot_is_by_bytes_over_all_windows() -> None:
-    # Segment 1 is read most in sum, never most in its window; it is hot, 4 is not.
+    # Segment 1 is read most in sum, though never most within one window: it is hot, and segment 4 is not.
     reads = [(10.0 * number, 0, 1, 30) for number in range(4)] + [(0.0, 0, 2, 90), (10.0, 0, 4, 40)]
     assert floor(log_of(2, *reads), 0).cv == pytest.approx(40 / 250)
 

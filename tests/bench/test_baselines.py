@@ -46,7 +46,7 @@ def test_segments_are_told_apart_by_their_whole_prefix() -> None:
 
 
 def test_an_infinite_cache_finds_all_that_was_seen() -> None:
-    # Hits: 0, 2, 3, 0, 1 segments of 10; asked: 35 + 35 + 35 + 15 + 25.
+    # Hits: 0, 2, 3, 0, 1 segments of 10 tokens; the prompts have 35 + 35 + 35 + 15 + 25 tokens.
     assert infinite_cache(accesses("abc", "abd", "abc", "x", "ae")) == HitCount(60, 145)
 
 

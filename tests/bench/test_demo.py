@@ -21,18 +21,18 @@ def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
     assert len(plan.workload) == len(plan.accesses.prompts) >= 200
     distinct = {segment for prompt in plan.accesses.prompts for segment in prompt.chain}
     places = NODES * plan.size.node_segments
-    assert len(distinct) > 1.5 * places, "whatever is kept where, segments are evicted"
-    assert plan.size.node_segments >= 200, "the pool's budgets are shares of a node's slots"
+    assert len(distinct) > 1.5 * places, "the segments do not all fit, so that some are evicted"
+    assert plan.size.node_segments >= 200, "a node has enough slots for the budgets, which are shares of them"
     longest = max(len(prompt.chain) for prompt in plan.accesses.prompts)
-    assert plan.size.node_segments > 3 * longest, "one prompt does not fill a node"
+    assert plan.size.node_segments > 3 * longest, "a node has room for several prompts"
     capacity = plan.size.capacity_tokens
     ideal, routed, private = (
         infinite_cache(plan.accesses).rate,
         private_routed(plan.accesses, ENGINES, capacity, seed=0).rate,
         private_round_robin(plan.accesses, ENGINES, capacity).rate,
     )
-    assert ideal >= routed > private + 0.05, "there is something to win by sharing"
-    assert routed > ideal - 0.05, "the conversations that go on fit"
+    assert ideal >= routed > private + 0.05, "one shared cache finds more than private ones"
+    assert routed > ideal - 0.05, "the open conversations fit into the private caches"
     shortest = min(prompt.tokens for prompt in plan.accesses.prompts)
     assert shortest > WINDOW * SEGMENT_TOKENS / 2, "a hit is several segments long"
 
@@ -75,8 +75,8 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     ship = result.ship
     assert ship.tokens_equal
     assert ship.cached_tokens > 0
-    # What a busy machine gave up was recomputed, or fetched instead: fewer bytes than the formulae say. Frames
-    # are a little more.
+    # Frames add a little to the bytes of the formulae. On a busy machine some prefixes are recomputed or fetched
+    # instead of shipped, so that fewer bytes move.
     assert 0 < ship.ship_bytes <= 1.05 * ship.ship_formula_bytes
     assert ship.ship_bytes < ship.fetch_bytes
 

@@ -125,7 +125,7 @@ def test_a_pull_delivers_each_end_once() -> None:
     assert list(sender.sends) == [5]
     for _ in range(2):
         pull.end_sending()
-    # The rules of the receiver began no such fetch and refuse its end, which shows that it reached them.
+    # The rules of the receiver began no fetch 7 and refuse its end: the error shows that the end reached them.
     with pytest.raises(ValueError, match="fetch 7 is not under way"):
         pull.end_receiving(b"", b"")
     assert (sender.sends, receiver.receives, pull.returned) == ({}, {}, True)

@@ -97,8 +97,8 @@ def test_a_mixed_step_reads_the_weights_once() -> None:
 
 
 def test_tensor_parallelism_splits_work_and_adds_reductions() -> None:
-    """Half of 0.656; cache on both GPUs, since there is one KV head: 1.6 s of memory, 0.8 s of arithmetic. Four
-    all-reduces of 8 bytes x 2 x 1/2 at 100 bytes/s and 0.25 s each."""
+    """Each of the two GPUs has half of the matrices (0.656 s) and, since there is one KV head, the whole cache: 1.6 s
+    of memory, 0.8 s of arithmetic. Four all-reduces of 8 bytes x 2 x 1/2 at 100 bytes/s take 0.25 s more each."""
     assert EngineModel(TINY, PLAIN, 2).decode_s(1, 100) == pytest.approx(0.328 + 1.6 + 4 * (0.08 + 0.25) + 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The clairvoyant cache against exhaustive search, and the infinite cache against the baselines' own."""
+"""The clairvoyant cache against exhaustive search, and the infinite cache against that of `baselines`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
 
 
 def test_s3fifo_keeps_a_scan_on_probation() -> None:
-    """A scan of what is used once drives nothing out of the main queue."""
+    """A scan of segments that are used once evicts no segment of the main queue."""
     memory = Memory(S3Fifo(), 20)
     for number in range(20):
         memory.store(number, 0, float(number))
@@ -86,12 +86,13 @@ def test_s3fifo_moves_a_bounded_number_at_a_time() -> None:
     for name in memory.here:
         policy.touch(memory.here[name], 10.0)
     memory.evict(20.0)
-    # The segments that were moved are last.
+    # The eviction moved `MOST_PASSED` requested segments to the end of the order and evicted the next one.
     assert next(iter(policy)).key == key_of(MOST_PASSED + 1)
 
 
 def test_arc_moves_its_border_when_ghosts_return() -> None:
-    """What was evicted after one use and is wanted again moves the border: of a scan more stays."""
+    """ARC moves the border between its lists when segments that were evicted after one use are requested again:
+    afterwards it keeps more segments of a scan."""
 
     def kept(missed: bool) -> int:
         memory = Memory(AdaptiveReplacement(), 20)

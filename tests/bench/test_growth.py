@@ -33,9 +33,11 @@ def test_a_ratio_is_to_the_cheapest_of_the_smaller_rows() -> None:
     more = row_of(kind("more", 1000), Taken([3e-2], [9.0], [3e-6]), cheapest)
     assert (one.us_per_key, one.daemon_us_per_key, one.ratio, one.daemon_ratio) == pytest.approx((200, 100, 1, 1))
     assert (many.us_per_key, many.ratio, many.daemon_ratio) == pytest.approx((10, 0.05, 0.03))
-    assert (more.us_per_key, more.ratio, more.daemon_ratio) == pytest.approx((30, 3, 1)), "not to the first row"
+    assert (more.us_per_key, more.ratio, more.daemon_ratio) == pytest.approx((30, 3, 1)), (
+        "the ratio is to the cheapest smaller row"
+    )
     shared = row_of(kind("clients", 100, together=True), Taken([1e-2], [1e-5], [3e-6]), {})
-    assert shared.us_per_key == pytest.approx(10), "clients wait for each other: what passed counts"
+    assert shared.us_per_key == pytest.approx(10), "of concurrent clients the elapsed time counts"
 
 
 @pytest.mark.parametrize(

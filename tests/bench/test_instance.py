@@ -28,8 +28,8 @@ class PerToken:
 
 
 class ByContext:
-    """As `PerToken`, and 1 ms per token attended to in decoding: the length of the middle step is the mean of joined
-    steps."""
+    """As `PerToken`, plus 1 ms per token that decoding attends to. The middle one of joined steps has their mean
+    length."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         return sum(chunk.new + chunk.cached / 1000 for chunk in chunks) + (decoding > 0) + context / 1000
@@ -85,7 +85,8 @@ def test_two_prompts_share_a_step() -> None:
 
 
 def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
-    """The second prompt does not begin earlier, though there is room: the first may compute its prefix."""
+    """The batch has room for the second prompt at once, but the prompt begins in the first chunk that computes tokens
+    of it: until then the prompt ahead may still compute a prefix that both share."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=4, batch=4))
     jobs = [Job(0, 10, 1), Job(1, 6, 1), Job(2, 1, 1)]
     for job in jobs:
@@ -106,7 +107,7 @@ def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
     assert instance.next_event() == 4.0
     assert drain(instance) == [b, a]
     assert (b.began_s, b.first_s) == (4.0, 7.0)
-    # 3 tokens until 4, one in the step with B's prompt until 7, six more.
+    # A decodes 3 tokens until 4 s, one in the step with B's prompt until 7 s, then six more.
     assert a.finished_s == 13.0
 
 
@@ -129,7 +130,8 @@ def test_joined_decode_steps_end_for_a_job_that_gets_ready() -> None:
 
 
 def test_what_was_handed_over_only_decodes() -> None:
-    """No prompt to compute, no first token here: three tokens are left."""
+    """A job whose prefill ran at another instance (`handed_over`) computes no prompt and reports no first token: here
+    it decodes its three tokens."""
     firsts: list[int] = []
     instance = Instance(
         PerToken(), InstanceOptions(chunk_tokens=8, batch=4), first=lambda job, now: firsts.append(job.number)
@@ -150,8 +152,8 @@ def test_a_fully_cached_prompt_computes_its_last_token() -> None:
 
 
 def test_memory_bounds_what_is_under_way() -> None:
-    """10 tokens of memory: A (6) and B (4) run, C (3) waits for A or B, though it would fit no sooner; D is larger than
-    all of it and runs alone."""
+    """10 tokens of memory: A (6) and B (4) fill it. D (20) is larger than the memory and runs alone after both. C (3)
+    was submitted after D and waits for it."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=100, batch=4, memory_tokens=10))
     a, b, c, d = Job(0, 5, 1), Job(1, 3, 1), Job(2, 2, 1), Job(3, 19, 1)
     for job in (a, b, d, c):

@@ -77,7 +77,8 @@ def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]
-    # Where the tests are a shell's background job SIGINT is ignored, and children inherit that.
+    # A shell starts background jobs with SIGINT ignored, which child processes inherit: the default handler is
+    # restored.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = [sys.executable, "-c", f"{heard}; from tokenlake.command import main; main()", *arguments]
     with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -101,7 +102,7 @@ def tokens(first: int, count: int) -> NDArray[np.uint32]:
 
 
 def prompts() -> list[NDArray[np.uint32]]:
-    """The same text behind two different first segments, twice."""
+    """Prompts of one text behind two different first segments, each twice."""
     text = tokens(1000, 4 * SEGMENT)
     return [np.concatenate([tokens(first, SEGMENT), text]) for first in (0, 500, 0, 500)]
 
@@ -164,7 +165,7 @@ def test_the_index_alone_separates_tenants(connect: Connect) -> None:
 
 
 def test_without_tenants_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
-    # Both connect as tenant a, as if there were no tenants; each expects its own bytes.
+    # Both clients connect as tenant a, as if there were no tenants; each expects the bytes of its own tenant.
     clients = [LiveClient(connect(0, "token of a"), seed=1, tenant=tenant, chain=without_secret) for tenant in "ab"]
     served = serve_all(clients, [prompts()[0]] * 2)
     assert served[1].hits == served[1].wrong_segments == 5

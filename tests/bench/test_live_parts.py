@@ -106,4 +106,4 @@ def test_deadlines_of_a_fast_replay_are_as_long_in_real_time(shipped: bool) -> N
     assert settings(12.0)["speed"] == "12.0"
     assert loaded(settings(12.0)) == {name: 12 * seconds for name, seconds in real.items()}
     assert loaded(settings(0.5)) == real
-    loaded(settings(1000.0))  # within the bounds of each setting
+    loaded(settings(1000.0))  # raises if a value is out of the bounds of its setting

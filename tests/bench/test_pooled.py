@@ -18,7 +18,7 @@ TOKENS = 512
 
 
 def pooled(accesses: Accesses, nodes: int, node_segments: int, *, real: bool = False, seed: int = 0) -> PooledRun:
-    """A run that ended in order."""
+    """The finished run: each request has its answer, and the cluster is idle and consistent."""
     options = pool_options(
         ENGINE,
         nodes=nodes,
@@ -60,14 +60,14 @@ def test_a_fetched_prefix_is_not_computed_again() -> None:
 
 
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
-    """A request once found at most half of a node's slots, wherever the rest lay."""
+    """A match once found at most as many segments as half of a node has slots, also where other nodes had the rest."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    # Where few of its segments lie at the node, the prompt is found whole; where the node is full of its copies, those
-    # and 12 segments elsewhere are found.
+    # At a node with few of these segments a request finds the whole prompt; at a node full of cached copies of the
+    # prompt it finds these (36 or more) and 12 segments at other nodes.
     assert max(found) == 60
     assert min(found) >= 36 + 12
 

@@ -100,7 +100,8 @@ def test_only_perfect_knowledge_sees_evictions() -> None:
 
 
 def test_what_is_being_computed_counts_as_held() -> None:
-    """A segment promised by two prompts and evicted in between counts until both are done."""
+    """A segment that two prompts compute at one instance counts as held there until both are done, also while its
+    cached copy is evicted."""
     tracked = caches((), (), capacity=2)
     tracked.promise((1, 2, 3), 0)
     tracked.promise((1, 2), 0)
@@ -140,7 +141,8 @@ def test_a_long_match_is_followed() -> None:
 
 
 def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
-    """2 of 4 segments are not more than half; instance 1 holds least."""
+    """2 of the prompt's 4 segments are cached, which is not more than the threshold of one half: the prompt goes to
+    instance 1, which holds the fewest segments."""
     knowledge = caches((1, 2, 9), (7,), (8, 9), (5, 6))
     router = CacheAware(fleet(knowledge))
     assert router.choose(ask(0, 1, 2, 3, 4), 0.0).prefill == 1
@@ -156,7 +158,8 @@ def test_the_router_remembers_what_it_sent() -> None:
 
 
 def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
-    """One more than the absolute threshold, and above the relative one."""
+    """The prompt leaves the instance with its cache where the loads differ by more than the absolute threshold, and
+    their ratio is above the relative one."""
     settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
     router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
     sent = [router.choose(ask(number, 1, 2), 0.0) for number in range(4)]
@@ -189,7 +192,8 @@ def test_more_cached_than_missing_is_exploited() -> None:
     router = Preble(fleet(caches(known, (), (), ())))
     for number in range(2):
         assert router.choose(ask(number, *known, *range(100, 119)), 0.0).prefill == 0
-    # Half is not more than half, and computing everything elsewhere takes less than the queue of instance 0.
+    # Half of the prompt is cached at instance 0, which is not more than half, and computing all of it elsewhere takes
+    # less time than the queue of instance 0.
     assert router.choose(ask(2, *known, *range(200, 220)), 0.0).prefill != 0
 
 
@@ -200,7 +204,8 @@ def test_of_equally_long_matches_the_less_loaded_one() -> None:
 
 
 def test_load_is_forgotten_after_the_window() -> None:
-    """Instance 0 was chosen for its cache; a new prompt goes to 1, and long after to either."""
+    """The first prompt goes to instance 0, for its cache, and a new one to instance 1, which has less load. Long after,
+    both loads are forgotten, and either instance is chosen."""
     late = set()
     for seed in range(40):
         router = Preble(fleet(caches((1, 2), ()), instances=2, seed=seed))
@@ -211,7 +216,8 @@ def test_load_is_forgotten_after_the_window() -> None:
 
 
 def test_what_would_be_evicted_counts() -> None:
-    """Both are full and equally loaded; the coldest segments of 0 are requested again, those of 1 never were."""
+    """Both instances are full and equally loaded. A new prompt goes to instance 1: the coldest segments of instance 0
+    were requested again, those of 1 never were."""
     knowledge = caches((11, 1, 2, 3), (), capacity=4)
     for chain in ((21,), (22,), (23,), (24,)):
         knowledge.touch(chain, 1)
@@ -245,7 +251,8 @@ def test_instances_are_split_in_proportion() -> None:
 
 
 def test_mooncake_takes_the_shortest_time_to_the_first_token() -> None:
-    """The best prefix is at 0; 1 has more than half of it and would not fetch, 2 has nothing and would."""
+    """Instance 0 has the longest prefix. Instance 1 has more than half of it and would compute the rest; instance 2 has
+    none of it and would fetch."""
     knowledge = caches((1, 2, 3), (1, 2), (), ())
     router = Mooncake(fleet(knowledge), range(3), range(3, 4))
     assert router.choose(ask(0, 1, 2, 3, beyond=9), 0.0) == Choice(0, 3)
@@ -275,7 +282,7 @@ def test_decoding_goes_where_the_contexts_are_least() -> None:
     router = Mooncake(fleet(caches((), (), (), ())), range(1), range(1, 4))
     chosen = [router.choose(ask(number, *range(number, 3)), 0.0) for number in range(3)]
     assert sorted(choice.decode for choice in chosen) == [1, 2, 3]
-    # The third prompt was the shortest.
+    # The third of these prompts was the shortest, so its instance has the least context to decode.
     assert router.choose(ask(3, 1), 0.0).decode == chosen[2].decode
 
 
@@ -372,15 +379,16 @@ def test_a_hand_over_moves_the_whole_prompt() -> None:
     assert row.bytes_moved == 3000 * ENGINE.model.cache_bytes
     prefill_s = [ENGINE.prefill_s(1000), ENGINE.prefill_s(2000)]
     assert row.ttft_p50_ms == pytest.approx(sum(prefill_s) / 2 * 1000)
-    # The transfer of the one answer that continues is longer than its prefill, or hidden behind it.
+    # Only the first answer goes on after its first token. It waits for the part of the transfer that its prefill does
+    # not hide.
     waits_s = max(0.0, ENGINE.transfer_s(1000) - prefill_s[0])
     decode_s = sum(ENGINE.decode_s(1, 1000 + k) for k in range(4))
     assert row.tpot_p50_ms == pytest.approx((waits_s + decode_s) / 4 * 1000, rel=1e-3)
 
 
 def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
-    """Two prefill instances; a queue at the instance with the prefix sends the next request, with a fetch, to the
-    other."""
+    """A queue at the instance with the prefix sends the next request to the other prefill instance, which fetches the
+    prefix."""
     long = tuple(range(60))
     prompts = [
         Prompt(20 * SEGMENT, long[:20], 0.0, 1),
@@ -397,7 +405,8 @@ def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
 
 
 def test_a_segment_is_read_where_it_lay() -> None:
-    """Three requests for a prefix of 20 segments, which the last one fetches: 60 reads, all at the source."""
+    """The three last requests read a prefix of 20 segments at the instance that computed it, the last one by a fetch:
+    60 reads, all at this source."""
     prompts = [
         Prompt(20 * SEGMENT, tuple(range(20)), 0.0, 1),
         Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.0, 1),
@@ -406,7 +415,7 @@ def test_a_segment_is_read_where_it_lay() -> None:
     ]
     row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-3p1d-perfect"], options(instances=3, segments=100))
     assert row.token_hit_rate == pytest.approx(60 * SEGMENT / sum(prompt.tokens for prompt in prompts))
-    # One of three instances has all the reads.
+    # All reads are at one of three instances, of which the CV is sqrt(2).
     assert row.load_cv == pytest.approx(math.sqrt(2))
 
 
@@ -449,7 +458,8 @@ def test_names_and_arguments_without_meaning_are_named() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(sorted(SYSTEMS)), st.floats(0.001, 2.0))
 def test_memory_is_given_back(seed: int, name: str, gap_s: float) -> None:
-    """However requests overlap, a prompt repeated long after is found whole: the cache has room for it again."""
+    """Finished requests free their memory, however they overlapped: of two equal prompts long after them, the second is
+    found whole."""
     again, at_s = tuple(range(5_000, 5_010)), 40 * gap_s + 10_000
     last = [Prompt(10 * SEGMENT, again, at_s, 5), Prompt(10 * SEGMENT, again, at_s + 1_000, 5)]
     prompts = workload(40, gap_s, seed).prompts + last

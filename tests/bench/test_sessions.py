@@ -51,8 +51,8 @@ def test_equal_ids_mean_equal_tokens_within_a_session(tmp_path: Path) -> None:
 
 
 def test_chains_are_those_of_the_tokens(tmp_path: Path) -> None:
-    # The second prompt differs in block 2; the third equals the first again behind it, where no prefix is shared any
-    # more.
+    # The second prompt differs from the first in block 2, so that equal blocks behind it belong to no shared prefix.
+    # The blocks of the third are a prefix of the first.
     lines = [
         session(request(0, 64 * 6, "1-6"), request(1, 64 * 7, "1,9,3-7"), request(2, 64 * 5 + 3, "1-5")),
         session(request(0, 64 * 6, "1-6")),

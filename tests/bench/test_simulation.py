@@ -48,7 +48,7 @@ def options(nodes: int, **other: object) -> SimulationOptions:
 
 
 def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
-    """A run that ended in order."""
+    """The finished run: each request has its answer, and the cluster is idle and consistent."""
     simulation = Simulation(how)
     simulation.run(arrivals_of(accesses))
     assert simulation.cluster.idle()
@@ -68,7 +68,7 @@ def counted(simulation: Simulation, metric: Metric) -> int:
 
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
-    """Segments read by the engines."""
+    """The prompt tokens that engines found in the pool."""
     return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
 
 
@@ -97,7 +97,7 @@ def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
     totals = simulation.totals()
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     windows = simulation.windows()
-    # One request at a time: none waits for another's fetch, so each hit is one read.
+    # Requests come one at a time: no request waits for another's fetch, so that each hit is one read.
     assert sum(window.mean * 4 for window in windows) == pytest.approx(hit_tokens(simulation, accesses) / TOKENS)
     assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
 

@@ -55,7 +55,7 @@ def test_a_node_sends_one_transfer_after_the_other() -> None:
     network = Network(NetworkShape(usual=Link(latency_s=0.001, bandwidth=100 * MB)), 3)
     assert network.transfer(0.0, 0, 1, 10 * MB) == pytest.approx((0.1, 0.101))
     assert network.transfer(0.0, 0, 2, 10 * MB) == pytest.approx((0.2, 0.201))
-    # Idle since: nothing to wait for.
+    # The link is idle again, so that this transfer waits for no other.
     assert network.transfer(5.0, 0, 1, 10 * MB) == pytest.approx((5.1, 5.101))
     assert (network.transfers, network.nbytes) == (3, 30 * MB)
 
@@ -112,7 +112,7 @@ def test_copies_share_templates_only_and_are_shifted() -> None:
     assert [arrival.at_s for arrival in many] == sorted(arrival.at_s for arrival in many)
     assert {int(arrival.chain[0]) for arrival in many} == {0}
     assert len({int(arrival.chain[1]) for arrival in many}) == 400
-    # Each part of the time has four times the requests of the original.
+    # Each quarter of the time has four times the requests of the original.
     counts, _ = np.histogram([arrival.at_s for arrival in many], bins=4, range=(0, 100))
     assert counts.tolist() == pytest.approx([100] * 4, abs=4)
 
@@ -131,7 +131,8 @@ def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
     assert len(joined) == pytest.approx(150, abs=30)
     assert len({tuple(crowd[at].chain[:12].tolist()) for at in joined}) == 1
     assert all(crowd[at].tokens == 1000 + 12 * 512 for at in joined)
-    # The segments behind the prefix are new, and equal where they were equal.
+    # In the crowd, the segments behind the new prefix have new numbers: equal ones for requests whose segments were
+    # equal.
     old = {number for arrival in arrivals for number in arrival.chain.tolist()}
     assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7
 
@@ -166,7 +167,7 @@ def test_at_best_own_reads_stay_and_the_rest_is_even() -> None:
     meter = Meter(2, 100, begins_s=0.0)
     meter.read(1.0, 0, 0, keys_of(chain(1, 2, 3), 0))
     meter.read(2.0, 0, 1, keys_of(chain(1, 2), 0))
-    # 3 and 0 local reads, 2 reads to distribute: 3 and 2.
+    # Node 0 has 3 local reads and node 1 none; 2 remote reads can be distributed: at best 3 and 2.
     assert meter.at_best(0.0, 10.0).max_over_mean == pytest.approx(3 / 2.5)
     assert balance.spread(meter.log(0.0, 10.0)).max_over_mean == 2.0
 

@@ -129,7 +129,7 @@ def test_the_page_has_every_claim_and_every_gauge() -> None:
     good, bad, open_ = Claim("this", "1", True), Claim("that", "2", False), Claim("other", "3", None)
     assert result(good).passed
     assert not result(good, bad).passed
-    assert not result(good, open_).passed, "what was not told is no success"
+    assert not result(good, open_).passed, "an undecided claim is no success"
     words = page(result(good, bad), "tokenlake bench soak")
     assert "| this | holds | 1 |\n| that | FAILS | 2 |\n" in words
     assert words.count("\n| node0 |") == 4

@@ -40,7 +40,8 @@ def row(second: float, text: str = "374,44") -> str:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_lines_are_what_the_format_says(name: str, tmp_path: Path) -> None:
-    """In time order, one id per started block, each id always behind the same one; and the reader accepts them."""
+    """Lines are in time order, each block that a prompt begins has one id, and an id always follows the same id. The
+    reader accepts the lines."""
     lines = generate(name, {"requests": 500, "seed": 3})
     assert len(lines) == 500
     assert [line.timestamp for line in lines] == sorted(line.timestamp for line in lines)
@@ -131,8 +132,8 @@ def test_agents_are_like_the_published_sessions() -> None:
 
 
 def test_questions_go_to_popular_documents() -> None:
-    """60 % of the requests to the top 3 % of the documents; with one document per prompt, the block behind the system
-    prompt tells which it is."""
+    """60 % of the requests are about the top 3 % of the documents. With one document per prompt, the block behind the
+    system prompt identifies the document."""
     lines = generate("rag", {"retrieved": 1, "requests": 20_000, "document_median": 2_000, "document_sigma": 0})
     uses = Counter(line.hash_ids[1] for line in lines)
     top = sum(count for _, count in uses.most_common(300))
@@ -200,7 +201,8 @@ def test_poisson_arrivals() -> None:
 
 
 def test_bursts_keep_their_shape_at_another_rate() -> None:
-    """Three at once, then nine seconds of silence, four in a period of 12 s: at rate 1 a period takes 4 s."""
+    """Three requests at once, one 9 s later, and a period of 12 s: at a rate of one request per second the period takes
+    4 s."""
     shape = [0.0, 0.0, 0.0, 9.0]
     times = list(itertools.islice(bursts(shape, 1.0, seed=0), 40))
     assert times == sorted(times)
@@ -271,7 +273,7 @@ def test_arrivals_that_mean_nothing_are_refused(tmp_path: Path, text: str, probl
         ("uniform", {"rate": "fast"}, "'rate' is 'fast'; expected `float`, got `str`"),
         ("uniform", {"rate": float("nan")}, "'rate' is nan; expected `float` > 0"),
         ("uniform", {"zipf": 1}, "'zipf' is 1; expected one of requests, rate, seed, prefixes"),
-        ("rag", {"documents": 3, "retrieved": 4}, "'retrieved' is 4; expected at most 3, the documents"),
+        ("rag", {"documents": 3, "retrieved": 4}, "'retrieved' is 4; expected at most 3, the number of documents"),
         ("toolagent", {"first_share": 0.5, "second_share": 0.6}, "'second_share' is 0.6; expected at most 0.5"),
     ],
 )

@@ -38,7 +38,7 @@ def refill(pool: Pool, seed: int = 5) -> None:
 
 
 def heartbeat_threads() -> set[threading.Thread]:
-    """Of all pools of this process."""
+    """The heartbeat threads of all pools of this process."""
     return {thread for thread in threading.enumerate() if thread.name == "tokenlake"}
 
 

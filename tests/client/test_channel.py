@@ -59,8 +59,8 @@ def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
         assert pool.timeouts == 1
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")
-        # The late answer leased 40 of the 120 segments that a session may lease: three more leases of 40 fit only when
-        # it was given back.
+        # The late reply granted a lease of 40 of the 120 segments that a session may lease: three more leases of 40 fit
+        # only after the client has given it back.
         leases = [match(pool, prompt) for _ in range(3)]
         assert [lease.hits for lease in leases] == [40] * 3
         for lease in leases:
@@ -87,14 +87,15 @@ def test_a_frozen_daemon_costs_each_thread_one_deadline(cluster: Cluster) -> Non
         for thread in threads:
             thread.join(LIMIT_S)
         assert len(given_up) == 80
-        # Three more threads, and the heartbeat, may have sent their call before the first gave up.
+        # The three other threads, and the heartbeat, may have sent a call before the first call timed out.
         assert 1 <= pool.timeouts <= 5
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")
 
 
 def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
-    """The daemon predicts the deadline. When it does not run, a heartbeat without a reply shows that."""
+    """The fetch has no deadline of the caller's: the daemon predicts one. A client notices a frozen daemon when a
+    heartbeat has no reply."""
     with daemons(3) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(2, LAYOUT) as reader:
         prompt = Prompt(10, 8)
         store(writer, prompt)
@@ -168,8 +169,8 @@ class _BrokenBeforePoll(socket.socket):
 
 
 def test_a_broken_connection_is_closed_by_its_reader() -> None:
-    """Closed by another thread, the descriptor was that of another socket when the reader polled it: the call waited
-    for its whole deadline instead of failing at once."""
+    """Only the reading thread closes the descriptor of a broken connection. When another thread closed it, the reader
+    polled the number after the next socket had taken it, and the call waited for its whole deadline."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs, _BrokenBeforePoll(fileno=ours.detach()) as sock:
         channel = Channel(sock, Path("scripted"), lambda: None, PATIENT)
@@ -177,4 +178,4 @@ def test_a_broken_connection_is_closed_by_its_reader() -> None:
         with pytest.raises(Unreachable):
             channel.call(engine.Heartbeat, PATIENT_S)
         assert sock.same_descriptor
-        assert sock.fileno() == -1, "closed in the end"
+        assert sock.fileno() == -1, "the descriptor is closed after the call"

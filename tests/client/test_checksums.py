@@ -12,7 +12,7 @@ from tokenlake_client.parallel_copy import ParallelCopy
 @pytest.mark.parametrize("shards", [1, 4, 8])
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20, (9 << 20) + 64])
 def test_copies_and_their_checksums(shards: int, nbytes: int) -> None:
-    """Of all sizes: shards larger than the processor's cache are hashed in pieces."""
+    """Among the sizes are shards larger than the processor's cache, which are hashed in pieces."""
     parallel_copy = ParallelCopy()
     source = np.random.default_rng(shards).integers(0, 256, (3, nbytes), dtype=np.uint8)
     slots = np.zeros_like(source)

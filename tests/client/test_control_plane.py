@@ -62,7 +62,7 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
         wait_pushed(three)
         requests = [ask(pool, prompt, str(index)) for index, prompt in enumerate((mine, other, unknown))]
         tree = plane.get_prefix_tree(requests)
-        # The last token is always computed, and with it its segment.
+        # The last token of a prompt is always computed, so that the segment it completes is no hit.
         assert tree.hit_tokens == (5 * SEGMENT_TOKENS, 6 * SEGMENT_TOKENS, 0)
         assert sum(tree.slots().values()) == 4 + 1 + 2
         assert {sequence.requests for sequence in tree.sequences if sequence.parent < 0} == {(0, 1)}
@@ -100,8 +100,8 @@ def test_a_scheduler_without_a_daemon_gets_a_plan() -> None:
 
 
 def test_a_refused_request_is_a_miss(three: Cluster) -> None:
-    """With one prompt of more segments than a daemon looks up at once the scheduler failed, and the segments that were
-    found for the other requests stayed leased."""
+    """A prompt of more segments than a daemon looks up at once is a miss. It once made the scheduler fail, and the
+    segments that were found for the other requests stayed leased."""
     known = Prompt(300, 3)
     with three.connect(0, LAYOUT) as pool, ControlPlane(pool, {"a": NodeId("node0")}, SHAPE) as plane:
         store(pool, known)

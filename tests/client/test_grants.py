@@ -45,7 +45,7 @@ def fill_from_another_pool(cluster: Cluster) -> None:
 
 
 def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
-    """The daemon may reuse the slots after Bye."""
+    """After Bye the daemon may reuse the slots that this process held."""
     prompt = Prompt(1, 8)
     pool = cluster.connect(0, LAYOUT)
     store(pool, prompt)
@@ -103,7 +103,7 @@ def test_close_while_another_thread_fetches(cluster: Cluster) -> None:
 
 
 def attach_late(cluster: Cluster, attach: Callable[[], object]) -> None:
-    """An attach whose reply arrives after its deadline."""
+    """Call `attach`, whose reply arrives after its deadline."""
     node = cluster.nodes[0]
     node.freeze()
     try:
@@ -114,8 +114,8 @@ def attach_late(cluster: Cluster, attach: Callable[[], object]) -> None:
 
 
 def test_a_late_attach_ends_no_second_attach(cluster: Cluster) -> None:
-    """The daemon counts one owner per process: the grant of a late reply is given back only if no object
-    holds it."""
+    """The daemon counts a process as one holder of a lease, so the client gives back the grant of a late reply only if
+    no other object of the process holds the lease."""
     prompt = Prompt(3, 8)
     node = cluster.nodes[0]
     with (
@@ -174,7 +174,7 @@ def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
         assert prompt.wrong(arrays) == 0
         second.release()
         fill_from_another_pool(cluster)
-        assert prompt.wrong(arrays) == 0, "an array pins it"
+        assert prompt.wrong(arrays) == 0, "a live array keeps its segments leased"
         del arrays
         answers(pool)
         fill_from_another_pool(cluster)
@@ -182,7 +182,8 @@ def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
 
 
 def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
-    """The reservation is released while the same process still fills the write, after an attach with a late reply."""
+    """After an attach with a late reply, one holder releases the reservation while another one of the same process
+    still fills the write."""
     prompt = Prompt(6, 4)
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(prompt.tokens).keys
@@ -200,14 +201,16 @@ def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
         aborted = pool.reserve(pool.prefix(Prompt(60, 4).tokens).keys)
         filling = pool.attach_write(aborted.id)
         filling.abort()
-        assert outcomes(store(pool, Prompt(60, 4), patience=0)) == {Code.PENDING}, "reserved as before"
+        assert outcomes(store(pool, Prompt(60, 4), patience=0)) == {Code.PENDING}, (
+            "the other holder keeps the reservation"
+        )
         aborted.release()
         assert outcomes(store(pool, Prompt(60, 4))) == {Code.COMMITTED}
 
 
 def test_a_release_waits_for_an_attach() -> None:
-    """While an attach is on its way, the only holder releases its lease: the daemon must not receive that message after
-    it has answered the attach."""
+    """While an attach to a lease is under way, a release by the only holder is not sent: it could reach the daemon
+    after the attach was granted, and end the lease for the new holder."""
     lease = LeaseId(7)
     with scripted_link() as (link, daemon):
         grants = Grants(link)

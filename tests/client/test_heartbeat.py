@@ -65,10 +65,10 @@ def test_a_restarted_daemon(cluster: Cluster, how: str) -> None:
 
         with match(pool, prompt) as fresh:
             assert fresh.hits == 0
-        assert outcomes(write.commit()) == {Code.EXPIRED}, "granted by the daemon that is gone"
+        assert outcomes(write.commit()) == {Code.EXPIRED}, "the previous daemon granted the write"
         with pytest.raises(Unreachable, match="restarted"):
             lease.fetch()
-        # Slots of the previous arena must not be looked up in the new one, where they hold other segments.
+        # The lease names slots of the previous arena; in the new arena these slots hold other segments.
         refill(pool)
         with pytest.raises(Unreachable, match="restarted"):
             begun.wait().fetch()
@@ -108,7 +108,7 @@ def test_a_session_goes_on_after_its_connection_broke(cluster: Cluster) -> None:
 
 
 def test_a_release_that_was_lost_is_repeated(cluster: Cluster) -> None:
-    """The segments in the lost message stayed leased until the process ended."""
+    """A release is sent again when its message was lost. Otherwise its segments stay leased until the process ends."""
     node = cluster.nodes[0]
     with through_proxy(node) as (pool, proxy):
         store(pool, PROMPT)
@@ -125,7 +125,8 @@ def test_a_release_that_was_lost_is_repeated(cluster: Cluster) -> None:
 
 
 def test_a_welcome_that_was_lost(cluster: Cluster) -> None:
-    """The daemon had moved the grants to a connection whose number the engine never received."""
+    """The daemon moved the grants to a new connection, but its reply with the number of that connection was lost. The
+    next connection takes the grants over again."""
     node = cluster.nodes[0]
     with through_proxy(node) as (pool, proxy):
         store(pool, PROMPT)
@@ -143,8 +144,8 @@ def test_a_welcome_that_was_lost(cluster: Cluster) -> None:
 
 
 def test_a_lease_of_a_process_that_mapped_nothing(cluster: Cluster) -> None:
-    """The daemon ends the leases of such a process at once. The session goes on with its other processes, and the
-    lease's slots hold other segments by now."""
+    """A process that mapped no region loses its connection: the daemon ends its leases at once. The session goes on
+    with its other process, whose segments fill the slots of the lease."""
     with cluster.connect(0, LAYOUT) as scheduler:
         store(scheduler, PROMPT)
         with through_proxy(cluster.nodes[0], scheduler.session) as (rank, proxy):
@@ -185,8 +186,8 @@ def test_a_lease_ends_with_its_session(cluster: Cluster) -> None:
 
 
 def test_pools_of_two_layouts_reconnect(cluster: Cluster, tmp_path: Path) -> None:
-    """In another order than before the restart: the session numbers of the previous daemon neither prevent a connection
-    nor join one pool to the session of another."""
+    """The pools reconnect in another order than they connected before the restart: the session numbers of the previous
+    daemon neither prevent a connection nor join one pool to the session of another."""
     node, path = cluster.nodes[0], tmp_path / "link.sock"
     path.symlink_to(node.socket)
     one, two = Pool.connect(path, LAYOUT, deadlines=PATIENT), cluster.connect(0, OTHER)

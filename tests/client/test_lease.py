@@ -164,7 +164,7 @@ def test_a_verifying_pool_finds_a_flipped_bit(shared: Cluster) -> None:
             prompt.fill(index, array)
         slot = write.slots[2][1]
         write.commit()
-        # A stray store of a faulty writer into a slot that was published.
+        # A faulty writer stores into a slot that was published already.
         slot.flags.writeable = True
         slot[7] ^= 1
         with (

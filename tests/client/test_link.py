@@ -98,7 +98,7 @@ CLIENTS: dict[str, Callable[[Path], None]] = {"pool": by_pool, "explain": by_exp
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_listener_of_another_user_gets_no_token(forger: tuple[Path, Listener], client: str) -> None:
     path, listener = forger
-    # The path is trusted, and the process is not.
+    # Root owns the socket, so that the path is trusted; the listening process belongs to another user.
     os.chown(path, 0, 0)
     with pytest.raises(
         ListenerUntrusted, match=f"process of uid {OTHER_USER} .*nothing was sent.*daemon_uid = {OTHER_USER}"
@@ -130,7 +130,8 @@ def test_a_pool_does_not_reconnect_to_a_forger(shared: Path, caplog: pytest.LogC
     with daemons() as cluster:
         node = cluster.nodes[0]
         path = shared / "s"
-        # The daemon's own checks refuse such a place; an administrator may still link to the socket from it.
+        # The daemon does not create its socket in such a directory, but an administrator may link to the socket from
+        # it.
         path.symlink_to(node.socket)
         with Pool.connect(path, LAYOUT, deadlines=PATIENT) as pool:
             store(pool, Prompt(1, 2))
@@ -202,7 +203,8 @@ def test_the_error_names_the_daemons_of_other_nodes(tmp_path: Path, monkeypatch:
 
 @pytest.mark.live
 def test_numbers_of_another_incarnation_are_ignored(cluster: Cluster) -> None:
-    """A session and a connection that another daemon named: at this one they may belong to another engine."""
+    """Session and connection numbers that another incarnation of the daemon gave: at this one they may belong to
+    another engine."""
     with cluster.connect(0, LAYOUT) as pool:
         connector = Connector(cluster.nodes[0].socket, None, LAYOUT, None, lambda: None, PATIENT)
         again = connector.connect(pool.session, pool.link.connection, pool.incarnation - 1)

@@ -92,7 +92,7 @@ def test_begin_poll_and_cancel(pool: Pool, shared: Cluster) -> None:
     assert lease is not None
     assert lease.hits == 40
     lease.release()
-    # More than a session may lease at a time, begun and cancelled: nothing stays behind.
+    # The matches together would lease more than a session may: cancelled ones must leave no lease behind.
     for _ in range(10):
         pool.begin_match(keys).cancel()
     answered = pool.begin_match(keys)

@@ -35,7 +35,7 @@ def test_two_threads_copy_each_item_once(parallel_copy: ParallelCopy) -> None:
 
 @pytest.mark.parametrize(("processors", "nbytes"), [(2, MIN_PARALLEL_BYTES - 1), (1, MIN_PARALLEL_BYTES)])
 def test_the_caller_copies_few_bytes_alone(processors: int, nbytes: int) -> None:
-    """Also many bytes, where the process may use one processor."""
+    """The caller copies few bytes alone, and any number of bytes where the process may use only one processor."""
     threads = set()
     ParallelCopy(processors).each(lambda _: threads.add(threading.get_ident()), range(100), nbytes)
     assert threads == {threading.get_ident()}
@@ -57,7 +57,7 @@ def test_an_error_ends_the_work_of_both(parallel_copy: ParallelCopy, here: bool)
 
     with pytest.raises(ZeroDivisionError):
         parallel_copy.each(work, range(2), MIN_PARALLEL_BYTES)
-    assert working == set(), "a thread works on"
+    assert working == set(), "a thread still copies after the call"
 
 
 def test_a_busy_thread_delays_no_other_caller(parallel_copy: ParallelCopy) -> None:

@@ -69,7 +69,7 @@ def test_threads_share_a_pool(shared: Cluster) -> None:
         assert not any(thread.is_alive() for thread in threads)
         gc.collect()
         refill(pool)
-        assert all(read(pool, prompt) == 0 for prompt in prompts), "something stayed leased"
+        assert all(read(pool, prompt) == 0 for prompt in prompts), "a segment stayed leased"
 
 
 def test_three_nodes_are_one_pool(three: Cluster) -> None:

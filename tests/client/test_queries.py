@@ -111,7 +111,7 @@ def test_parts_that_do_not_fit_are_refused(pool: Pool, text: Text) -> None:
     with text.match(pool) as lease:
         with pytest.raises(LayoutRefused, match="multiple"):
             pool.open_view(lease, 3, SCALE)
-        # The lease is still the caller's.
+        # The lease stays with the caller when a view is opened over it.
         with pool.open_view(lease, HEADS, SCALE) as view, open_view(pool, text, heads=2 * HEADS) as other:
             for parts in ([], [(view, 0)], [(view, 1), (other, 1)]):
                 with pytest.raises(LayoutRefused, match="expected"):
@@ -140,7 +140,8 @@ def test_a_frozen_query_engine_costs_one_deadline(cluster: Cluster, pool: Pool, 
             late = pool.init_query([(view, TOKENS)])
             late.queries[...] = draw_queries(1, TOKENS)
             assert pool.query(late, 0, SHORT_S).wait().codes == bytes([Code.LOST])
-            # No query is sent to it, and its buffer is not reused while it may still access that.
+            # The client sends no further query to a frozen query engine, and does not reuse a buffer that it may still
+            # access.
             for _ in range(100):
                 with pool.init_query([(view, TOKENS)]) as buffer:
                     assert buffer.number != late.number
@@ -171,7 +172,8 @@ def test_a_closed_buffer_is_not_reused_before_its_answer(pool: Pool, text: Text)
             with pool.init_query([(view, TOKENS)]) as second:
                 assert second.number != number
             assert ask(pool, text, view)
-        # One is kept for the next batch, `first` has one, and the answer of one may not have arrived.
+        # One memory is kept for the next batch, one belongs to `first`, and the reply for another may not have arrived
+        # yet.
         assert query_memories() <= before + 3
 
 

@@ -13,7 +13,8 @@ class FakeMapping:
 
 
 def test_an_idle_mapping_is_dropped() -> None:
-    """An engine kept two descriptors and the memory of each region that had changed its tenant, for hours."""
+    """An engine drops mappings that it does not use. Otherwise it keeps two descriptors and the memory of each region
+    that was given to another tenant."""
     now = [0.0]
     opened: list[tuple[int, bool]] = []
     lives: dict[int, weakref.ref[Mapping]] = {}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.live
 
 
 def test_arrays_are_stored_and_copied_out(pool: Pool) -> None:
-    """Also where one segment is stored already, and where more arrays are passed than segments exist."""
+    """One of the segments may be stored already, and there may be more arrays than segments."""
     prompt = Prompt(30, 40)
     segments = np.stack([np.frombuffer(prompt.content(index), np.uint8) for index in range(40)])
     keys = pool.prefix(prompt.tokens).keys
@@ -70,8 +70,8 @@ def test_an_aborted_write_leaves_nothing(pool: Pool) -> None:
 
 
 def test_a_failed_fill_is_repeated(pool: Pool) -> None:
-    """The checksums of the first attempt were used for the first segments of the second one: all nodes refused the
-    bytes, though they were right, and they could not be stored again."""
+    """A fill that failed can be repeated. With the checksums of the first attempt, all nodes would refuse the right
+    bytes of the second one."""
     prompt = Prompt(6, 4)
     failing = iter([False, True])
 

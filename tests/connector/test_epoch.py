@@ -21,12 +21,12 @@ def test_each_reset_has_its_own_digest() -> None:
 
 def test_a_version_needs_a_reset_that_emptied_the_cache() -> None:
     epoch = WeightsEpoch(BASE)
-    assert epoch.named("step 1") is None, "the cache may hold results of other weights"
+    assert epoch.named("step 1") is None, "vLLM's cache may hold results of other weights"
     epoch.reset(empty=False)
     assert epoch.named("step 1") is None
     epoch.reset(empty=True)
     assert epoch.named("step 1") == digest_of("step 1")
-    assert epoch.named("step 2") == digest_of("step 2"), "nothing was computed since the reset"
+    assert epoch.named("step 2") == digest_of("step 2"), "the cache is still empty after the reset"
     epoch.computes()
     assert epoch.named("step 3") is None
 
@@ -61,7 +61,7 @@ def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
 
 
 def test_a_running_request_stores_nothing_after_new_weights() -> None:
-    """Its cache comes from both weights, so neither the old keys nor the new ones are right."""
+    """The request's cache comes from both weights, so that neither the old keys nor the new ones fit."""
     bench, asked = Bench(), request(40)
     bench.place(asked)
     assert bench.step(asked, 0, 16).saves

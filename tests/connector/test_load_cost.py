@@ -70,7 +70,7 @@ def test_a_slow_segment_is_loaded_before_fast_ones() -> None:
 
 def test_local_tokens_have_no_cost() -> None:
     machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S)
-    # The slow segments in front are not needed.
+    # Tokens up to `start` are in vLLM's own cache, so that the slow segments in front need no load.
     assert machine.stop(["slow", "slow", LOCAL, LOCAL], start=16) == 32
     assert machine.stop([LOCAL, LOCAL, "slow", "slow"], start=20) == 20
 
@@ -123,7 +123,7 @@ def test_a_slow_source_is_retried() -> None:
 
 @pytest.mark.parametrize(("took", "then"), [(1.0, 32), (19.0, 0)])
 def test_a_source_that_became_faster_is_measured_again(took: float, then: int) -> None:
-    """64 slow samples would outweigh the new ones."""
+    """The samples begin anew: 64 slow samples would outweigh the new ones."""
     machine = Machine(here=0.1 * SEGMENT_S)
     for _ in range(8):
         machine.sample(machine.fit("peer"), 5 * SEGMENT_S)
@@ -138,7 +138,7 @@ def test_loads_are_samples_of_their_sources() -> None:
     for count in range(1, 9):
         machine.costs.add_load([LOCAL] * count, LoadTime(0.01 * count, 0.02 * count))
         machine.costs.add_load(["a"] * count, LoadTime(0.5 * count, 0.03 * count))
-    # A local load is a sample of fetch and copy together, a remote one of the copy alone.
+    # The copy times of local loads include the fetch; those of loads from another node are of the copy alone.
     assert machine.rates.copy.seconds(10 * BYTES) == pytest.approx(0.3, rel=1e-3)
     assert machine.fit("a").seconds(10 * BYTES) == pytest.approx(5.0, rel=1e-3)
 
@@ -161,7 +161,7 @@ def test_eight_surprises_replace_the_samples() -> None:
         for segments in range(1, count + 1):
             machine.costs.add_load([LOCAL] * segments, LoadTime(0, segment_s * SEGMENT_S * segments))
 
-    # A sample as predicted ends the series: the others are outliers.
+    # A sample that matches the prediction ends the series of deviating samples: those before it count as outliers.
     load(after, 7)
     load(before, 1)
     load(after, 7)
@@ -177,7 +177,7 @@ def test_a_late_load_makes_its_node_slow() -> None:
         machine.costs.add_load(["gone"] * 4, LoadTime(0.0, 0.0, lost=4))
         machine.costs.add_load(["late"] * 4, LoadTime(2.5 * SEGMENT_S, 0.0, lost=3))
     assert not machine.fit("gone").known
-    # One of four segments arrived in time, and the second did not.
+    # One of the four segments arrived and the second did not: the time counts for two segments.
     assert machine.fit("late").seconds(4 * BYTES) == pytest.approx(5 * SEGMENT_S)
     assert machine.stop(["late"] * 4) == 0
     assert machine.rates.copy.seconds(4 * BYTES) == pytest.approx(0.4 * SEGMENT_S)
@@ -218,7 +218,7 @@ def test_decode_steps_are_no_samples() -> None:
     fit = PrefillFit()
     prefills = PrefillSteps(fit, lambda: 0.0)
     for step in range(20):
-        # Decodes only; more decodes than prompt tokens; an empty step.
+        # A step that only decodes, a step with more decodes than prompt tokens, and an empty step.
         prefills.begin(step, [[part(1, 100)], [part(3), *[part(1, 100)] * 4], []][step % 3])
         prefills.end(step, 1.0)
     assert not fit.known

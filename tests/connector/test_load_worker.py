@@ -44,7 +44,7 @@ class Watched:
 
 
 def test_copies_finish_before_the_lease_is_released() -> None:
-    """Before, a failed copy released slots and blocks that the device was still reading and writing."""
+    """Without this order, a failed copy releases slots and blocks that the device still reads and writes."""
     watched = Watched()
     with pytest.raises(RuntimeError, match="the device is gone"):
         load_blocks(watched, LoadPlan("r", 1, 1, 0, 32, (0, 1), local=True), watched, 16, 16)

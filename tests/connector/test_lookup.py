@@ -92,7 +92,7 @@ def test_a_wait_ends_at_its_limit_without_an_overdue_lookup() -> None:
     assert BOUND_S <= bench.now <= BOUND_S + 3 * DEADLINE_S
     assert bench.pool.matches[-1].cancelled
     assert bench.counters.read().lookups_late == 1
-    # The daemon answers, so no lookup is overdue.
+    # While the daemon answers, no lookup is overdue.
     bench.pool.answers = True
     other = asked(bench, "other", TOKENS, 1000)
     bench.know(other.all_token_ids)
@@ -110,7 +110,7 @@ def test_a_frozen_daemon_costs_one_deadline_during_a_wait(frozen_s: float) -> No
     while bench.side.matched(one, 0) is None:
         bench.now += 0.001
         assert bench.now < 1.0
-    # A sign of life is asked for once per deadline.
+    # The connector asks the daemon for a sign of life once per deadline.
     assert bench.now <= frozen_s + (2 if frozen_s else 1) * DEADLINE_S + 0.002
     asked_before = len(bench.pool.matches)
     for number in range(5):
@@ -143,7 +143,7 @@ def test_the_number_of_waiting_lookups_is_limited() -> None:
         *[True] * MAX_WAITING,
         *[False] * MAX_WAITING,
     ]
-    # An aborted request and an answered lookup make room.
+    # An aborted request and an answered lookup leave room for two further waits.
     bench.side.finished(many[0], [], RequestEnd(complete=False))
     bench.pool.answers = True
     assert bench.side.matched(many[1], 0) == 0
@@ -175,7 +175,8 @@ def test_no_wait_for_a_request_of_the_same_engine() -> None:
     bench = measured()
     first, beside = asked(bench, "first"), asked(bench, "beside")
     computes(bench, first)
-    # The lookup began before this engine computed the prompt; it is repeated without a wait.
+    # The lookup began before this engine computed the prompt, and may wait for other engines. It is repeated without a
+    # wait.
     waiting = bench.pool.matches[-1]
     assert waiting.options.in_flight_wait_s > 0
     assert bench.side.matched(beside, 96) is None
@@ -186,7 +187,7 @@ def test_no_wait_for_a_request_of_the_same_engine() -> None:
     assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
     bench.pool.answers = True
     assert bench.side.matched(beside, 96) == 0
-    # After the end of that request its segments are in the pool, or never will be.
+    # When that request has ended, its segments are in the pool or will not be stored any more.
     bench.side.finished(first, [], RequestEnd(complete=False))
     bench.side.finished(beside, [], RequestEnd(complete=False))
     bench.pool.answers = False
@@ -237,7 +238,7 @@ def test_a_prompt_of_several_steps_is_marked_in_the_first() -> None:
     bench.step(one, TOKENS, 1)
     ((claimed, seconds),) = bench.pool.claimed
     assert claimed == keys[2:]
-    # Ten of the twelve segments that could be loaded are missing.
+    # The pool lacks ten of the twelve segments of the prompt that could be loaded.
     assert seconds == pytest.approx(10 * FACTOR * SEGMENT * TOKEN_S, rel=0.05)
     bench.side.finished(one, [], RequestEnd(complete=True, stop_reason="stop", output_tokens=1))
     assert len(bench.pool.claimed) == 1

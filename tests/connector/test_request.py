@@ -50,7 +50,7 @@ def test_a_load_has_whole_blocks_and_leaves_a_token(shape: tuple[int, int], tota
     until = loadable_until(hits, total, segment, block)
     assert until % block == 0
     assert until <= min(hits * segment, total - 1)
-    # One more block is not in the pool, or leaves no token to compute.
+    # The next block is not in the pool, or would leave no token to compute.
     assert until + block > min(hits * segment, total - 1)
 
 

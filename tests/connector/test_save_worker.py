@@ -73,7 +73,7 @@ def test_blocks_taken_back_are_not_read() -> None:
     assert saves.done == 0
     taker = threading.Thread(target=saves.take_back, args=([1, 2],))
     taker.start()
-    # `take_back` waits for the segment that is being copied.
+    # `take_back` returns only after the segment that is being copied.
     taker.join(0.05)
     assert taker.is_alive()
     recorder.gate.set()

@@ -70,7 +70,7 @@ def test_an_overdue_pool_is_not_asked_again() -> None:
     later = request(17, "c")
     bench.know(later.all_token_ids)
     assert bench.place(later) == 16
-    assert bench.pool.leases[0].released, "the lease of the late answer"
+    assert bench.pool.leases[0].released, "the lease of the late answer is given back"
 
 
 def test_a_prompt_is_hashed_once() -> None:

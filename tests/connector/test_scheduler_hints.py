@@ -36,7 +36,7 @@ def test_last_saves_carry_the_end_of_the_request() -> None:
     )
     plan = bench.side.step([], lambda name: [])
     assert [save.hints for save in plan.saves] == [Hints(stop_reason="length", output_tokens=1)]
-    # One message, about the segments that are stored already.
+    # One message has the hints for all segments that are stored already.
     keys = tuple(bench.pool.prefix(asked.all_token_ids).keys)
     assert bench.pool.hinted == [(keys[:2], Hints(stop_reason="length", output_tokens=1))]
 
@@ -53,7 +53,7 @@ def test_no_hints_without_news_segments_or_pool() -> None:
     bench, asked, other = Bench(), request(33), request(33, "s", 100)
     bench.place(asked)
     bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
-    # Aborted before it had blocks: none of its segments is in the pool.
+    # The request is aborted before it has blocks: none of its segments is in the pool.
     waiting = request(33, "t", 200)
     bench.side.new_request(waiting)
     bench.side.finished(waiting, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))

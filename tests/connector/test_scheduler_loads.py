@@ -1,4 +1,4 @@
-"""The scheduler's side measures prefills and loads, and loads what is faster to load."""
+"""The scheduler's side measures prefills and loads, and loads the segments that are faster to load than to compute."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     assert bench.side.matched(asked, 0) == 24
     lease = bench.pool.leases[-1]
     assert (lease.released_from, lease.released) == (3, False)
-    # vLLM had no free blocks, and asks again.
+    # vLLM asks again for a request for which it had no free blocks.
     assert bench.side.matched(asked, 0) == 24
     bench.side.allocated(asked, blocks_of(asked), 24)
     plan = bench.side.step([], lambda name: [])
@@ -62,7 +62,8 @@ def test_segments_of_a_slow_node_are_computed() -> None:
 
 
 def test_token_counts_add_up() -> None:
-    """asked = local + hit + skipped + missing in the pool."""
+    """The local tokens, the hit, the tokens not worth a load and the tokens that the pool lacks add up to those asked
+    for."""
     bench = Bench()
     prefill(bench)
     load(bench, CHEAP)
@@ -120,7 +121,7 @@ def test_nodes_are_asked_for_without_waiting() -> None:
     bench.pool.answers = True
     bench.now = 0.019
     bench.side.worker_output(None, [], set())
-    # The segments are on other nodes, and the second question has its own deadline.
+    # The match found segments on other nodes. The request for the names of these nodes has a deadline of its own.
     bench.now = 0.030
     assert bench.side.matched(asked, 0) is None
     bench.pool.leases[0].answers = True

@@ -96,7 +96,7 @@ def test_blocks_of_lost_segments_are_errors(hits: int, arrives: int, errors: set
 
 
 def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
-    """Its number may belong to the lease of another prompt now."""
+    """The number of the lease may belong to a lease of another prompt in the next incarnation."""
     side, blocks = worker(Lease(3, 2, 3))
     assert run(side, load()) == {50, 51, 52, 53, 54}
     assert blocks.filled == []

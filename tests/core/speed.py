@@ -40,7 +40,7 @@ def replies(core: NodeCore, message: Any, now: float) -> Any:
 
 
 def local_core(name: str = "a") -> tuple[NodeCore, bytes]:
-    """One node that holds 4,096 segments, 128 of them the prompt."""
+    """One node that holds 4,096 segments. Returns it, and the keys of a prompt of 128 of them."""
     config = CoreConfig(name, 1, NODES, 1, 4200 * (SLOT_BYTES + 64), dirty_share=1.0)
     core = NodeCore(config)
     core.start(0.0)
@@ -70,7 +70,7 @@ def match_and_release() -> None:
 
 
 def remote_match() -> None:
-    """Match 128 keys that another node has, and 512 that nobody has; each step of both nodes on its own."""
+    """Match 128 keys that another node has, and 512 that no node has; each step of both nodes is timed on its own."""
     cores = {"a": NodeCore(CoreConfig("a", 1, NODES, 1, 300 * (SLOT_BYTES + 64))), "b": local_core("b")[0]}
     cores["a"].start(0.0)
     cores["a"].handle(events.Joined(1, 1, "red", SLOT_BYTES, 8, 256, 0, 0), 0.0)
@@ -92,7 +92,8 @@ def remote_match() -> None:
 
 
 def _pump(cores: dict[str, NodeCore], name: str, event: events.Event, took: dict[str, list[float]]) -> list[Any]:
-    """Hand an event to a core, and to the others what comes of it; the answers to engines."""
+    """Deliver an event to a core, and the messages that follow from it to the other cores. Returns the replies to
+    engines."""
     answers: list[Any] = []
     waiting = [(name, event)]
     while waiting:
@@ -128,7 +129,7 @@ def _whole(prepared: engine.Prepared) -> engine.Commit:
 
 
 def eviction() -> None:
-    """Touches of what is here, and stores into a full memory with their evictions, by policy; per segment."""
+    """By policy, per segment: touches of stored segments, and stores into a full memory, which evict."""
     for name, make in POLICIES.items():
         memory = Memory(make(), 4096)
         for turn in range(64):
@@ -145,7 +146,7 @@ def _touch(policy: EvictionPolicy, prompts: list[list[Segment]], turn: int) -> N
 
 
 def _least(work: Callable[[int], object]) -> float:
-    """Seconds of the fastest hundredth of some runs: what the machine does meanwhile is no part of it."""
+    """Seconds of the fastest hundredth of some runs, which other work of the machine disturbed least."""
     took = []
     for turn in range(TURNS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a node with many segments does at once when a peer or an engine goes: `python -m tests.core.sweeps [COUNT]`.
+"""The longest event of a node with many segments when a peer or an engine goes: `python -m tests.core.sweeps [COUNT]`.
 
 Prints the processor time of the longest `NodeCore.handle` of each case; asserts nothing.
 """
@@ -45,7 +45,7 @@ class Longest:
         self.longest_s = max(self.longest_s, time.thread_time() - began)
 
     def run_for(self, seconds: float) -> None:
-        """Nothing happens but what the rules asked to be woken for. Peers answer every ping."""
+        """Pass only the wake-ups that the rules asked for. Peers answer every ping."""
         until = self.now + seconds
         while (wake := self.core.next_wake()) is not None and wake <= until:
             self.now = max(self.now, wake)
@@ -61,7 +61,7 @@ class Longest:
 
 
 def keys_of(count: int) -> list[SegmentKey]:
-    """In prompts of 128 segments."""
+    """`count` keys, in prompts of 128 segments."""
     return [key for number in range(-(-count // PER_PROMPT)) for key in prompt(f"p{number}", PER_PROMPT)][:count]
 
 
@@ -91,7 +91,7 @@ def a_peer_came_back(count: int) -> Longest:
 
 
 def a_peer_restarted(count: int) -> Longest:
-    """The directory forgets what it said before."""
+    """The directory drops the primary copies that the previous incarnation of the peer advertised."""
     node = Longest(count)
     keys = keys_of(count)
     for start in range(0, len(keys), PER_PROMPT):
@@ -103,7 +103,7 @@ def a_peer_restarted(count: int) -> Longest:
 
 
 def a_peer_was_lost(count: int) -> Longest:
-    """Copies of what it kept become primary copies."""
+    """Cached copies of segments that the peer owned become primary copies."""
     node = Longest(count)
     fill(node, count, Kind.CACHED)
     node.longest_s = 0.0
@@ -113,7 +113,7 @@ def a_peer_was_lost(count: int) -> Longest:
 
 
 def a_region_changes_hands(count: int) -> Longest:
-    """A tenant without memory gets a region of one that nobody uses."""
+    """A tenant without memory gets a region of a tenant without engines."""
     node = Longest(count, regions=16)
     fill(node, count, Kind.PRIMARY, BLUE)
     node.longest_s = 0.0
@@ -123,7 +123,7 @@ def a_region_changes_hands(count: int) -> Longest:
 
 
 def all_regions_are_pinned(count: int) -> Longest:
-    """The same, and there is nothing to give."""
+    """A tenant without memory asks for a region, and every region has a pinned segment."""
     node = Longest(count, regions=16)
     fill(node, count, Kind.PRIMARY, BLUE)
     last = {segment.place.region: segment for segment in node.core.store.segments()}
@@ -135,7 +135,7 @@ def all_regions_are_pinned(count: int) -> Longest:
 
 
 def an_engine_died(count: int) -> Longest:
-    """Half of the segments were leased to it, a prompt per lease."""
+    """Half of the segments are leased to the engine, one prompt per lease."""
     node = Longest(count)
     keys = fill(node, count, Kind.PRIMARY)
     for start in range(0, len(keys) // 2, PER_PROMPT):
@@ -147,7 +147,7 @@ def an_engine_died(count: int) -> Longest:
 
 
 def a_peer_with_leases_was_lost(count: int) -> Longest:
-    """Half of the segments were leased to it, a prompt per lease."""
+    """Half of the segments are leased to the peer, one prompt per lease."""
     node = Longest(count)
     keys = fill(node, count, Kind.PRIMARY)
     for start in range(0, len(keys) // 2, PER_PROMPT):

@@ -159,7 +159,8 @@ def test_a_session_remembers_its_recent_matches(between: int) -> None:
 
 
 def test_a_record_at_its_bounds_can_be_sent_on() -> None:
-    """Otherwise the receiver would refuse the frame of an honest node."""
+    """A record that arrives with values at their bounds stays within them when it is passed on. Otherwise the next
+    receiver would refuse the frame."""
     lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, 4, AccessRecord(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
     heard = decode(peer.peer_decoder, encode(lie))
     assert isinstance(heard, peer.LookupReply)
@@ -173,7 +174,7 @@ def test_a_reply_with_a_depth_beyond_its_keys_is_refused() -> None:
     cluster = calm(2)
     record = AccessRecord(9, 9)
     reply = peer.LookupReply(1, 0, bytes([Code.MISSING]) * 4, (), (0.0, 0.0, 0.0), 0.0, 5, record, 1.0)
-    with pytest.raises(ValueError, match="knows of key 5 of 4"):
+    with pytest.raises(ValueError, match="known_depth 5 for 4 keys"):
         cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
 
 

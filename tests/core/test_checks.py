@@ -46,7 +46,8 @@ def busy() -> tuple[Cluster, NodeCore, int]:
 
 
 def refused(core: NodeCore, event: events.Event, now: float) -> None:
-    """It is, and leaves no trace; `now`: later than what came before, so that times that were set show."""
+    """Check that the event is refused and changes nothing. `now` is later than all earlier events, so that a time that
+    was set shows."""
     before = snapshot(core)
     with pytest.raises(ValueError, match=r"\w"):
         core.handle(event, now)
@@ -113,7 +114,8 @@ WORST: tuple[Any, ...] = (
 
 
 def taken(core: NodeCore, event: events.Event, now: float) -> None:
-    """Refused without a trace, or whole; then nothing that comes of it would be refused by others."""
+    """Check that the event is either refused without a change, or taken; then other nodes and engines accept the
+    messages that it leads to."""
     before = snapshot(core)
     try:
         out = core.handle(event, now)
@@ -129,7 +131,7 @@ def taken(core: NodeCore, event: events.Event, now: float) -> None:
 
 
 def broken_fields(kind: type[Any], decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    """Those that their decoder takes; it refuses the others."""
+    """Messages of this type with one extreme value each, without those that the decoder refuses."""
     found = []
     for name in kind.__struct_fields__:
         for value in WORST:
@@ -180,7 +182,7 @@ def test_a_release_beyond_the_end_of_a_lease_releases_what_there_is() -> None:
 
 
 def test_no_segment_lies_deeper_than_messages_can_say() -> None:
-    """Its owner would cut off the node that offers it."""
+    """The owner refuses such a depth, and would close the connection of the node that offers the segment."""
     cluster = calm(2)
     writer = cluster.join(0)
     cluster.run_for(0.05)
@@ -197,7 +199,7 @@ def test_no_segment_lies_deeper_than_messages_can_say() -> None:
 
 
 def failing(patch: pytest.MonkeyPatch, of: type, name: str, then: Callable[..., Any] | None = None) -> None:
-    """The method raises, after `then` was called in its place."""
+    """Patch a method to raise an exception, after a call of `then` in its place."""
 
     def fail(self: Any, *args: Any, **how: Any) -> None:
         if then is not None:
@@ -226,7 +228,7 @@ def test_what_a_failed_handler_made_comes_with_its_failure_and_not_with_the_next
         failing(patch, DirectoryNode, "announce")
         request = engine.Prepare(1, join_keys(keys), 0)
         out = failed(core, events.Requested(writer.processes[0].connection, request), now)
-    # The slots have new owners: who copies out of them must see it.
+    # The slots were given to new owners: a reader that copies out of them must see a new generation.
     assert [type(each) for each in out] == [Stamp]
     assert core.handle(events.SendDone(4711), now) == []
     core.check_integrity()

@@ -55,7 +55,7 @@ def test_each_byte_is_counted_once() -> None:
 
 
 def test_a_node_states_its_load_and_ages_within_bounds() -> None:
-    """Other nodes would refuse the frames otherwise."""
+    """Other nodes would refuse frames with values beyond the bounds."""
     cluster = calm(3)
     (key,) = prompt("old", 1)
     store(cluster, cluster.join(0), [key])

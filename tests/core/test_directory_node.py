@@ -139,7 +139,7 @@ def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
 
 @pytest.mark.parametrize(("rule", "previous_owners"), [("lru", ("n1",)), (CORRUPT_RULE, ())])
 def test_a_commit_learns_the_previous_owner(rule: str, previous_owners: tuple[str, ...]) -> None:
-    """A candidate that evicted the segment, unless its bytes were wrong."""
+    """The previous owner is a candidate that evicted the segment, unless it dropped the copy for wrong bytes."""
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
     node.say("n1", peer.PrimaryCopies("red", key))
@@ -157,7 +157,7 @@ def test_a_node_that_is_no_candidate_is_no_previous_owner() -> None:
 
 
 def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that missed one deadline is asked nothing, and told everything: no later message would repeat it."""
+    """A peer that missed one deadline gets no requests, but all advertising: no later message would repeat it."""
     monkeypatch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
     node = Node()
     keys = keys_of(node, "n1", "n0", 8)
@@ -181,7 +181,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
 
 
 def test_primary_copies_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slices, to a directory node that restarted; its other keys are not sent to it."""
+    """The owner advertises in slices to a directory node that restarted, and only the keys of that directory node."""
     monkeypatch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
     cluster = calm(dirty_share=1.0)
     keys = placed(cluster, 1, 0, 2) + placed(cluster, 2, 0, 2)

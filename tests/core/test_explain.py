@@ -24,7 +24,7 @@ SIZE = SEGMENT_TOKENS
 
 
 def ask(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str, tokens: int = 0) -> engine.Matched:
-    """A named match; its lease stays."""
+    """The reply to a match with a name. The lease stays."""
     fields = join_keys(list(keys)), 0.0, True, name, None, tokens
     reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, *fields)
     return reply
@@ -40,7 +40,7 @@ def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str
 
 
 def explained(cluster: Cluster, asker: Engine, name: str) -> Funnel:
-    """Of a request that is known; its tokens add up."""
+    """The funnel of a known request, whose tokens add up."""
     funnel = answer(cluster, asker.processes[0], engine.Explain, name).funnel
     assert isinstance(funnel, Funnel)
     assert funnel.ideal == funnel.useful + funnel.held + sum(missed.tokens for missed in funnel.missed)

@@ -108,7 +108,7 @@ def test_one_transfer_serves_two_sessions() -> None:
 
 
 def test_a_fetch_without_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer that took no time has no rate; it was never ended."""
+    """The measured time of this transfer is 0, so that it has no rate. It is aborted as any late transfer is."""
     monkeypatch.setattr(peers, "MEASURED_BYTES", 1)
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
@@ -130,7 +130,8 @@ def test_a_fetch_of_an_unknown_lease_is_lost() -> None:
 
 
 def test_a_cached_tail_leaves_room_for_its_head() -> None:
-    """The tail filled the budget of cached copies and was leased with the prompt, so that the head got no slot."""
+    """Cached copies of the prompt's tail fill the budget of cached copies and are leased with the prompt: its head gets
+    slots nevertheless."""
     cluster = calm(cached_share=0.1)
     writer, reader = cluster.join(0), cluster.join(2)
     for key in placed(cluster, 2, 0, 30, "others"):
@@ -163,7 +164,7 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 32)), max_size=200), st.floats(0.05, 0.9))
 def test_background_is_at_most_its_share_beside_fetches(wanted: list[tuple[bool, int]], share: float) -> None:
-    """A fetch is under way throughout."""
+    """Throughout the test, at least one fetch is under way."""
     background = BackgroundLimit(share)
     background.started(MIB, background=False)
     read, kept = MIB, 0
@@ -206,7 +207,7 @@ def test_a_piece_larger_than_the_maximum_credit_starts() -> None:
     assert background.allows(2 * MAX_CREDIT)
     background.started(2 * MAX_CREDIT, background=True)
     background.ended(background=True)
-    # The piece was more than the share allows: fetches must earn the difference first.
+    # The piece exceeded the background share: further pieces wait until fetches have made up for it.
     background.started(MAX_CREDIT, background=False)
     assert not background.allows(MIB)
     background.started(2 * MIB, background=False)
@@ -249,7 +250,7 @@ def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: fl
 
 
 def test_pushes_wait_while_a_fetch_is_under_way() -> None:
-    """They are transferred after the fetch."""
+    """The pushes are transferred after the fetch."""
     cluster, reader, writer, keys = pushing()
     before = len(said(cluster, 0, StartFetch))
     start_a_long_fetch(cluster, reader, 2, 0.8)

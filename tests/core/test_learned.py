@@ -32,7 +32,7 @@ def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
 
 
 def used(core: NodeCore, times: int) -> None:
-    """A segment, used again every half minute."""
+    """Store a segment and use it again every half minute."""
     store = core.store
     segment = store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.PRIMARY, 0, 0.0)
     assert isinstance(segment, Segment)
@@ -42,7 +42,7 @@ def used(core: NodeCore, times: int) -> None:
 
 
 def retention_value(core: NodeCore) -> float:
-    """Of a segment used once."""
+    """The retention value of a segment that was used once."""
     pool = core.store.pool(RED, SLOT_BYTES)
     assert pool is not None
     return pool.retention.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
@@ -102,7 +102,8 @@ def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nodes_exchange_their_statistics() -> None:
-    """One sees a segment used again and again, the other only that there is such a thing."""
+    """One node sees a segment used again and again. The other has seen no re-use, and learns it from the statistics of
+    the first."""
     cluster = calm(2)
     stores = [cluster.core(node).store for node in (0, 1)]
     pools = [store.pool(RED, arena.SLOT_BYTES) for store in stores]

@@ -135,7 +135,8 @@ def test_a_session_leases_at_most_its_share() -> None:
 
 
 def test_a_single_process_reads_a_long_prompt_in_windows() -> None:
-    """Remote segments counted as leased at once: the end of a prompt longer than the share was computed again."""
+    """In windows, a process reads a prompt that is longer than its share: remote segments do not count until they are
+    fetched."""
     cluster = calm(5, dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
     reader, keys = cluster.join(4), [*placed(cluster, 0, 1, 5), *placed(cluster, 2, 3, 4)]
     store(cluster, cluster.join(0), keys[:5])
@@ -155,7 +156,7 @@ def test_a_single_process_reads_a_long_prompt_in_windows() -> None:
 
 
 def test_local_items_leave_room_for_fetches() -> None:
-    """Local segments filled the session's share, and the fetch of the remote ones was refused."""
+    """The local items of a lease do not use up the session's share, so that the remote ones can be fetched."""
     cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
     here, there = cluster.join(0), cluster.join(1)
     keys = [*placed(cluster, 0, 1, 3), *placed(cluster, 1, 2, 2)]

@@ -95,7 +95,7 @@ def test_the_first_of_two_commits_wins() -> None:
 
 
 def test_the_later_commit_has_the_first_as_its_source() -> None:
-    """So that the cached copy becomes the primary copy when the owner dies."""
+    """The source of the cached copy is the owner, so that the copy becomes the primary copy when the owner dies."""
     cluster = calm()
     writers = [cluster.join(0), cluster.join(1)]
     key = placed(cluster, 2, 0)[0]

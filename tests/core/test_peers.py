@@ -78,7 +78,8 @@ def test_matches_wait_for_a_frozen_peer_at_the_same_time() -> None:
 
 
 def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
-    """Its own absence is no peer's: what came is not UNKNOWN, and the peer is asked again at once."""
+    """A node that was frozen does not blame its peers: it takes the replies that arrived meanwhile, and asks these
+    peers again at once."""
     cluster = calm()
     writer, reader = cluster.join(1), cluster.join(0)
     keys = placed(cluster, 1, 2, 3)
@@ -95,7 +96,8 @@ def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
 
 
 def test_an_overdue_peer_gets_one_way_messages() -> None:
-    """What an overdue peer is not told nobody would repeat: it never becomes SUSPECT."""
+    """An overdue peer that answers before it is SUSPECT gets no repetition of earlier messages, so that none may be
+    left out."""
     cluster = calm()
     engine_ = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
@@ -141,7 +143,7 @@ def test_the_second_candidate_replaces_a_dead_directory_node() -> None:
 
 
 def test_a_restarted_directory_node_learns_the_primary_copies() -> None:
-    """Until the owner advertised, the directory node does not say that nobody has it."""
+    """The directory node does not answer MISSING before the owner has advertised."""
     cluster = calm(4, sync_grace_s=60.0)
     writer = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
@@ -174,7 +176,7 @@ def test_a_restarted_node_stores_no_second_primary_copy() -> None:
     cluster.node(1).start()
     cluster.run_for(1.0)
     again = cluster.join(1)
-    # The writer still had its copies: they are primary copies now.
+    # The writer still had cached copies of the segments: they are primary copies now.
     assert match(cluster, again, keys).hits == 3
     store(cluster, again, keys)
     assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
@@ -268,7 +270,7 @@ def test_a_large_cluster_pings_few_peers_per_interval() -> None:
     cluster.run_for(intervals * GOSSIP_S)
     assert 0 < len(said(cluster, 0, peer.Ping)) - sent <= intervals * PINGED
     before = [reports(cluster, node, 0) for node in range(1, MANY)]
-    # A peer comes up once in a round, and is passed over at most once.
+    # Each peer has one turn in a round of intervals, and is passed over at most once.
     cluster.run_for((2 * ROUNDS + 1) * GOSSIP_S)
     assert all(reports(cluster, node, 0) > before[node - 1] for node in range(1, MANY))
 

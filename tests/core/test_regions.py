@@ -148,7 +148,7 @@ def test_a_new_tenant_gets_a_region_without_engines() -> None:
 
 
 def test_one_region_is_taken_from_one_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found: a region is emptied in slices, and each slice evicted segments of all tenants without engines."""
+    """The region is emptied in slices. All slices evict segments of one tenant, though several have no engines."""
     monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
     cluster = calm(1, regions=3, dirty_share=1.0, session_reserve_share=1.0)
     former = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]

@@ -38,7 +38,7 @@ def replay(recording: Recording) -> list[list[Instruction]]:
 
 
 def digest(emitted: list[list[Instruction]]) -> str:
-    """Of every field of every instruction."""
+    """A digest over every field of every instruction."""
     return hashlib.blake2b(msgspec.msgpack.encode(emitted)).hexdigest()
 
 

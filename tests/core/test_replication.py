@@ -125,7 +125,8 @@ def test_an_evicted_replica_costs_one_lookup() -> None:
 
 
 def test_a_frozen_replica_costs_no_match_its_deadline() -> None:
-    """The match asks the candidates after a quarter of it, and waits as long again for the nodes that they name."""
+    """After a quarter of its deadline the match asks the candidates, and waits as long again for the nodes that they
+    name."""
     cluster, engines, key = hot()
     found = copies(cluster, key)
     cluster.core(1).store.discard(found[1], cluster.clock.now)
@@ -294,7 +295,8 @@ def test_a_planned_batch_is_spread_evenly() -> None:
 
 
 def test_a_copy_that_is_fully_leased_stays_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node answers UNKNOWN: the directory node keeps it in its hot set, and the owner in its directory."""
+    """Its node answers UNKNOWN, since it can lease the copy to no reader now. The copy stays in the hot set, and its
+    owner in the directory."""
     cluster, engines, key = hot(nodes=5)
     reader = 4
     cluster.core(reader).store.discard(copies(cluster, key)[reader], cluster.clock.now)
@@ -324,7 +326,7 @@ def at_the_other_candidate() -> tuple[Cluster, SegmentKey]:
 
 
 def evict(cluster: Cluster, key: SegmentKey, nodes: Sequence[int]) -> None:
-    """As for want of memory; the directory node is not told."""
+    """Evict the copies as for want of memory. The directory node is not told."""
     for node in nodes:
         cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
 

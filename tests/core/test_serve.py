@@ -145,7 +145,7 @@ def test_frozen_readers_defer_others_briefly() -> None:
 
 
 def test_a_match_is_served_before_its_time_to_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the sends to other readers take."""
+    """The deferral ends before the match's time to wait, however long the sends to other readers take."""
     cluster, engines, key = scene()
     monkeypatch.setattr(FanOut, "decide", lambda self, node, segments, *, patient: Verdict(deferred=patient))
     waiting = ask(engines[4].processes[0], engine.Match, key, 0.0, True, "", None, 0, 0.5)
@@ -202,14 +202,14 @@ def test_dead_recipients_get_no_redirects() -> None:
 
 @pytest.mark.parametrize("redirect", ["n4", "n0", "n1", "n5"])
 def test_a_false_redirect_costs_one_lookup(redirect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the reader itself, the sender of the redirect, a candidate, and a node without a copy."""
+    """The redirect names the reader itself, the sender of the redirect, a candidate, or a node without a copy."""
     cluster, engines, key = scene()
     lookups = len(said(cluster, 4, peer.Lookup))
     with monkeypatch.context() as patch:
         verdict = Verdict(NodeId(redirect)) if redirect != "n4" else Verdict()
         patch.setattr(FanOut, "decide", lambda self, node, segments, *, patient: verdict)
         if redirect == "n4":
-            # As a frame: the rules of the sender never redirect a reader to itself.
+            # Delivered as a frame, since the rules of the sender never redirect a reader to itself.
             reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, redirect="n4")
             cluster.node(4).deliver(events.PeerSent("n0", reply))
         for _ in range(3):
@@ -275,7 +275,7 @@ def send(cluster: Cluster, key: SegmentKey, reader: str, stream: int) -> None:
 
 
 def test_redirects_name_only_recipients_that_have_it() -> None:
-    """Not a recipient that is down, and not one from which a redirected reader came back."""
+    """A redirect names neither a recipient that is down nor one from which a redirected reader came back."""
     cluster, _, key = scene(nodes=7)
     for stream, node in enumerate(("n2", "n3", "n6"), 100):
         send(cluster, key, node, stream)
@@ -289,7 +289,7 @@ def test_redirects_name_only_recipients_that_have_it() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_other_nodes_lease_a_share_of_the_slots(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it the answer is UNKNOWN: there may be another copy."""
+    """A lookup beyond the share is answered with UNKNOWN, since another node may have a copy that can be leased."""
     monkeypatch.setattr(serve, "PEER_LEASE_SHARE", share)
     cluster, engines, key = scene()
     found = match(cluster, engines[4], [key])
@@ -298,7 +298,8 @@ def test_other_nodes_lease_a_share_of_the_slots(share: float, monkeypatch: pytes
 
 
 def test_peer_leases_of_a_tenant_leave_room_for_another() -> None:
-    """Leases of one tenant's segments counted against another tenant: its lookups were answered UNKNOWN."""
+    """Leases of one tenant's segments do not count against another tenant, whose lookups would be answered with
+    UNKNOWN."""
     cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
     keys = placed(cluster, 0, 1, 3)
     for tenant in ("red", "blue"):

@@ -27,8 +27,8 @@ def wait_for(reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float) ->
 def crowd(
     cluster: Cluster, engines: list[Engine], keys: list[SegmentKey], in_flight_wait_s: float
 ) -> tuple[list[engine.Matched], list[Engine]]:
-    """Every engine asks at once, and computes and stores what its match did not find. The replies, and the engines
-    that computed."""
+    """All engines match at once, and those with missing segments compute and store them. Returns the replies, and the
+    engines that computed."""
     replies = [wait_for(reader, keys, in_flight_wait_s) for reader in engines]
     computed: list[Engine] = []
     for _ in range(2000):

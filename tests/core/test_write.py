@@ -20,7 +20,7 @@ def test_existing_and_in_flight_keys_get_no_slot() -> None:
 
 
 def test_a_prepare_touches_existing_segments() -> None:
-    """An engine computed them again: they were needed, and must not be evicted next."""
+    """An engine has just computed the existing segments again, so that they are in use and must not be evicted next."""
     cluster = calm()
     writer = cluster.join(0)
     keys = placed(cluster, 0, 1, 2)

@@ -1,4 +1,5 @@
-"""The calls of CUDA that page-lock host memory, and transfers that use what they locked, on a machine without a GPU.
+"""A fake of CUDA for machines without a GPU: the calls that page-lock host memory, and transfers that use the locked
+pages.
 
 A registration pins the physical pages that lie at an address when it is made. Until it ends, transfers to that address
 go to these pages, whatever is mapped there meanwhile. Here the pinned pages are a second mapping of the same memory.

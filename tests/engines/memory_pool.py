@@ -23,8 +23,8 @@ SECRET = b"secret of the test's tenant"
 
 
 class MemoryPool:
-    """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return
-    at most so many segments; `refuse` is the answer to every store but of the first segment."""
+    """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return at most so
+    many segments; `refuse` is the code of every segment of a store but the first."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -77,7 +77,7 @@ class MemoryPool:
         given = len(keys) if self.refuse is None else 1
         for index, key in enumerate(keys[:given]):
             if key not in self.segments:
-                # Filled with ones, so that an unwritten place shows as a NaN.
+                # All bits are ones, so that a place that the engine does not write shows as a NaN.
                 filled[key] = np.full(self.layout.segment_bytes, 0xFF, np.uint8)
                 fill(index, filled[key])
         self.fail("commit")

@@ -84,7 +84,7 @@ def test_a_segment_goes_out_in_canonical_order_and_comes_back(
         for side, written in enumerate(sides):
             mine = written[shards.first : shards.stop].flatten(0, 1)
             assert torch.equal(mine, tokens[side, layer])
-            assert torch.count_nonzero(written) == torch.count_nonzero(mine), "shards of others were touched"
+            assert torch.count_nonzero(written) == torch.count_nonzero(mine), "shards of other ranks were written"
     other = caches(heads, order, parts, together=together)
     back = HostCopy(LAYOUT, shards, stack_layers(other, BLOCKS, block_views(backend)))
     back.from_slot(slot, blocks[1:], BLOCK)

@@ -41,7 +41,7 @@ def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
 
 
 def hints_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
-    """The same without the daemon's own access records."""
+    """As `known_of`, without the access records that the daemon added."""
     return [msgspec.structs.replace(hints, access=NO_ACCESS) for hints in known_of(log, keys)]
 
 
@@ -90,7 +90,7 @@ def test_the_daemon_gets_the_end_of_a_conversation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_a_turn_of_a_conversation_is_one_access(tmp_path: Path, mode: str) -> None:
-    """The match of the plan, the read and the wait count as one."""
+    """The match of the plan, the read and the wait count as one access."""
     log = tmp_path / "events"
     model = family("llama-gqa")
     ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])

@@ -1,4 +1,4 @@
-"""Matches and stores carry the name and the hints of their request; its end follows."""
+"""Matches and stores carry the name and the hints of their request; after its end the pool gets its final hints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_name_and_hints_of_generate(model: Any, pool: MemoryPool) -> None:
         engine.flush()
     assert pool.asked == [("r/0", CHAT, 40), ("r/1", CHAT, 40)]
     at_its_end = Hints(Outlook.GOES_ON, "chat", "length", 1, 60.0, output_tokens=12)
-    # First the segments of the prompts, then those that decode completed.
+    # The segments of the prompts are stored first, then those that decode completed.
     assert pool.stored == [("r/0", CHAT), ("r/1", CHAT), ("r/0", at_its_end), ("r/1", at_its_end)]
     # One message for the segments of the prompt; those that decode completed were stored with the hints.
     assert pool.hinted == [(39 // SEGMENT, at_its_end)] * 2

@@ -103,7 +103,7 @@ def test_numbers_that_compare_strangely(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "model")
     digest = digest_of_directory(tmp_path / "model")
     loaded = load(tmp_path / "model")
-    assert weights_digest_of(loaded) == digest, "a NaN is itself"
+    assert weights_digest_of(loaded) == digest, "a NaN keeps its bits"
     with edited(loaded.model.embed_tokens.weight, 6, -0.0):
         assert weights_digest_of(loaded) != digest
 

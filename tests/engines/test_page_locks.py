@@ -1,4 +1,5 @@
-"""Page-locking of the arena, with the calls of CUDA faked: a registration belongs to one mapping and ends before it."""
+"""Page-locking of the arena, with the calls of CUDA faked: a registration belongs to one mapping and ends before the
+mapping does."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_a_registration_ends_before_its_memory(cuda: FakeCuda) -> None:
     copier().from_slot(window[2], [0], 0)
     view = window[2][100:200].reshape(10, 10)
     del window, here
-    assert len(cuda.pinned) == 1, "a view of it lives"
+    assert len(cuda.pinned) == 1, "a view keeps the mapping"
     assert mapped_at(view.ctypes.data) == address
     del view
     assert not cuda.pinned
@@ -209,7 +210,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
             copy.from_slot(arrays[0], [0], 0)
-            # The arrays of one daemon outlive it.
+            # The arrays of the first daemon outlive it.
             held = [arrays] if life == 1 else []
             del arrays
         del held

@@ -63,7 +63,7 @@ def test_causal_behind_what_is_cached(shape: str, tokens: int, cached: int, monk
     query, keys, values = draw(shape, tokens, cached)
     seen = torch.ones((tokens, cached), dtype=torch.bool).tril(cached - tokens).expand(3, -1, -1)
     near(attend_own(query, keys, values, SCALE), expected(query, keys, values, seen))
-    # Again with a mask that hides the first tokens of two rows.
+    # The same step, with a mask that hides the first tokens of two rows.
     first = torch.tensor([0, min(1, cached - tokens), cached - tokens])[:, None, None]
     masked = seen & (torch.arange(cached) >= first)
     near(attend_own(query, keys, values, SCALE, masked[:, None]), expected(query, keys, values, masked))
@@ -79,7 +79,7 @@ def test_inputs_of_any_strides_are_not_changed() -> None:
 
 def test_parts_in_either_order_merge_to_the_whole() -> None:
     query, keys, values = draw("grouped-query", 3, 40)
-    # Far apart, so that one part outweighs the other by far in some rows.
+    # The keys of the parts differ much, so that in some rows one part outweighs the other by far.
     keys[:, :, :10] *= 20
     whole = attend(query, keys, values, SCALE)
     for cut in (1, 10, 39):

@@ -73,7 +73,7 @@ def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: A
         measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 0
-        # Segments on this node may be read nevertheless.
+        # Only segments of other nodes are slow: local ones may be read.
         assert counts.tokens_skipped > 0
         assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
 
@@ -123,7 +123,7 @@ def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
         counts = engine.counts
         assert counts.tokens_hit == 2 * 6 * SEGMENT
         assert counts.tokens_shipped == 0
-        assert counts.failures == 1, "the second time nobody asks"
+        assert counts.failures == 1, "the second call does not try to ship again"
         assert rates is engine.rates
 
 
@@ -171,7 +171,7 @@ def test_lost_segments_do_not_make_a_node_fast(model: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", ["auto", "ship"])
 def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
-    """A session may lease half of its node's memory."""
+    """A session may lease half of its node's memory: the rows' hits exceed that, but for the prefix that they share."""
     layout = layout_of(model, segment_tokens=SEGMENT)
     head = prompt((1 << 20) // layout.segment_bytes // 3 * SEGMENT, 11)
     rows = [head + prompt(1 + number, 12 + number) for number in range(4)]
@@ -181,7 +181,7 @@ def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
             writer.prefill([*head, 2])
             assert writer.flush(30)
             assert writer.counts.tokens_stored == len(head)
-        # Every hit is predicted to be faster to read.
+        # With these rates every hit is predicted to be faster to read than to compute.
         measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=10.0)
         ids, mask = batch(rows)
         engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)

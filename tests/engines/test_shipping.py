@@ -85,7 +85,7 @@ def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     """Compute the prompts at `WRITER` and wait until every segment is at its owner."""
     with engine_at(cluster, WRITER, model, mode="fetch") as engine:
         for row in rows:
-            # The last token of a prompt is not computed.
+            # `prefill` does not compute the last token: one is added, so that all of the prompt is stored.
             engine.prefill([*row, 2])
         assert engine.flush(30)
         assert not engine.counts.tokens_not_stored
@@ -114,7 +114,7 @@ def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model
     wanted = [{reader}, {writer}, {other}, {writer, other}]
     found: dict[frozenset[str], list[int]] = {}
     rows: list[list[int]] = []
-    # The fill of its two candidates decides which of them owns a segment.
+    # The owner of a segment depends on how full its two candidates are.
     while not found.keys() >= set(map(frozenset, wanted)):
         assert len(rows) < 500, found
         more = [prompt(2 * SEGMENT + 1 + seed, 100 + len(rows) + seed) for seed in range(SEGMENT)]

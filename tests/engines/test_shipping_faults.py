@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def no_daemon(cluster: Cluster, stack: ExitStack, *, kill: bool) -> None:
-    """The daemons of the other nodes."""
+    """Kill or freeze the daemons of the other nodes; leaving `stack` starts or thaws them."""
     for number in OTHERS:
         node = cluster.nodes[number]
         if kill:
@@ -56,7 +56,7 @@ def no_daemon(cluster: Cluster, stack: ExitStack, *, kill: bool) -> None:
 
 
 def no_engine(cluster: Cluster, stack: ExitStack, numbers: tuple[int, ...], *, kill: bool) -> None:
-    """The query engines of some nodes."""
+    """Kill or freeze the query engines of some nodes; leaving `stack` waits for new ones or thaws them."""
     for number in numbers:
         pid = engine_of(cluster.nodes[number])
         assert pid
@@ -117,7 +117,7 @@ def test_the_tokens_stay_the_same(cluster: Cluster, model: Any, fault: str, kill
             assert counts.tokens_shipped == 0
             assert counts.tokens_hit + counts.tokens_computed == counts.tokens_asked
         sums_up(engine)
-        # During the fault, and after it.
+        # The engine generates the same tokens during the fault and after it.
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected
         stack.close()
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected
@@ -167,7 +167,7 @@ def test_all_nodes_restart(model: Any) -> None:
 
 
 def test_only_sent_queries_are_counted(cluster: Cluster, model: Any) -> None:
-    """Otherwise the planner would take a dead node for a fast one."""
+    """Queries that were never sent to a dead node do not count: they would make the node look fast to the planner."""
     rows = [prompt(6 * SEGMENT + 3, 2200)]
     put(cluster, model, rows)
     expected, _ = generate(model.generate, rows)

@@ -1,8 +1,8 @@
-"""The property tests of this package under atheris, for as long as one likes: `python -m tests.fuzz.atheris_run`.
+"""The property tests of this package under atheris, without a limit of time: `python -m tests.fuzz.atheris_run`.
 
-Each test that hypothesis drives is a target: atheris feeds its `fuzz_one_input`, guided by which lines of tokenlake
-an input reaches. One process per target, since libFuzzer ends the process; exit 1 when one found something, and the
-input that did lies in the directory of `--artifacts`. Needs the extra `fuzz`.
+Each test that hypothesis drives is a target: atheris feeds its `fuzz_one_input`, guided by the lines of tokenlake that
+an input reaches. One process per target, since libFuzzer ends the process. Exit status 1 when a target failed; the
+input that made it fail lies in the directory of `--artifacts`. Needs the extra `fuzz`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODULES = ("tests.fuzz.test_core", "tests.fuzz.test_decoders", "tests.fuzz.test_
 PACKAGES = ["tokenlake", "tokenlake_client", "tokenlake_server"]
 EXECUTED = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 GRACE_S = 120
-"""For the imports, which are instrumented, and the last input."""
+"""The time for the imports, which are instrumented, and for the last input."""
 
 
 def targets() -> list[str]:
@@ -34,7 +34,7 @@ def targets() -> list[str]:
 
 
 def fuzz(target: str, arguments: list[str]) -> None:
-    """In a process of its own; does not return."""
+    """Run one target in this process, and end the process."""
     import atheris
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What somebody might send who means no good: messages of every type with fields at their bounds, and damaged bytes.
+"""Input from a hostile sender: messages of every type with fields at their bounds, and damaged bytes.
 
 A `hostile` message decodes; a `broken` body mostly does not.
 """
@@ -23,7 +23,7 @@ NODES = ("n0", "n1", "n2", "nobody", "")
 TENANTS = ("red", "blue", "", "n0")
 KEYS = [bytes([number]) * KEY_BYTES for number in range(12)]
 FIRST_ID = (1 << 31) + 1
-"""Of a node in its life 1: numbers from here on may name something that is there."""
+"""The first id that a node of incarnation 1 gives: ids from here on may name an existing lease, write or call."""
 BOUNDS = sorted(
     {sign * ((1 << bits) + off) for bits in (0, 7, 8, 15, 16, 31, 32) for off in (-1, 0, 1) for sign in (1, -1)}
     | {-(1 << 63), (1 << 63) - 1, 1 << 63, (1 << 64) - 1}
@@ -59,11 +59,11 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "checksums": st.one_of(st.sampled_from([bytes(8 * n) for n in range(5)]), st.binary(max_size=70)),
     "slots": st.one_of(st.sampled_from([bytes(16 * n) for n in range(5)]), st.binary(max_size=70)),
 }
-"""By name: what may mean something to a node, or nearly."""
+"""By field name: values that are valid for a node, or nearly so."""
 
 
 def _within(of: types.Type) -> st.SearchStrategy[Any]:
-    """Values that the declared type takes, mostly the extreme ones."""
+    """Values of the declared type, mostly the extreme ones."""
     match of:
         case types.BoolType():
             return st.booleans()
@@ -99,7 +99,7 @@ def _within(of: types.Type) -> st.SearchStrategy[Any]:
 
 
 def _are_indices(field: types.Field) -> bool:
-    """Nodes by their number, where others have names."""
+    """Are the nodes of this field given by index, and not by name as elsewhere?"""
     of = field.type
     return field.name == "nodes" and isinstance(of, types.VarTupleType) and isinstance(of.item_type, types.IntType)
 
@@ -154,7 +154,7 @@ def broken(messages: tuple[type[msgspec.Struct], ...]) -> st.SearchStrategy[byte
 
 
 def damaged(body: bytes) -> st.SearchStrategy[bytes]:
-    """A few bytes changed, lost, doubled, or replaced by a length that promises much."""
+    """A few bytes changed, lost, doubled, or replaced by the header of a long value."""
     lengths = [b"\xc6\xff\xff\xff\xff", b"\xdd\x7f\xff\xff\xff", b"\xdf\x80\x00\x00\x00", b"\xdb\xff\xff\xff\xff"]
     change = st.tuples(
         st.integers(0, max(0, len(body) - 1)),

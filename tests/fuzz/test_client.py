@@ -1,4 +1,4 @@
-"""A client takes whatever a daemon answers: a result of the promised shape, or an error of `tokenlake.errors`."""
+"""Any reply of a daemon leads to a result of the promised shape, or to an error of `tokenlake.errors`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Answer = Callable[[Any], msgspec.Struct | None]
 
 
 class FakeDaemon:
-    """Answers as `answer` says, and properly where that says None: a welcome, a region, a beat."""
+    """Sends the replies of `answer`. Where `answer` returns None, it sends a valid welcome, region or heartbeat
+    reply."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path = path
@@ -202,13 +203,14 @@ HERE = SlotRef(0, 0, 0).pack()
         "more prepared than asked for",
         "no slot to write",
         "a slot to write beyond the region",
-        "nothing said of what was committed",
+        "a commit without codes",
     ],
 )
 def test_an_answer_that_does_not_add_up_is_refused(
     daemon: FakeDaemon, access: Callable[[Pool], None], answers: list[msgspec.Struct]
 ) -> None:
-    """Found by `test_any_answer_is_a_result_or_an_error`: an IndexError, a ValueError, or 20 GiB for the hits."""
+    """Such replies once led to an IndexError, a ValueError, or 20 GiB for the hits (found by
+    `test_any_answer_is_a_result_or_an_error`)."""
     asked: dict[Any, Any] = {
         engine.Matched: engine.Attach if access is attach else engine.Match,
         engine.Fetched: engine.Fetch,

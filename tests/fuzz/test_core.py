@@ -1,5 +1,5 @@
-"""NodeCore takes every message that decodes, however senseless: it refuses with ValueError or goes on, whole, and
-keeps its bounds."""
+"""NodeCore takes every message that decodes, however senseless. It refuses the whole message with ValueError or handles
+it, and keeps its bounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEMORY = 16 << 10
 
 
 class Node:
-    """A core and a driver of it that does what it is told, badly but within its contract."""
+    """A core and its driver, which carries out instructions, but fails or delays them as its contract allows."""
 
     def __init__(self) -> None:
         config = CoreConfig(
@@ -55,12 +55,12 @@ class Node:
         self.sessions: list[int] = []
         self.joined: set[int] = set()
         self.calls: list[tuple[str, Any]] = []
-        """(peer, what it was asked) that was not answered."""
+        """(peer, request to it) without an answer so far."""
         self.watched = False
         """Is the state compared before and after each event that is refused?"""
 
     def feed(self, event: events.Event) -> list[Instruction]:
-        """One event; ValueError is the documented refusal, after which the core is as before."""
+        """Deliver one event. ValueError is the documented refusal, after which the core is as before."""
         before = snapshot(self.core) if self.watched else []
         try:
             out = self.core.handle(event, self.now)
@@ -128,16 +128,16 @@ class Node:
                 self.feed(events.Requested(connection, engine.Fetch(4, lease, 0, fetched, 0.0)))
 
     def report(self, node: str, keys: bytes, lease: int) -> None:
-        """A peer, and an engine about a lease, say that copies here are wrong."""
+        """A peer reports wrong copies of these keys, and an engine those of a lease."""
         self.said(node, peer.Corrupt("red", keys))
         self.request(1, engine.Corrupt((1 << 31) + lease, lease % 3))
 
     def ask(self, connection: int, tenant: str, message: engine.Explain) -> None:
-        """Anybody of a tenant asks about a request, joined or not."""
+        """A process of the tenant, joined or not, asks about a request."""
         self.feed(events.ExplainRequested(connection, tenant, message))
 
     def answer(self, codes: list[Code], nodes: tuple[str, ...], lease: int) -> None:
-        """A peer answers something it was asked, in form."""
+        """A peer answers the oldest open request with a reply of the right form."""
         if not self.calls:
             return
         node, asked = self.calls.pop(0)
@@ -146,12 +146,12 @@ class Node:
         known = bytes(allowed[at % len(allowed)] for at in range(count))
 
         def named(code: Code) -> tuple[str, ...]:
-            # One for each, of members mostly.
+            # One node name per such code, mostly of members.
             return tuple((nodes or ("n1",))[at % len(nodes or ("n1",))] for at in range(known.count(code)))
 
         match asked:
             case peer.Lookup():
-                # Sometimes beyond what was asked.
+                # The depth is sometimes beyond the segments that were asked for.
                 deepest = lease % (count + 2)
                 last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, unshared=lease % 2, remembered=lease % 5)
                 vacancy = (0.5, 1.0, 0.5)
@@ -178,7 +178,7 @@ class Node:
         self.feed(events.PeerDown(node, incarnation))
 
     def fetched(self, codes: list[Code]) -> None:
-        """The receiver returns: it knows no other codes than these."""
+        """The receiver ends the oldest fetch with these codes, the only ones that it knows."""
         if self.fetches:
             fetch = self.fetches.pop(0)
             count = len(fetch.keys) // KEY_BYTES
@@ -186,7 +186,7 @@ class Node:
             self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * fetch.shards * count)))
 
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
-        """`bulk_sender.py` checks that keys add up; a stream asks again when it was served."""
+        """Node n1 pulls keys, as `bulk_sender.py` lets it: whole keys, and one request at a time on a stream."""
         if stream not in self.sending and not len(keys) % KEY_BYTES:
             self.feed(events.PullRequested(stream, "n1", tenant, keys))
 
@@ -195,7 +195,7 @@ class Node:
             self.feed(events.SendDone(self.sending.pop(0)))
 
     def checked(self, right: bool) -> None:
-        """The thread that checks a copy returns."""
+        """The thread that checks copies ends the oldest check."""
         if self.checks:
             self.feed(events.SlotChecked(self.checks.pop(0), right))
 
@@ -225,7 +225,8 @@ class Node:
         assert census["sessions"] <= 2
 
     def settle(self) -> None:
-        """All that somebody waits for happens; then nothing is left that somebody said."""
+        """End all engines and peers, complete all instructions, and let all deadlines pass: the core must have no state
+        of them left."""
         for connection in CONNECTIONS:
             self.gone(connection)
         for node in sorted(self.up):
@@ -253,12 +254,12 @@ ANSWERS: dict[type, tuple[Code, ...]] = {
     peer.Lookup: (Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN),
     peer.Ready: (Code.COMMITTED, Code.EXISTS),
 }
-"""Codes that have a meaning in what answers these."""
+"""The codes that are valid in the reply to each request."""
 Step = Callable[[Node], None]
 
 
 def step(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]:
-    """Call the method `name` with what is drawn."""
+    """A call of the method `name` with drawn arguments."""
     return st.tuples(*arguments).map(lambda drawn: lambda node: getattr(node, name)(*drawn))
 
 
@@ -308,7 +309,7 @@ steps = st.one_of(
 
 
 def begun() -> Node:
-    """Connected with both peers, one engine there."""
+    """A node with a connection to both peers, and one engine."""
     node = Node()
     for name in PEERS:
         node.connect(name, 1)
@@ -328,7 +329,8 @@ def test_senseless_messages_break_nothing(story: list[Step]) -> None:
 
 
 def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
-    """Found by `test_senseless_messages_break_nothing`: what is told in slices was remembered for good."""
+    """Found by `test_senseless_messages_break_nothing`: the state of advertising in slices was kept after the peer was
+    lost."""
     node = begun()
     for keys in (b"".join(KEYS[:8]), b"".join(KEYS[8:])):
         node.store(1, keys, 8, 3)

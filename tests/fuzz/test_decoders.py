@@ -1,4 +1,4 @@
-"""Every decoder takes any bytes: a message of its protocol, or `ProtocolRefused`, in bounded memory."""
+"""Each decoder takes any bytes: it returns a message of its protocol or raises `ProtocolRefused`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEAK_BYTES = 64 << 10
 
 
 def decoders() -> dict[str, msgspec.msgpack.Decoder[Any]]:
-    """All of the wire, by module and name."""
+    """All decoders of `tokenlake.wire`, by module and name."""
     modules = [
         importlib.import_module(f"tokenlake.wire.{each.name}") for each in pkgutil.iter_modules(tokenlake.wire.__path__)
     ]
@@ -70,7 +70,7 @@ def test_a_broken_body_is_refused_or_a_message(decoder: msgspec.msgpack.Decoder[
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_a_hostile_message_is_within_the_protocol(decoder: msgspec.msgpack.Decoder[Any], data: st.DataObject) -> None:
-    """What the other tests hand to the rules could have come over the wire."""
+    """The messages that the other tests deliver to the rules could have come over the wire."""
     message = data.draw(st.sampled_from(kinds(decoder)).flatmap(hostile))
     assert decode(decoder, encode(message)) == message
 
@@ -114,7 +114,7 @@ def test_a_length_that_promises_much_takes_no_memory(decoder: msgspec.msgpack.De
 def test_a_stream_of_frames_holds_one_frame_at_most(
     bodies: list[bytes], sizes: list[int | None], cuts: list[int]
 ) -> None:
-    """`sizes`: what some headers say instead of the truth."""
+    """`sizes` replace the true lengths in some headers."""
     stream = b"".join(
         (len(body) if size is None else size).to_bytes(HEADER_BYTES, "little") + body
         for body, size in itertools.zip_longest(bodies, sizes[: len(bodies)])
@@ -128,7 +128,7 @@ def test_a_stream_of_frames_holds_one_frame_at_most(
                 read += HEADER_BYTES + len(body)
             assert len(frames.rest()) < HEADER_BYTES + MAX_FRAME
     except ProtocolRefused:
-        # Refused on sight of the header: nothing of the frame itself was waited for.
+        # The header alone led to the refusal: the decoder waited for no byte of the frame.
         assert int.from_bytes(stream[read : read + HEADER_BYTES], "little") > MAX_FRAME
     else:
         assert read + len(frames.rest()) == len(stream)
@@ -182,7 +182,7 @@ def test_nobody_without_the_secret_is_believed_when_he_is_dialled(challenge: pee
 def test_a_proof_fits_what_was_said_and_nothing_else(
     hello: peer.PeerHello, changes: list[str], data: st.DataObject
 ) -> None:
-    """A member says senseless things, proves them, and somebody changes them on the way."""
+    """A member of the cluster proves a senseless ring, and another process changes the message on the way."""
     secret = b"s" * 32
     try:
         acceptor = Acceptor(identity("n0", secret), hello, bytes(32))
@@ -207,7 +207,7 @@ def test_a_proof_fits_what_was_said_and_nothing_else(
 
 
 def test_requests_without_an_id_are_those_that_are_not_answered() -> None:
-    """The daemon counts a request with an id as unanswered until it is: each needs an answer."""
+    """The daemon counts each request with an id as unanswered, so that each of them must have an answer."""
     without = {kind for kind in kinds(engine.request_decoder) if "id" not in kind.__struct_fields__}
     assert engine.Release in without
     assert engine.Abort in without

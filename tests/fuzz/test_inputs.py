@@ -1,6 +1,9 @@
-"""What a node reads beside its wire: configuration from every source, layouts, event logs, frames on blocking sockets.
+"""Inputs of a node other than messages: configuration from every source, layouts, event logs, frames on blocking
+sockets.
 
-Each is taken, or refused with the documented error; a length in it takes no memory before its bytes are there."""
+Each is taken, or refused with the documented error; no memory is allocated for a stated length before its bytes are
+there.
+"""
 
 from __future__ import annotations
 
@@ -138,14 +141,14 @@ def test_an_engines_settings_are_taken_or_refused_by_name(extra: dict[str, Any],
 @pytest.mark.parametrize("field", ["match_ms", "write_patience_s"])
 @pytest.mark.parametrize("value", ["nan", "inf", float("nan"), float("inf")])
 def test_no_deadline_of_an_engine_is_endless(field: str, value: object) -> None:
-    """Found by the test above: the daemon cuts off who asks with such a deadline."""
+    """The daemon closes the connection of an engine that sends such a deadline (found by the test above)."""
     with pytest.raises(ConfigurationError, match=field):
         read_settings({field: value}, {})
 
 
 @pytest.mark.parametrize("field", [field for field in ENGINE_FIELDS if field != "socket"])
 def test_a_variable_that_is_no_text_is_refused_by_name(field: str) -> None:
-    """Found by the same test: a UnicodeEncodeError, at once or with the first key."""
+    """Such text would raise a UnicodeEncodeError, at once or with the first key (found by the test above)."""
     with pytest.raises(ConfigurationError, match=field):
         read_settings({}, {f"TOKENLAKE_ENGINE_{field.upper()}": "caf\udce9"})
 
@@ -219,7 +222,7 @@ def test_any_event_log_is_replayed_or_refused(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff"], ids=["2 GiB", "4 GiB"])
 def test_a_log_that_promises_much_takes_no_memory(tmp_path: Path, size: bytes) -> None:
-    """A length of 4 GiB in a damaged log was given to `read`, which takes the memory before it looks."""
+    """Reading a record by its stated length would allocate up to 4 GiB for a damaged log."""
     path = tmp_path / "log"
     path.write_bytes(recorded(path) + size + b"cut")
     tracemalloc.start()

@@ -59,8 +59,8 @@ def imports(path: Path, known: set[str]) -> set[str]:
 
 
 def graph(folders: list[Path]) -> dict[str, set[str]]:
-    """Import arrows between the modules below `folders`. A package's face, `__init__`, stands for what it gathers, and
-    is left out where the importing module is one of those."""
+    """Import arrows between the modules below `folders`. An import of a package counts as one of the modules that its
+    `__init__` gathers, and not where the importing module is one of them."""
     files = {module_name(path): path for folder in folders for path in python_files(folder)}
     arrows = {name: imports(path, set(files)) for name, path in files.items()}
     return {name: {to for to in found if not name.startswith(f"{to}.")} for name, found in arrows.items()}

@@ -25,7 +25,7 @@ PACKAGES = {
 # Clock, randomness, network, memory and processes are passed in to the rules.
 EDGE = {"asyncio", "mmap", "multiprocessing", "random", "selectors", "socket", "subprocess", "threading"}
 BENCH = {"tokenlake_bench", "tokenlake_testing"}
-"""The distribution tokenlake-bench: a node does without it."""
+"""The import packages of the distribution tokenlake-bench, which a node does not need."""
 FORBIDDEN = {
     "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_query", "time", *BENCH, *EDGE},
     "tokenlake_server": {"tokenlake_client", "tokenlake_query", *BENCH},
@@ -34,7 +34,7 @@ FORBIDDEN = {
     "tokenlake_testing": {"tokenlake_server", "tokenlake_query", "tokenlake_bench"},
     "tokenlake_bench": set[str](),
 }
-# What importing the rules or the client may not load.
+# Importing the rules or the client must not load any of these modules.
 HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_query", *sorted(BENCH))
 
 
@@ -71,7 +71,7 @@ def test_a_circle_is_seen() -> None:
 
 
 def test_the_product_s_tests_import_no_benchmark() -> None:
-    """Those in tests/bench are the benchmarks' own."""
+    """Only the benchmarks' own tests, in tests/bench, import benchmarks."""
     modules = [path for path in (ROOT / "tests").rglob("*.py") if path.parent != ROOT / "tests" / "bench"]
     naming = [path for path in modules if "tokenlake_bench" in path.read_text()]
     assert [str(path) for path in naming if "tokenlake_bench" in set(imports(path.read_text()))] == []
@@ -84,7 +84,7 @@ def test_an_import_inside_a_function_is_seen() -> None:
 
 @pytest.mark.parametrize("package", ["tokenlake", "tokenlake_client"])
 def test_importing_every_light_module_loads_nothing_heavy(package: str) -> None:
-    """In a process of its own. An engine's adapter needs its engine, so `engines` is left out."""
+    """Each package is imported in a new process. An engine's adapter needs its engine, so `engines` is left out."""
     names = [_dotted(package, path) for path in sorted(PACKAGES[package].rglob("*.py"))]
     light = [name for name in names if ".engines." not in name]
     program = (

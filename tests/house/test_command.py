@@ -1,4 +1,5 @@
-"""The dispatcher: it lists, finds and hands over, and says what to install."""
+"""The dispatcher of commands: it lists and finds them, passes their arguments on, and names the package that a missing
+one needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The built wheels, installed far from the checkout: TokenLake's with its base dependencies only, as in an engine's
-environment, and both together, as where benchmarks run."""
+"""The built wheels, installed outside the checkout: TokenLake's with its base dependencies only, as in an engine's
+environment, and both together, as for benchmarks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def test_the_command_knows_the_names_of_the_benchmarks() -> None:
 
 
 def test_the_licences_are_the_same() -> None:
-    """A source distribution takes no file from outside its directory."""
+    """Each distribution has its own copy of the licence, because a source distribution takes no file from outside its
+    directory."""
     assert (ROOT / "bench" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # Nothing of the checkout may help: neither its path nor its environment's.
+    # The wheels must run without the checkout's path and without variables of its environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
@@ -56,14 +57,14 @@ def succeed(*command: str | Path, cwd: Path) -> str:
 
 
 def build(directory: Path, out: Path) -> Path:
-    """The wheel, made from the source distribution: what that lacks, this lacks."""
+    """Build a wheel from the source distribution: a file that is missing there is missing in the wheel."""
     succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, directory, cwd=out)
     (built,) = out.glob("*.whl")
     return built
 
 
 def install(home: Path, *wheels: Path) -> Path:
-    """The bin directory of a new environment."""
+    """Install wheels into a new environment. Returns its directory of commands."""
     venv.create(home, with_pip=True)
     constraints = ROOT / "constraints.txt"
     succeed(home / "bin/python", "-m", "pip", "install", "--constraint", constraints, *wheels, cwd=home)
@@ -87,13 +88,13 @@ def bench_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that holds TokenLake's wheel and its base dependencies."""
+    """The directory of commands of an environment with TokenLake's wheel and its base dependencies."""
     return install(tmp_path_factory.mktemp("environment"), wheel)
 
 
 @pytest.fixture(scope="module")
 def bench_binaries(wheel: Path, bench_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that holds both."""
+    """The directory of commands of an environment with both wheels."""
     return install(tmp_path_factory.mktemp("bench-environment"), wheel, bench_wheel)
 
 
@@ -145,7 +146,7 @@ class TestWheels:
             assert f"Usage: tokenlake {name}" in succeed(bench_binaries / "tokenlake", name, "--help", cwd=tmp_path)
 
     def test_a_benchmark_runs_from_the_wheels(self, bench_binaries: Path, tmp_path: Path) -> None:
-        """Against daemons of the other wheel."""
+        """The benchmark runs against daemons of TokenLake's wheel."""
         line = ["bench", "cache-hit", "--nodes", "2", "--limit", "20", "--json", "result.json"]
         succeed(bench_binaries / "tokenlake", *line, cwd=tmp_path)
         assert '"wrong_bytes":0' in (tmp_path / "result.json").read_text().replace(" ", "")

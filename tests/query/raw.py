@@ -1,4 +1,4 @@
-"""Connections to a query engine that send what no client sends."""
+"""Connections to a query engine that can send messages which no client sends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Raw:
 
 @contextlib.contextmanager
 def raw_engine(pool: Pool) -> Iterator[Raw]:
-    """A connection as that of the engine of `pool`."""
+    """A connection that the query engine takes for one of `pool`'s engine."""
     link = pool.link
     pending = link.channel.begin(engine.OpenQuery)
     link.expect(link.channel.wait(pending, LIMIT_S), engine.QueryOpened)
@@ -75,7 +75,7 @@ def raw_engine(pool: Pool) -> Iterator[Raw]:
 
 @contextlib.contextmanager
 def raw_peer(cluster: Cluster, node: int, asker: int) -> Iterator[Raw]:
-    """A connection as that of the query engine of the member `asker`."""
+    """A connection that the query engine takes for one of the query engine of the node `asker`."""
     answerer = cluster.nodes[node]
     with server.Raw(server.peer_address(answerer)) as raw:
         welcome = server.introduce(raw, server.identity_of(cluster.nodes[asker]), answerer.name, "query")

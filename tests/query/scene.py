@@ -43,9 +43,9 @@ __all__ = [
 HEADS = 4
 SCALE = 0.2
 DEADLINE_S = 10.0
-"""Of queries in tests that are not about deadlines."""
+"""The deadline of queries in tests that are not about deadlines."""
 START_S = 60.0
-"""Until a query engine serves: its process imports torch, which takes long on a busy machine."""
+"""The deadline for the start of a query engine: its process imports torch, which takes long on a busy machine."""
 
 
 def layout_of(dtype: str) -> Layout:

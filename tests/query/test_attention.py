@@ -73,7 +73,7 @@ def test_a_batch_with_a_shared_prefix(cluster: Cluster) -> None:
         views = [open_view(pool, text) for text in texts]
         parts = [(view, text, tokens) for view, text, tokens in zip(views, texts, (1, 7, 2, 33), strict=True)]
         check(pool, parts)
-        # The same view twice in one step, as two requests with one prompt have it.
+        # One step has the same view twice, as two requests with the same prompt do.
         check(pool, [parts[1], parts[1], parts[3]])
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROWTH = 8 << 20
-"""For an allocator that settles; 1,000 leaked views would take much more."""
+"""Growth that the allocator needs until it settles; 1,000 leaked views would take much more."""
 
 
 def test_a_thousand_views() -> None:
@@ -38,13 +38,13 @@ def test_a_thousand_views() -> None:
             before, after, strict=True
         ):
             assert memory_now - memory < GROWTH
-            assert descriptors_now <= descriptors + 4, "a connection with each other node"
-            # Thread pools start their threads when they need them.
+            assert descriptors_now <= descriptors + 4, "no more than a new connection with each other node"
+            # Threads of a thread pool start when they are first needed.
             assert threads_now <= threads + 16
 
 
 def test_closed_engines_leave_no_leases_or_descriptors() -> None:
-    """Their views, buffers and leases end at this node and at the other nodes."""
+    """The views, buffers and leases of a closed engine end at this node and at the other nodes."""
     with serving(3, memory="2MiB") as cluster:
         text = Text(70, 12)
         spread(cluster, [text])
@@ -61,14 +61,14 @@ def test_closed_engines_leave_no_leases_or_descriptors() -> None:
             come_and_go()
 
         def closed() -> bool:
-            # A connection with each other node may have been needed since; a leak has thirty times as many.
+            # One connection with each other node may have been opened since; a leak would leave thirty times as many.
             return all(descriptors_of(pid) <= most + 4 for pid, most in zip(processes, before, strict=True))
 
         wait_until(closed, "their connections and buffers are closed")
         fillers = itertools.count(1000)
 
         def evicted() -> bool:
-            # More segments than fit: a match makes the segments it finds the most recently used.
+            # The prompts have more segments than fit. A match makes the segments that it finds the most recently used.
             for _ in range(48):
                 Text(next(fillers), 12).store(pool)
             with pool.match(pool.prefix(text.tokens).keys, deadline_s=10.0) as lease:

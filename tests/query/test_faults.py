@@ -35,7 +35,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.live
 
 LATE_S = 2.0
-"""On a busy machine a process may be this late; a hang is longer."""
+"""A process may be this late on a busy machine; a process that hangs is later."""
 STEP_S = 4.0
 """Deadline of a query in these tests: long enough for the first query of a process on a busy machine."""
 
@@ -93,7 +93,7 @@ def kill(pid: int) -> None:
 
 @pytest.mark.parametrize("end", [kill, freeze])
 def test_segments_are_fetched_from_a_dead_query_engine(cluster: Cluster, end: Callable[[int], None]) -> None:
-    """They are local segments of the view from then on."""
+    """The fetched segments are local segments of the view from then on."""
     text = Text(20, 16)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, step(pool, text) as asking:
@@ -139,7 +139,7 @@ def test_a_lost_daemon_makes_no_answer_wrong(cluster: Cluster, end: str) -> None
         query_engine = engine_of(node)
         getattr(node, end)()
         if end == "freeze":
-            # Its query engine still answers from its leased segments.
+            # The query engine of this node still answers from its leased segments.
             assert asking.ask()
             kill(query_engine)
         # Segments that only this node had are lost, unless they were fetched before.

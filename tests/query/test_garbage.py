@@ -101,7 +101,7 @@ def test_unclaimed_descriptors(cluster: Cluster) -> None:
 
 
 def test_a_peer_that_reads_no_results(cluster: Cluster) -> None:
-    """It sends many requests and reads nothing; other connections are served meanwhile."""
+    """The peer sends many requests and reads no result; other connections are served meanwhile."""
     text = Text(51, 2)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, raw_peer(cluster, 0, asker=1) as raw:

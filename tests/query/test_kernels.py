@@ -96,7 +96,7 @@ class Cached:
         assert found.out.shape == (len(queries), kernel.shape.q_heads, self.layout.value_dim)
         tolerance = TOLERANCE[self.layout.dtype]
         np.testing.assert_allclose(found.out.swapaxes(0, 1), expected.out, rtol=0, atol=tolerance)
-        # Without queries there is no greatest sum.
+        # Without queries both arrays are empty, which `assert_allclose` accepts.
         np.testing.assert_allclose(found.lse.swapaxes(0, 1), expected.lse, rtol=tolerance, atol=tolerance)
         assert [slot.tobytes() for slot in self.slots] == before
 
@@ -134,7 +134,7 @@ def test_many_queries_over_gathered_segments(
     layout, heads = ARRANGEMENTS[arrangement]
     kernel = torch_cpu.TorchKernel(layout, AttentionShape.of(layout, heads))
     cached = Cached(layout, PLACES[places])
-    # Fewer queries in between: the rest of the buffer must not be read.
+    # Smaller numbers of queries come between large ones: the rest of the scratch buffer must not be read.
     for count in (600, 515, 2, 600):
         cached.check(kernel, draw_queries(layout, count, heads))
 
@@ -142,7 +142,7 @@ def test_many_queries_over_gathered_segments(
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("parts", [1, 3 * 4 * 8 * 4 * 16 * 4])
 def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch, places: str, parts: int) -> None:
-    """A segment per call, and three."""
+    """With these values of `PARTS_BYTES` the kernel takes one segment at a time, or three."""
     monkeypatch.setattr(torch_cpu, "PARTS_BYTES", parts)
     kernel = torch_cpu.TorchKernel(GROUPED, AttentionShape.of(GROUPED, 32))
     Cached(GROUPED, PLACES[places]).check(kernel, draw_queries(GROUPED, 4, 32))

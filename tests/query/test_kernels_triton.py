@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32", "float16"]
 
 if triton is not None and DEVICE == "cpu":
-    # Read when triton is imported.
+    # triton reads this variable when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -63,7 +63,8 @@ def test_every_arrangement_of_heads(arrangement: str, dtype: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("processors", [1, 2, 100])
 def test_any_number_of_splits_and_of_rows(processors: int) -> None:
-    """All segments in one program; some in each, fewer in the last; one in each. Rows: one block, and a part of two."""
+    """By `processors`, one program takes all segments, or each takes some and the last one fewer, or each takes one.
+    The rows fill one block, and a part of a second one."""
     layout = msgspec.structs.replace(GROUPED, kv_heads=1)
     for count in (1, 40):
         Cached(layout, PLACES["scattered"]).check(kernel_of(layout, 2, processors), draw_queries(layout, count, 2))

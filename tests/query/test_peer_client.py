@@ -137,7 +137,7 @@ def test_a_wrong_result_ends_the_connection(scene: Scene, change: int, codes: by
     assert not scene.client.open
     later = Recorder()
     scene.client.ask(later, 0, SHAPE, "float32", [(1, 1)], [draw_queries(0, 1).reshape(-1).view(np.uint8).data])
-    assert later.lacking == [0], "at once"
+    assert later.lacking == [0], "the closed client answers at once"
 
 
 def test_connection_ends_within_a_result(scene: Scene) -> None:
@@ -153,7 +153,7 @@ def test_an_overdue_peer_is_unusable_until_it_sends(scene: Scene) -> None:
         return scene.client.usable
 
     scene.client.deadline_missed()
-    assert usable(), "it owed nothing"
+    assert usable(), "the peer owed no answer"
     _, number = scene.ask()
     scene.client.deadline_missed()
     assert not usable()

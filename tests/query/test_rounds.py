@@ -177,7 +177,7 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
 
 
 def test_a_finished_round_keeps_no_segments(threads: Threads) -> None:
-    """The timer refers to the round until its deadline."""
+    """The round keeps no segments leased, though its timer refers to it until the deadline."""
     scene = Scene(threads, deadline_s=1000.0)
     scene.round.put(0, None, drawn(1))
     threads.compute.start()
@@ -190,7 +190,7 @@ def test_a_finished_round_keeps_no_segments(threads: Threads) -> None:
 
 
 def test_the_number_of_kept_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel has threads and a scratch buffer."""
+    """Kernels are kept for later batches; each has threads and a scratch buffer."""
     made: list[weakref.ref[Kernel]] = []
 
     def counted(layout: Layout, shape: AttentionShape) -> Kernel:

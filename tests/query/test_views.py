@@ -1,4 +1,4 @@
-"""A share whose peer stops answering is fetched, once."""
+"""The part of a view at a peer that stops answering is fetched, once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_share_is_fetched_once_and_becomes_local(pool: Pool, there: tuple[Peer
     segments, shares = view.placement
     assert [slot.tobytes() for slot in segments.slots] == [TEXT.content(index).tobytes() for index in range(6)]
     assert not shares
-    assert raw.receive() == wire.CloseView((VIEW_THERE,)), "the peer need not keep them leased"
+    assert raw.receive() == wire.CloseView((VIEW_THERE,)), "the peer's lease is released"
     assert not view.lost
 
 

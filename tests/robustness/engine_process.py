@@ -30,7 +30,7 @@ class Engine:
         return {"codes": list(store(self.pool, Prompt(seed, segments)))}
 
     def match(self, seed: int, segments: int) -> dict[str, Any]:
-        """Lease, fetch and keep looking."""
+        """Lease and fetch the segments of a prompt, and keep the arrays."""
         self.looked_at = Prompt(seed, segments)
         keys = self.pool.prefix(self.looked_at.tokens).keys
         self.lease = self.pool.match(keys, deadline_s=PATIENT_S)
@@ -94,14 +94,14 @@ class Engine:
         return {"child": child}
 
     def fork_and_read(self) -> dict[str, Any]:
-        """The signal that ends a forked child when it reads its parent's arrays; 0 for none."""
+        """Fork a child that reads its parent's arrays. Returns the signal that ends the child; 0 for none."""
         child = os.fork()
         if not child:
             os._exit(int(self.arrays[0][0]) * 0)
         return {"signal": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1}
 
     def limit(self, nbytes: int | None) -> dict[str, Any]:
-        """Let the process map so much more memory; None: as much as there is."""
+        """Let the process map so many bytes more than now; None: without a limit."""
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = resource.RLIM_INFINITY if nbytes is None else used + nbytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))

@@ -1,4 +1,5 @@
-"""`tokenlake serve` with one more flag, `--failpoint EDGE[:N]`: the daemon ends there, for the N-th time."""
+"""`tokenlake serve` with one more flag, `--failpoint EDGE[:N]`: the daemon kills itself when it reaches the edge for
+the N-th time."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ EDGES = (
     Edge("evict.asked", Moment.ASKED, peer.Evicted, "the directory node: a owner says what is gone"),
     Edge("evict.known", Moment.DECIDED, peer.Evicted, "the directory node: the directory names it no more"),
 )
-"""All of them, in the order in which a segment meets them."""
+"""All edges, in the order in which a segment meets them."""
 
 _BY_NAME = {edge.name: edge for edge in EDGES}
 
@@ -115,7 +115,7 @@ def parse(text: str) -> Failpoint:
 
 
 def arm(driver: Driver, failpoint: Failpoint) -> None:
-    """Kill the daemon at the failpoint, without closing, flushing or sending anything."""
+    """Make the daemon kill itself at the failpoint, without closing, flushing or sending anything."""
     edge = failpoint.edge
     left = failpoint.time
 

@@ -99,7 +99,7 @@ class FakePeer:
         try:
             while True:
                 sock.sendall(POISON)
-                # Slow enough that a segment takes longer than the fetch waits.
+                # This is so slow that a segment takes longer than the fetch waits.
                 time.sleep(0.02)
         except OSError:
             self.cut += 1

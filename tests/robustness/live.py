@@ -1,4 +1,4 @@
-"""What the tests with real daemons share: bytes that can be checked, clusters, engines in processes of their own."""
+"""Shared by the tests with real daemons: bytes that can be checked, clusters, engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ LAYOUT = Layout(
 )
 """Two shards; a segment takes 16 KiB."""
 LIMIT_S = 30.0
-"""Against hanging; no test depends on how long anything takes below that."""
+"""A limit for calls that hang. No test depends on a shorter time."""
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
 PATIENT = Deadlines(call_s=PATIENT_S)
-"""For pools of tests: on a busy machine a daemon may not run for a quarter of a second."""
+"""Deadlines of pools in tests: on a busy machine a daemon may not run for a quarter of a second."""
 PATIENT_ENGINE = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S)
-"""For engines of tests, which match with the default deadline: 20 ms without an answer must not cause a miss."""
+"""Deadlines of engines in tests, which match with the default deadline: 20 ms without an answer must not cause a
+miss."""
 
 
 class Prompt:
-    """Seeded tokens, and what their cache must be: a function of every token up to a segment's end, computed
+    """Seeded tokens and the expected bytes of their cache: a function of every token up to a segment's end, computed
     without the pool's keys."""
 
     def __init__(self, seed: int, segments: int, shared: Prompt | None = None) -> None:
@@ -126,7 +127,7 @@ def census(node: Node) -> float:
 
 
 IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "dirty copies", "queued offers")
-"""Maps of the rules that are empty when nobody asks anything."""
+"""Maps of the rules that are empty when no request is under way."""
 
 
 def accounted(node: Node) -> bool:
@@ -143,7 +144,7 @@ def accounted(node: Node) -> bool:
 
 
 def local_keys(pool: Pool, prompts: Sequence[Prompt]) -> set[bytes]:
-    """The segments of the prompts that the pool's own node holds, whatever its copy is for."""
+    """The segments of the prompts that the pool's own node holds, with copies of any kind."""
     return _keys(pool, prompts, lambda lease: lease.codes[0] == Code.LOCAL)
 
 
@@ -179,8 +180,8 @@ def wait_pushed(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **settings: str) -> Iterator[Cluster]:
-    """A cluster whose matches are patient, so that a busy machine causes no miss, and of which is known what goes for
-    what is stored: what was used least recently."""
+    """A cluster with patient matches, so that a busy machine causes no miss, and with LRU eviction, so that a test
+    knows the next victim."""
     settings.setdefault("match_deadline_ms", "2000")
     settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:

@@ -49,7 +49,7 @@ def test_an_engine_that_slept_past_its_deadlines() -> None:
         wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 5, "what it reserved is in quarantine")
         with cluster.connect(0, LAYOUT) as other:
             assert outcomes(match(other, Prompt(2, 5)).codes) == {Code.MISSING}
-            assert outcomes(store(other, Prompt(2, 5))) == {Code.COMMITTED}, "somebody else may write them now"
+            assert outcomes(store(other, Prompt(2, 5))) == {Code.COMMITTED}, "another engine can store these segments"
             kept = refill(other, 7)
             leases = [match(other, prompt) for prompt in kept]
             views = [lease.fetch() for lease in leases]
@@ -57,7 +57,7 @@ def test_an_engine_that_slept_past_its_deadlines() -> None:
             sleeper.ask("fill")
             assert [prompt.wrong(view) for prompt, view in zip(kept, views, strict=True)] == [0] * 4
             assert sleeper.ask("commit")["codes"] == [Code.EXPIRED] * 5
-            assert sleeper.ask("compare") == {"hits": 6, "wrong": 0}, "what it leased before it slept"
+            assert sleeper.ask("compare") == {"hits": 6, "wrong": 0}, "its leased segments are unchanged"
             assert sleeper.ask("state")["connected"]
             wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 0, "given back by the late commit")
             assert [prompt.wrong(view) for prompt, view in zip(kept, views, strict=True)] == [0] * 4
@@ -92,7 +92,7 @@ def test_slots_of_a_killed_engine_come_back() -> None:
             engine.ask("match", seed=4, segments=20)
             engine.ask("prepare", seed=5, segments=10)
             refill(other, 11)
-            assert read(other, Prompt(4, 20)) == 20, "leased while it lives"
+            assert read(other, Prompt(4, 20)) == 20, "the leases of a running engine hold"
             engine.kill()
             wait_until(lambda: total(node, "tokenlake_processes") == 1, "its death is seen")
         assert total(node, "tokenlake_quarantined_slots") == 0
@@ -114,7 +114,8 @@ def test_frozen_and_killed_engine_frees_its_quarantine() -> None:
 
 
 def test_a_rank_that_never_commits_its_shard() -> None:
-    """The other rank's shard is in: that rank holds nothing any more, and the slot comes back with the first's end."""
+    """The other rank has committed its shard and holds the slots no longer: they are free when the first rank has
+    ended."""
     with daemons(**SHORT) as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         prompt = Prompt(13, 3)
@@ -175,7 +176,8 @@ def test_every_refusal_names_its_reason(tmp_path: Path) -> None:
 
 
 def test_bytes_that_come_late_reach_no_new_owner() -> None:
-    """A peer trickles poison; the receiver gives up; the slots get new owners while the peer goes on sending."""
+    """A peer sends wrong bytes slowly and the receiver gives up: the slots get new owners while the peer still
+    sends."""
     with FakePeer("node1") as peer, daemons(1, "1MiB", "1MiB", peers=f"node1=127.0.0.1:{peer.port}") as cluster:
         node = cluster.nodes[0]
         with cluster.connect(0, LAYOUT) as pool:
@@ -185,9 +187,11 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
             wait_until(lambda: match(pool, prompt).hits == 5, "the peer's segments are found")
             for attempt in range(5):
                 with match(pool, prompt) as lease:
-                    # Long enough for the handshake and the Pull on a busy machine, too short for a segment.
+                    # The deadline is long enough for the handshake and the Pull on a busy machine, and too short for a
+                    # segment.
                     assert lease.fetch(deadline_s=0.5) == []
-                # The fetch ended for the engine; its slots are free only when the receiver has returned.
+                # For the engine the fetch has ended. The daemon frees its slots only when the receiving thread has
+                # returned.
                 kept = [Prompt(300 + attempt * 10 + number, 14) for number in range(4)]
                 for other in kept:
                     store(pool, other)

@@ -1,4 +1,4 @@
-"""A daemon ends at each named edge, starts again, and everything adds up."""
+"""A daemon kills itself at each named edge and starts again: afterwards all bytes are right and all slots add up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.live
 FAILPOINT_DAEMON = "tests.robustness.failpoint_daemon"
 SEGMENTS = 4
 MEMORY = "1MiB"
-"""63 slots per node: a few dozen prompts, and something must go."""
+"""63 slots per node: a few dozen prompts fill them, so that segments are evicted."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ class Work:
                 self.read(pool, prompt)
 
     def read(self, pool: Pool, prompt: Prompt) -> None:
-        """Whatever is found must be right."""
+        """Compare the segments that a prompt's match finds."""
         with pool.match(pool.prefix(prompt.tokens).keys, deadline_s=PATIENT_S) as lease:
             wrong = prompt.wrong(lease.fetch())
         if wrong:
@@ -78,7 +78,7 @@ class Work:
 
     @contextlib.contextmanager
     def _allowed(self, pool: Pool) -> Iterator[None]:
-        """The engine of the daemon that ends is told so; the other's calls succeed or miss."""
+        """Calls of the engine whose daemon ends may raise `Unreachable`; those of the other engine may only miss."""
         try:
             yield
         except Unreachable as error:
@@ -86,7 +86,7 @@ class Work:
                 self.failures.append(repr(error))
 
     def run(self, node: Node) -> None:
-        """In a thread: a call that hangs is a failure as well."""
+        """Make rounds in a thread until the node ends. A call that hangs is a failure as well."""
 
         def go() -> None:
             while node.running and not self.failures:
@@ -107,7 +107,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
     with cluster.connect(0, LAYOUT) as attached, cluster.connect(1, LAYOUT) as steady:
         session = steady.session
         ending.kill()
-        # Once, twice or three times: a first crossing finds the daemon almost empty.
+        # The daemon ends at the first, second or third crossing of the edge: at the first it is almost empty.
         ending.start(FAILPOINT_DAEMON, failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
         process, lives = ending.process, {attached.incarnation}
         assert process is not None
@@ -128,7 +128,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
             for prompt in work.prompts:
                 work.read(pool, prompt)
             fresh = Prompt(seed + 500 + (pool is steady), SEGMENTS)
-            assert outcomes(store(pool, fresh)) == {Code.COMMITTED}, "it serves"
+            assert outcomes(store(pool, fresh)) == {Code.COMMITTED}, "the restarted node stores"
             assert read(pool, fresh) == SEGMENTS
         assert work.failures == []
         assert (steady.session, steady.expired, steady.timeouts) == (session, 0, 0), (
@@ -139,9 +139,9 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
 
 
 def is_back(pool: Pool, lives: set[int]) -> bool:
-    """True when its pool is connected to a daemon of another incarnation than these."""
+    """Is the pool connected to a daemon of an incarnation that is not in `lives`?"""
     with contextlib.suppress(Unreachable):
-        # Who asks nothing learns of a daemon's end with the next heartbeat.
+        # Only a call shows the end of a daemon before the next heartbeat does.
         pool.match([])
     return pool.connected and pool.incarnation not in lives
 

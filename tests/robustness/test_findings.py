@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("request_", ["match", "prepare"])
 def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: Path, request_: str) -> None:
-    """Its grants remained until the process ended."""
+    """The leases or reservations granted in such an answer are given back, and not kept until the process ends."""
     node = cluster.nodes[0]
     with (
         Proxy(node.socket, tmp_path / "proxy.sock") as proxy,
@@ -44,7 +44,7 @@ def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: P
             ask(pool.prefix(wanted.tokens).keys)
         wait_until(Asker("", pool).answered, "it is connected again")
         arrays = kept.fetch()
-        assert (len(arrays), PROMPT.wrong(arrays)) == (4, 0), "what it knows of is still leased"
+        assert (len(arrays), PROMPT.wrong(arrays)) == (4, 0), "the lease with a reply stays"
         assert node.metrics()['tokenlake_map_entries{map="leases"}'] == 1
         del arrays
         kept.release()
@@ -52,7 +52,8 @@ def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: P
 
 
 def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
-    """Its answer has arrived, but the next connection did not list it: the lease has ended."""
+    """The answer with the grant has arrived, but the engine did not name the lease when it connected again: the lease
+    has ended."""
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, PROMPT)
         previous_owner = pool.link
@@ -68,7 +69,7 @@ def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
 
 
 def test_an_answer_that_never_comes_ends_no_service() -> None:
-    """The pool waited for the answer before it sent anything else, heartbeats included."""
+    """While one reply was missing, the pool once sent no other request, heartbeats included."""
     with daemons(lease_s="0.6") as cluster, cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(DeadlinePassed):
             # The daemon answers no Abort.

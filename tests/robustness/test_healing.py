@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def pools(cluster: Cluster) -> Iterator[list[Pool]]:
-    """One at each node; none verifies."""
+    """One pool at each node. None of them verifies checksums."""
     pools = [cluster.connect(number, LAYOUT) for number in range(3)]
     yield pools
     for pool in pools:
@@ -77,11 +77,11 @@ def confirmed(cluster: Cluster) -> float:
 
 
 def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[Pool]) -> None:
-    """Of each prompt the only copy, at node 0, is wrong. Engines there do not verify."""
+    """Each prompt has one copy, at node 0, with a flipped bit. The engines there do not verify checksums."""
     prompts = kept_at(cluster, pools, [0])
     for prompt in prompts:
         assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
-        assert read(pools[1], prompt) == 0, "a miss"
+        assert read(pools[1], prompt) == 0, "the corrupt segment is a miss"
     wait_until(lambda: confirmed(cluster) == len(prompts), "each copy was checked and dropped")
     for prompt in prompts:
         assert read(pools[0], prompt) == 0, "the engine at the source misses as well"
@@ -97,7 +97,7 @@ def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[
 
 
 def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pools: list[Pool]) -> None:
-    """Of some prompts both candidates, nodes 0 and 1, have a copy; the one that is sent first is wrong."""
+    """Both candidates, nodes 0 and 1, have a copy of some prompts. The copy that is fetched first is corrupt."""
     prompts = kept_at(cluster, pools, [0, 1])
     healed = 0
     for prompt in prompts:

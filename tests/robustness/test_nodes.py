@@ -99,7 +99,7 @@ def directory_nodes(cluster: Cluster) -> float:
 
 
 def settle(cluster: Cluster) -> None:
-    """Pushes are done, and peers that are up are neither suspect nor overdue."""
+    """Wait until pushes are done, and no peer that is up is suspect or overdue."""
     cluster.wait_ready()
     wait_pushed(cluster)
 
@@ -147,13 +147,14 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     assert only_there
     cluster.nodes[2].kill()
     for pool in pools[:2]:
-        # Copies of the dead node's segments are found once their nodes and directory nodes have noticed its death.
+        # The segments with a copy at another node are found once that node and their directory nodes have noticed the
+        # death.
         wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool, PROMPTS), "what others hold is found")  # type: ignore[misc]
         assert set.union(*held) - found_keys(pool, PROMPTS) == only_there
 
 
 def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:
-    # Pings are as patient as can be, so that the only time-outs are those of matches.
+    # `suspect_ms` is at its maximum, so that matches time out and pings do not.
     with daemons(3, "24MiB", "4MiB", suspect_ms="60000", match_deadline_ms="300") as cluster:
         pools = [cluster.connect(number, LAYOUT) for number in range(3)]
         for number, prompt in enumerate(PROMPTS):
@@ -171,7 +172,7 @@ def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:
             thread.join(LIMIT_S)
         assert failures == []
         waited = total(asking, "tokenlake_peer_timeouts_total") - before
-        assert 1 <= waited <= len(threads), "only calls under way when the first gave up"
+        assert 1 <= waited <= len(threads), "calls that began before the first timeout"
         assert pools[0].timeouts == 0
         frozen.thaw()
         wait_until(lambda: all(read(pools[0], prompt) == 8 for prompt in PROMPTS), "all is found again")
@@ -196,7 +197,7 @@ def test_a_node_is_frozen_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     replay.run(PROMPTS * 2, {60: victim.freeze})
     assert replay.wrong == 0
     assert replay.failed[:2] == [0, 0]
-    # One request of its own engine may have been in the middle of a call, its heartbeat of another.
+    # The frozen node's own engine may have had a request and a heartbeat under way.
     assert 1 <= pools[2].timeouts <= 2
     wait_until(lambda: total(cluster.nodes[0], "tokenlake_suspected_peers_total") >= 1, "it is SUSPECT")
     victim.thaw()
@@ -231,14 +232,14 @@ def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Po
         assert len(arrays) == intact
         assert prompt.wrong(arrays) == 0
         del arrays
-    # Another copy is asked for in the same fetch; where it flipped as well, it is counted too.
+    # The same fetch asks for another copy. Where that has a flipped bit as well, it is counted too.
     refused = total(cluster.nodes[2], "tokenlake_corrupt_segments_total")
     assert 0 < here.count(False) <= refused <= sum(flipped)
     assert all(flipped[index] for index, local in enumerate(here) if not local)
 
 
 def test_a_large_transfer_from_a_source_that_freezes(cluster: Cluster, pools: list[Pool]) -> None:
-    """The receiver gives up, its slots get new owners, and the source goes on sending."""
+    """The receiver gives up and its slots get new owners while the source still sends."""
     source: Node = cluster.nodes[1]
     prompts = [Prompt(8000 + seed, 48) for seed in range(4)]
     for prompt in prompts:

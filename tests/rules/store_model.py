@@ -100,7 +100,7 @@ class StoreModel:
         self.replica = replica
         self.spare = list(range(regions))
         self.away: list[int] = []
-        """Reclaimed and not yet given back as spare."""
+        """Regions that were reclaimed and are not spare again yet."""
         self.regions: dict[Pool, list[int]] = {}
         self.index: dict[tuple[str, int], Copy] = {}
         self.quarantine: list[Copy] = []
@@ -222,7 +222,7 @@ class StoreModel:
                     self.order = {at: order for at, order in self.order.items() if at[0] != pool}
                 self.away.append(region)
                 return region
-            # The next search begins with the others.
+            # The next search begins with the other regions.
             self.regions[pool].append(self.regions[pool].pop(0))
         return None
 

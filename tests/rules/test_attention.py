@@ -33,13 +33,14 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Multi-head, grouped-query and multi-query; values of other dimensions than keys, or the keys' first columns."""
+    """Cases of multi-head, grouped-query and multi-query attention. The values have their own dimension, or are the
+    first columns of the keys."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     q_len, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     key_dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     dtype = draw(st.sampled_from(DTYPES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    # With both ends of the range logits differ by up to 1e36.
+    # With factors at both ends of the range, logits differ by up to 1e36.
     spread = draw(st.sampled_from([1.0, 1e-3, 30.0] + ([1e18] if dtype != "float16" else [100.0])))
 
     def numbers(*shape: int, factor: float = 1.0) -> NDArray[np.float32]:
@@ -100,8 +101,8 @@ def test_merged_parts_equal_the_whole(parted: tuple[Case, list[list[int]]]) -> N
     assert np.isfinite(merged.out).all()
     assert np.isfinite(merged.lse).all()
     np.testing.assert_allclose(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
-    # A log-sum-exp of 1e4 is rounded to 1e-3, and so are the weights of the parts. For far greater ones a single token
-    # has all the weight, and rounding decides between two nearly equal ones.
+    # A log-sum-exp of 1e4 is rounded to 1e-3, and so are the weights of the parts. Where it is far greater, one token
+    # has all the weight, and rounding decides between two tokens with nearly equal logits.
     rounding = 4 * float(np.abs(whole.lse).max()) * 2.0**-24
     if rounding < 0.1:
         worst = float(np.abs(case.values).max()) * (1e-5 + 2 * rounding)
@@ -195,5 +196,5 @@ def test_rounding_is_that_of_ieee_754(dtype: str, number: float) -> None:
         step = 2.0 ** (exponent - bits + 1)
         # Python's round() takes ties to even too.
         assert back == round(number / step) * step
-    # A value that has the precision already is not changed.
+    # Rounding does not change a value that has the precision of `dtype` already.
     np.testing.assert_array_equal(as_float32(from_float32(np.array([back], np.float32), dtype), dtype), [back])

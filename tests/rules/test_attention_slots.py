@@ -146,7 +146,7 @@ def test_an_invalid_shape_is_refused_by_field(fields: dict[str, Any], named: str
 
 
 def test_bytes_of_a_query() -> None:
-    """By hand: 32 heads of 128 in bfloat16, both ways; MLA with 128 heads, 576 out and 512 back in float32."""
+    """Computed by hand: 32 heads of 128 in bfloat16, both ways; MLA with 128 heads, 576 out and 512 back in float32."""
     llama = AttentionShape(q_heads=32, kv_heads=8, key_dim=128, value_dim=128, scale=1.0)
     assert llama.query_bytes(2, 2) == 32 * (256 + 256 + 4) == 16_512
     assert llama.query_bytes(2, 4) == 24_704

@@ -1,4 +1,4 @@
-"""The settings of a daemon: sources, precedence, what they are together."""
+"""The settings of a daemon: their sources and precedence, their errors, and settings that depend on each other."""
 
 from __future__ import annotations
 

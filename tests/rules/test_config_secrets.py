@@ -1,4 +1,4 @@
-"""Tenants and secrets: where they come from, what is refused, and that nothing shows them."""
+"""Tenants and secrets: their sources, refused values, and that no output shows them."""
 
 from __future__ import annotations
 

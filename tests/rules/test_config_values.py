@@ -1,4 +1,4 @@
-"""The values of single settings: what is taken, what is refused and how, how they are shown."""
+"""The values of single settings: which are accepted, the errors of the others, and how values are shown."""
 
 from __future__ import annotations
 
@@ -168,4 +168,4 @@ def test_any_value_is_taken_or_refused_by_name(field: str, value: object) -> Non
     except ConfigurationError as error:
         assert error.field == field
     else:
-        msgspec.json.encode(config, enc_hook=str)  # a secret has no encoding
+        msgspec.json.encode(config, enc_hook=str)  # `str` hides a secret, which has no encoding

@@ -135,7 +135,7 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
         directory.check_integrity()
         assert len(directory) == len(model.entries), step
     for (tenant, key), entry in list(model.entries.items()):
-        # At a time before every deadline, so that the query drops nothing.
+        # The query has a time before every deadline, so that it drops no expired entry.
         assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
 
 

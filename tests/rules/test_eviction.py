@@ -120,7 +120,7 @@ def test_a_hot_segment_outlives_a_scan(make: Make) -> None:
 
 
 Requests = list[tuple[int, int, int, float]]
-"""Stem, branch, length, seconds since the one before."""
+"""Of each request: stem, branch, length, and the seconds since the previous request."""
 
 
 def requests(most: int) -> st.SearchStrategy[Requests]:

@@ -139,7 +139,7 @@ def test_nodes_without_samples_do_not_dilute_a_merge() -> None:
 def test_a_false_report_does_not_stop_the_learning() -> None:
     here, other = odds.Odds(), odds.Odds()
     weights = np.frombuffer(saved_fields(other.save())[WEIGHTS]).copy()
-    # Of a fresh model only the sums are 1.
+    # In a fresh model only the sums are 1.
     weights[weights == 1.0] = odds.MAX_WEIGHT / 2
     here.merge(changed(other.save(), WEIGHTS, weights.tobytes()))
     features = here.features(1, SHORT)
@@ -162,7 +162,7 @@ def test_values_are_the_best_rates_of_accesses() -> None:
 
 
 def test_more_accesses_are_valued_no_less() -> None:
-    """So a parent outlives its child where several nodes hold a prompt."""
+    """A parent is in every access of its child, so that it is evicted later, also where several nodes hold a prompt."""
     memory = Memory(Forecast(), 60)
     conversations(memory, seed=5)
     learned = odds.Odds()

@@ -42,7 +42,7 @@ def conversations(memory: Memory, seed: int, requests: int = 1500, hinted: bool 
 
 
 def test_it_hits_more_than_lru() -> None:
-    """So many prompts come once that no segment stays half a minute under LRU."""
+    """So many prompts come once that under LRU every segment is evicted before it comes again half a minute later."""
     lru, learned = Memory(LeastRecentlyUsed(), 24), Memory(LearnedReuse(), 24)
     assert conversations(learned, seed=1) > 2 * conversations(lru, seed=1)
 
@@ -84,7 +84,8 @@ def test_later_hints_move_a_segment_to_another_class() -> None:
 
 
 def test_a_refused_segment_is_valued_more_at_its_next_try() -> None:
-    """Eight segments are accessed over and over, beside a scan: the scan is refused, and known when it comes again."""
+    """Eight segments are accessed over and over beside a scan. The policy refuses the scanned segments; it values one
+    of them more when it comes again."""
     policy = LearnedReuse()
     memory = Memory(policy, 8)
     for second in range(2000):

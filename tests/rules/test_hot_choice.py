@@ -29,7 +29,7 @@ def test_a_node_that_joins_keeps_the_order_of_the_others() -> None:
 def test_the_less_loaded_of_two_random_nodes_is_read() -> None:
     load = {node: float(number) for number, node in enumerate(NODES)}
     chosen = Counter(less_loaded_of_two(NODES, draw, load.__getitem__) for draw in islice(splitmix64(7), 5600))
-    # The k-th best of eight wins when it meets a worse one: 2 (8 - k) of 56 draws.
+    # The k-th least loaded of eight nodes is chosen when the other draw has more load: in 2 (8 - k) of 56 pairs.
     for number, node in enumerate(NODES):
         expected = 200 * (7 - number)
         assert abs(chosen[node] - expected) < 120, (node, chosen[node])

@@ -42,7 +42,7 @@ def test_the_rate_sets_the_number_of_copies() -> None:
     rule = HotRule()
     read(rule, item(1), 35.0, 0.0, 30.0)
     assert rule.decide(30.0, busy(1.05), at_first) == []
-    # A share is a tenth of 100 segments a second.
+    # A share of the mean load is a tenth of 100 segments a second: 35 reads a second need four copies.
     assert rule.decide(30.0, busy(1.35), at_first) == [Change(item(1), 4)]
     assert rule.decide(30.0, busy(1.35), at_first) == []
 
@@ -78,7 +78,7 @@ def test_the_hottest_segment_first_until_it_suffices() -> None:
 
 
 def test_copies_grow_while_a_node_stays_above() -> None:
-    """Up to a quarter more than the rate needs."""
+    """The number of copies grows to a quarter more than the rate needs."""
     rule = HotRule()
     read(rule, item(1), 35.0, 0.0, 30.0)
     copies: list[int] = []
@@ -95,13 +95,13 @@ def test_copies_are_dropped_after_a_quiet_time() -> None:
     assert rule.decide(30.0, busy(1.5), at_first)
     changes = {at_s: rule.decide(at_s, EVEN, at_first) for at_s in range(31, 400)}
     (dropped_s,) = [at_s for at_s, change in changes.items() if change == [Change(item(1), 1)]]
-    # A quarter of ten reads a second is reached after 135 s; then 20 s pass.
+    # The rate is a quarter of a share (ten reads a second) after 135 s. The copies are dropped 20 s later.
     assert 180 <= dropped_s <= 192
     assert item(1) not in rule
 
 
 def test_copies_shrink_after_a_crowd() -> None:
-    """Not all of them: the segment is still hot."""
+    """Some copies are dropped after the crowd; others stay, since the segment is still hot."""
     rule = HotRule()
     read(rule, item(1), 75.0, 0.0, 30.0)
     assert rule.decide(30.0, busy(1.5), at_first) == [Change(item(1), 8)]

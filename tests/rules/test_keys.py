@@ -1,4 +1,4 @@
-"""Segment keys: golden vectors, growth in steps, inputs that are equal or refused, what a change changes."""
+"""Segment keys: golden vectors, keys that are made in steps, equal and refused inputs, and the effect of each input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: what is refused, the fingerprint's golden vector, shards and sizes."""
+"""Layout: refused values, the fingerprint's golden vector, shards and sizes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_unsupported_field_is_refused_by_name(field: str, value: object) -> N
 
 
 def test_a_segment_may_be_as_large_as_the_bound() -> None:
-    # 4 layers x 4 heads x tokens x 128 elements x 2 bytes
+    # Bytes of a segment: 4 layers x 4 heads x tokens x 128 elements x 2 bytes.
     most = MAX_SEGMENT_BYTES // (4 * 4 * 128 * 2)
     changed(layers=4, segment_tokens=most).check()
     with pytest.raises(LayoutRefused, match=f"takes .* at most {MAX_SEGMENT_BYTES}.*'segment_tokens'"):

@@ -81,7 +81,9 @@ def test_a_client_looks_where_a_daemon_listens(
 def test_a_user_with_a_runtime_directory_has_the_socket_there() -> None:
     listens = default_socket(RUNTIME, "local", ME)
     assert listens == "/run/user/1000/tokenlake-local.sock" == sockets_to_try(RUNTIME, "local", ME)[0]
-    assert default_socket(RUNTIME, "local", 0) == "/run/tokenlake/tokenlake-local.sock", "others must get there"
+    assert default_socket(RUNTIME, "local", 0) == "/run/tokenlake/tokenlake-local.sock", (
+        "other users must be able to enter it"
+    )
 
 
 def test_no_default_is_writable_for_every_user() -> None:
@@ -150,7 +152,7 @@ def test_the_owner_of_the_systems_directory_may_listen_in_it(files: Files) -> No
     deeper = f"{SYSTEM_DIRECTORY}/x/s"
     assert trusted_users(deeper, ME, None, files.look) == {0, ME}
     files.directory("/run", 0, 0o777)
-    assert trusted_users(path, ME, None, files.look) == {0, ME}, "every user could have made it"
+    assert trusted_users(path, ME, None, files.look) == {0, ME}, "every user could have made the directory"
     files.directory("/run", 0)
     files.link(SYSTEM_DIRECTORY, SERVICE, "/home/me")
     assert trusted_users(path, ME, None, files.look) == {0, ME}

@@ -32,7 +32,7 @@ UNITS = {
     "tokens",
     "waits",
 }
-"""What is counted. A new unit is a decision: add it here."""
+"""The units of counters. A test fails for a new unit until it is added here."""
 
 
 def declared() -> list[Metric]:

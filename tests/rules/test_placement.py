@@ -71,7 +71,8 @@ def test_the_slightly_emptier_gets_slightly_more(directory_node: Vacancy, other:
 
 
 def test_lean_never_favours_the_fuller_node() -> None:
-    """Leaning only moves the border: for each key the emptier the other, the sooner it holds."""
+    """For each lean there is a limit: the other node becomes the owner for all of its vacancies that are better than
+    the limit."""
     for lean in (-1.0, -0.3, 0.0, 0.7, 1.0):
         others = [Vacancy(0.0, 9, retention_value / 100) for retention_value in (*range(1, 49), *range(52, 100))]
         chosen = [choose_owner([(A, Vacancy(0.0, 9, 0.5)), (B, other)], lean) for other in others]
@@ -111,5 +112,5 @@ def test_sequences_cover_every_segment_once(depths: list[int], length: int) -> N
         assert inside == list(range(inside[0], inside[0] + len(inside)))
         assert 1 <= len(inside) <= length
     for run, following in itertools.pairwise(cut):
-        # A run ends for one of the two reasons only.
+        # A run ends at its full length or at a gap in the depths, and for no other reason.
         assert len(run) == length or depths[following.start] != depths[run.stop - 1] + 1

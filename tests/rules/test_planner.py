@@ -32,7 +32,7 @@ from tokenlake.planner import (
 )
 
 choosing = sys.modules["tokenlake.planner.choose"]
-"""The module; the package exports a function of the same name."""
+"""The module: as an attribute of the package, its name is a function."""
 
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 TOKENS = 16

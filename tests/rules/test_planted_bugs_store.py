@@ -171,7 +171,7 @@ class PrimariesEvictedFirst(SegmentStore):
 
 
 class TenantDropped(SegmentStore):
-    """One index for all tenants."""
+    """All tenants share one index."""
 
     def get(self, tenant: TenantId, key: SegmentKey) -> Segment | None:
         return next((index[key] for index in self._index.values() if key in index), None)

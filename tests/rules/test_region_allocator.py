@@ -60,7 +60,7 @@ def test_a_refusal_names_the_quota() -> None:
     for number in range(2 * PER_REGION):
         store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
     assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
-    # Another slot size gets no region either, and spare regions beyond the quota do not count as capacity.
+    # Another slot size gets no region either: spare regions beyond the quota do not count as capacity.
     assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
@@ -87,7 +87,7 @@ def test_a_drained_region_goes_to_its_claimant() -> None:
     busy = leased.place.region
     assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
     assert store.regions.above_fair_share(RED, [RED, BLUE])
-    # The region without a pin is taken at once.
+    # A region without a pinned segment is free at once.
     given = store.drain(pool, 200.0)
     assert given is not None
     assert given != busy

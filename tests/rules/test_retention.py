@@ -119,7 +119,7 @@ def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], Evict
         scene.add(number, 0.0, Hints(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_HINTS)
     others = [scene.segments[number] for number in range(1, SLOTS)]
     for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
-        # No segment comes, but the policy gets to know the time.
+        # No segment is stored, but the policy is told the time.
         scene.store.touch(others, now)
         next(iter(scene.store.pools())).retention.expired(now)
     scene.add(100, 1.5 * HIGH_S + 1.0)
@@ -127,7 +127,7 @@ def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], Evict
 
 
 def test_a_time_to_live_has_passed_at_its_end() -> None:
-    """The sum is rounded down here: the end is less than the time to live after the access."""
+    """In floating point, this access + time to live - access is less than the time to live."""
     used, ttl = 90.1, 0.3
     assert used + ttl - used < ttl
     scene = Scene()

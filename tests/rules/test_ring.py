@@ -1,4 +1,4 @@
-"""Ring: shares, what a change of members moves, independence of order, the epoch.
+"""Ring: shares, the keys that move with a change of members, independence of the members' order, the epoch.
 
 Keys are blake2b of consecutive numbers. With 128 virtual nodes a share's standard deviation is about 9 % of it
 (`VIRTUAL_NODES`); the bounds are 3.5 of them.
@@ -58,7 +58,7 @@ def test_every_share_follows_the_weight(weights: dict[str, int]) -> None:
 @given(names, st.integers(0, 255))
 @settings(max_examples=examples(40))
 def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], first: int) -> None:
-    """At the ends of the circle too, where it begins again."""
+    """The keys include both ends of the circle, where it begins again."""
     ring = ring_of(dict.fromkeys(sorted(members), 1))
     ends = [SegmentKey(bytes([byte]) * KEY_BYTES) for byte in (0, 255)]
     keys = [*ends, *KEYS[first : first + 50]]
@@ -120,7 +120,7 @@ def test_the_epoch_depends_on_members_weights_and_run_length() -> None:
         ring_of({"a": 2, "b": 1}),
         ring_of({"a": 1, "b": 3}),
         ring_of(base, run_length=4),
-        # Names that look like parts of other members.
+        # Names that look like a part of the encoded list of members.
         ring_of({"a=1|b": 2}),
         ring_of({"a": 1, "b": 2, "E": 1}),
     ]

@@ -36,7 +36,7 @@ WRITER = "writer"
 
 POOLS: list[Pool] = [("a", SMALL), ("a", SMALL), ("a", SMALL), ("b", SMALL), ("a", LARGE)]
 pools = st.sampled_from(POOLS)
-"""Mostly one, so that it fills."""
+"""Mostly the same pool, so that it fills."""
 kinds = st.sampled_from(Kind)
 keys = st.integers(0, KEYS - 1)
 picks = st.integers(0, 47)
@@ -115,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.index)
     @rule(pick=picks, owner=owners)
     def pin(self, pick: int, owner: str) -> None:
-        """A copy in the index, or in quarantine because it is pinned already."""
+        """Pin a copy that is in the index, or in quarantine and pinned already."""
         self._pin(pick_from(pick, self.model.copies()), owner)
 
     @precondition(lambda self: any(copy.pins for copy in self.model.copies()))
@@ -173,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- what rules share
 
     def _reserve(self, pool: Pool, key: int, kind: Kind) -> Copy | None:
-        """None when refused, or when the key is indexed and may not be reserved."""
+        """Reserve in store and model. None when refused, or when the key is indexed and may not be reserved."""
         tenant, size = pool
         if (tenant, key) in self.model.index:
             return None

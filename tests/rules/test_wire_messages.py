@@ -37,7 +37,7 @@ def test_every_message_is_in_a_union_and_tags_differ() -> None:
             for name in module.__all__
             if isinstance(each := getattr(module, name), type)
             and issubclass(each, msgspec.Struct)
-            # Without a tag it is a part of messages.
+            # A struct without a tag is no message but a part of messages.
             and each.__struct_config__.tag is not None
         }
         known = {each for _, some in DECODERS.values() for each in some if each.__module__ == module.__name__}

@@ -64,7 +64,7 @@ def messages(message: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     assert isinstance(described, types.StructType)
     made = {field.name: values(field.type) for field in described.fields}
     if message is Hints:
-        # Whoever makes another one hears of it at once.
+        # `Hints` checks its values when it is made, so that only valid ones can be drawn.
         made |= dict.fromkeys(("category", "stop_reason"), st.text(PRINTABLE, max_size=20))
         made |= {"outlook": st.integers(0, 2), "priority": st.integers(-1, 1), "ttl_s": st.floats(0.0, MAX_TTL_S)}
         made["output_tokens"] = st.integers(-1, (1 << 32) - 1)

@@ -32,7 +32,7 @@ class Raw:
     def __init__(self, address: Path | tuple[str, int]) -> None:
         family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
-        # Blocking: with a timeout, a full backlog would be an error at once.
+        # The socket is blocking: with a timeout, a full backlog would be an error at once.
         self.sock.connect(str(address) if isinstance(address, Path) else address)
         self.sock.settimeout(LIMIT_S)
 
@@ -46,7 +46,7 @@ class Raw:
         self.sock.sendall(pack_frame(message))
 
     def write(self, data: bytes) -> None:
-        """Bytes; the other side may have closed already."""
+        """Send bytes, also where the other side may have closed the connection already."""
         try:
             self.sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):

@@ -114,7 +114,8 @@ def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_kubernetes_service(tmp_path: Path) -> None:
-    """The daemon ignores them and ends at the missing directory."""
+    """Kubernetes sets such variables for a service of this name. The daemon ignores them, and ends for the missing
+    directory."""
     service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
     message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
     assert "state_directory" in message
@@ -151,7 +152,7 @@ def test_more_memory_than_there_is(tmp_path: Path) -> None:
     message = start(tmp_path, "--memory", "1TiB")
     assert "'memory' asks for 1TiB" in message
     assert "available" in message
-    assert _available() > before // 2, "nothing was touched"
+    assert _available() > before // 2, "no memory was populated"
 
 
 def _available() -> int:

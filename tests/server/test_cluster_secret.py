@@ -83,7 +83,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
     with Raw(peer_address(cluster.nodes[0])) as raw:
         assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", purpose="bulk"), peer.PeerWelcome)
         raw.send(peer.Pull("red", keys_of(cluster)))
-        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "so Pull is what a thief says"
+        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "a member gets bytes this way"
 
 
 def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
@@ -118,18 +118,18 @@ def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
             for prompt in prompts:
                 assert outcomes(store(one, prompt)) == {Code.COMMITTED}
             assert [read(one, prompt) for prompt in prompts] == [3] * len(prompts)
-            # Those whose directory node is c are not found from elsewhere.
+            # Node b does not find the segments whose directory node is c, which is not connected.
             assert sum(read(two, prompt) for prompt in prompts) > 0
         assert [total(node, "tokenlake_peers_connected") for node in nodes.values()] == [1, 1, 0]
         for node in nodes.values():
             text = node.log.read_text()
             assert SECRET not in text
             assert "0badca" not in text
-            assert text.count("did not prove") < 10, "said once, not at every attempt"
+            assert text.count("did not prove") < 10, "a refusal is logged once, not at every attempt"
 
 
 def refused(raw: Raw, kind: str) -> None:
-    """The daemon says no, tells nothing, and closes."""
+    """The daemon must refuse without naming its members, and close the connection."""
     answer = raw.answer()
     assert isinstance(answer, peer.PeerRefused), answer
     assert answer.kind == kind
@@ -140,7 +140,7 @@ def refused(raw: Raw, kind: str) -> None:
 
 
 def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
-    """Say hello; the daemon's challenge, which tells nothing of the ring."""
+    """Send a hello. Returns the daemon's challenge, which has no facts about the ring."""
     raw.send(hello)
     challenge = raw.answer()
     assert isinstance(challenge, peer.PeerChallenge)
@@ -156,24 +156,24 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 0, "the member is gone, the recording too")
     watched = believed(cluster)
     before = watched()
-    # 1. A recorded handshake, word for word.
+    # 1. The stranger repeats a recorded handshake word for word.
     with Raw(address) as raw:
         challenged(raw, hello)
         raw.send(proof)
         refused(raw, "CredentialRefused")
-    # 2. A secret of one's own, and the one that stands in where there is none.
+    # 2. It proves itself with a guessed secret, and with the constant that stands in for a missing secret.
     for secret in (Secret(b"guess" * 4), Secret()):
         with Raw(address) as raw:
             challenge = challenged(raw, replace(hello, nonce=secrets.token_bytes(32)))
             ring = peer.PeerProof(posing.epoch, posing.members, bytes(32))
             raw.send(replace(ring, proof=dialler_proof(secret, hello, challenge, ring)))
             refused(raw, "CredentialRefused")
-    # 3. The node's own proof, handed back.
+    # 3. It returns the node's own proof.
     with Raw(address) as raw:
         challenge = challenged(raw, hello)
         raw.send(peer.PeerProof(posing.epoch, posing.members, challenge.proof))
         refused(raw, "CredentialRefused")
-    # 4. No proof at all, before and after the hello.
+    # 4. It sends no proof, before and after the hello.
     for said in ((), (hello,)):
         for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0, 0)):
             with Raw(address) as raw:
@@ -181,7 +181,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
                     challenged(raw, each)
                 raw.send(message)
                 refused(raw, "ProtocolRefused")
-    # 5. The hello and the frames after the welcome, without waiting for replies.
+    # 5. It sends the hello and the frames after the welcome without waiting for replies.
     with Raw(address) as raw:
         raw.write(pack_frame(hello) + pack_frame(proof) + pack_frame(peer.Pull("red", keys)))
         assert isinstance(raw.answer(), peer.PeerChallenge)
@@ -209,7 +209,7 @@ def record(
 
 
 def test_refusals_of_two_nodes_are_logged_once_each() -> None:
-    """Two nodes with another secret took turns, and each of their attempts, ten a second, was a line of the log."""
+    """The log has one line for each of two nodes with another secret, though they take turns, ten attempts a second."""
     with daemons(peers=f"x=127.0.0.1:{reserve_port()},y=127.0.0.1:{reserve_port()}") as cluster:
         node = cluster.nodes[0]
         for _ in range(10):
@@ -224,7 +224,7 @@ def test_refusals_of_two_nodes_are_logged_once_each() -> None:
 
 
 def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> None:
-    """node0 dials node1, whose port a stranger took."""
+    """node0 dials node1, at whose port another process listens."""
     node, member = cluster.nodes
     with Raw(peer_address(member)) as raw:
         recorded = challenged(raw, Dialler(identity_of(node), "node1", bytes(NONCE_BYTES), purpose="control").hello)
@@ -243,7 +243,7 @@ def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> Non
                 assert answer.kind == "CredentialRefused"
                 assert "node0, " not in answer.reason
                 assert sock.recv(1) == b""
-        # A welcome without a handshake, and a message of a peer.
+        # The stranger sends a welcome without a handshake, and a message that only a peer may send.
         for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
             sock, _ = listener.accept()
             with sock:

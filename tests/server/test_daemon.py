@@ -163,7 +163,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
             tampered[draw.randrange(len(whole) // 2, len(whole) - 200)] ^= 1 << draw.randrange(8)
             cut.write_bytes(tampered)
             ended = replay(cut)
-            # A length that was changed looks like the end of the log.
+            # The replay takes a changed length for the end of the log.
             assert ended.returncode != 0 or "not a whole record" in ended.stdout, ended
             assert "Traceback" not in ended.stderr, ended
     junk = tmp_path / "junk.log"
@@ -239,7 +239,7 @@ def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
 
 
 def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
-    """The daemon populated all of its memory first, which took most of a minute with 64 GiB."""
+    """A daemon handles a signal while it populates its memory, which takes most of a minute for 64 GiB."""
     text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     reports: list[tuple[int, int]] = []
@@ -252,7 +252,7 @@ def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
             if not reports:
                 os.kill(os.getpid(), signal.SIGTERM)
             reports.append((done, total))
-            # The loop handles the signal within one of these round trips.
+            # The control loop handles the signal during one of these round trips to it.
             for _ in range(10):
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)
 

@@ -24,7 +24,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
-    """With the ports and sizes of the page replaced: other daemons may have the one, and the other is not there."""
+    """The page's ports and sizes are replaced, since other daemons may have these ports, and the machine less
+    memory."""
     files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]
     named = set(re.findall(r"127\.0\.0\.1:([0-9]+)", "".join(files.values())))
@@ -37,7 +38,7 @@ def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
             file.write_text(re.sub(r"(?<=127\.0\.0\.1:)[0-9]+", lambda match: ports[match[0]], text))
             log = stack.enter_context((tmp_path / f"{node}.log").open("wb"))
             command = [sys.executable, "-m", "tokenlake_server", "--config", str(file), "--memory", "4MiB"]
-            # The default place depends on the user of the test.
+            # The default path of the socket depends on the user of the test.
             command += ["--socket", str(tmp_path / f"tokenlake-{node}.sock")]
             daemons[node] = stack.enter_context(
                 subprocess.Popen([*command, "--region-size", "1MiB"], stdout=log, stderr=log, env=environment)

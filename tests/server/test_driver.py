@@ -33,7 +33,8 @@ async def turns(count: int) -> None:
 
 
 def test_an_answer_between_alarm_and_tick() -> None:
-    """Each such answer left one more alarm: after hours of matches every deadline cost thousands of ticks."""
+    """A reply between the alarm of a deadline and its Tick leaves no further alarm. Otherwise, after hours of matches,
+    each deadline would cost thousands of ticks."""
     loop = SteppedLoop()
     said: list[peer.PeerMessage] = []
     ticks: list[float] = []
@@ -50,7 +51,7 @@ def test_an_answer_between_alarm_and_tick() -> None:
         raise AssertionError(event) from error
 
     async def scene() -> None:
-        # Nobody pings, so that the deadlines are the match's and those that come after seconds.
+        # No node pings for 5 s, so that the next deadline is that of the match.
         core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, regions=1, region_bytes=1 << 20, gossip_s=5.0))
         core.start(0.0)
         driver = Driver(core, loop, failed)
@@ -68,7 +69,7 @@ def test_an_answer_between_alarm_and_tick() -> None:
             loop.now += 0.010
             await turns(4)
             loop.now += 0.010
-            # The alarm rang, and the answer is read before the Tick.
+            # The alarm rang, and the reply is read before the Tick.
             await turns(2)
             reply = peer.LookupReply(lookup.call, 0, bytes([Code.MISSING]), (), (1.0, 0.0, 1.0), 0.0)
             driver.handle(events.PeerSent("b", reply))
@@ -130,7 +131,8 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
 
 
 def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a reused slot would keep the generation of its previous segment."""
+    """The test's failed handler had given a slot to a new segment: without its instructions the slot keeps the previous
+    generation."""
     loop = SteppedLoop()
     config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
     core = NodeCore(config)

@@ -125,7 +125,7 @@ def test_leases_and_writes_of_other_sessions_are_refused(node: Node, cluster: Cl
 
 
 def test_a_daemon_without_free_descriptors_replies() -> None:
-    """The request was never answered: its engine waited, and took the daemon for frozen."""
+    """The daemon refuses the request. Without a reply, the engine would wait and take the daemon for frozen."""
     prompt = Prompt(1, 4)
     with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
         process = cluster.nodes[0].process

@@ -91,7 +91,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         # No output holds a key, a token or a secret.
         for output in (answered.stdout, table.stdout):
             assert not any(secret in output for secret in (RED, "aa" * 8, "bb" * 8, keys[0].hex()[:16]))
-        # By uid this user belongs to the other tenant; the other node did not serve the request.
+        # Another tenant (by this user's uid), a node that did not serve the request, and another name find nothing.
         for stranger in (
             command(reader, "a name"),
             command(writer, "a name", token=RED),

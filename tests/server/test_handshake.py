@@ -55,7 +55,8 @@ def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> N
     ids=str,
 )
 def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
-    """A recorded handshake against a fresh nonce, a control connection's proof on a bulk one, and so on."""
+    """Changes such as a recorded handshake against a fresh nonce, or the proof of a control connection on a bulk
+    one."""
     dialler, acceptor = half_way()
     changed = Acceptor(B, replace(dialler.hello, **change), NONCE_B)
     with pytest.raises(CredentialRefused):
@@ -92,7 +93,7 @@ def test_a_recorded_handshake_is_refused() -> None:
 
 
 def test_the_proof_of_one_side_is_not_that_of_the_other() -> None:
-    """A stranger that has a node prove itself cannot hand the proof back."""
+    """A stranger that gets a proof from a node cannot return it to the node as its own."""
     dialler, acceptor = half_way()
     with pytest.raises(CredentialRefused):
         acceptor.check(peer.PeerProof(A.epoch, A.members, acceptor.challenge.proof))

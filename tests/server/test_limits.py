@@ -51,7 +51,8 @@ def regions_mapped(node: Node) -> int:
 
 
 def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
-    """A new layout gets it once there is memory; until then the arena is smaller than `memory`, never larger."""
+    """The daemon gives back the memory of the old layout and cannot get new memory: the arena is smaller than `memory`,
+    never larger. The new layout gets its region as soon as there is memory."""
     arena, away = tmp_path / "arena", tmp_path / "away"
     arena.mkdir()
     with daemons(1, "1MiB", "1MiB", arena_directory=str(arena)) as cluster:
@@ -65,7 +66,7 @@ def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
             prompt = Prompt(2, 2)
             keys = newcomer.prefix(prompt.tokens).keys
             wait_until(lambda: "could not be replaced" in node.log.read_text(), "it says so")
-            assert regions_mapped(node) == 0, "the old memory went first"
+            assert regions_mapped(node) == 0, "the old memory is given back first"
             assert outcomes(bytes(newcomer.store(keys).codes)) == {Code.NO_REGION}
             away.rename(arena)
             wait_until(lambda: total(node, "tokenlake_slots") > 0, "it tried again")
@@ -108,11 +109,11 @@ def test_requests_in_flight_are_bounded() -> None:
             cluster.nodes[1].freeze()
             draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
-            # Keys of both directory nodes, so that each waits for the other node.
+            # Each match has keys of both directory nodes, so that it waits for the other node.
             raw.write(
                 b"".join(pack_frame(engine.Match(at, draw.randbytes(32 * 16), 2.0)) for at in range(2, 2 + count))
             )
-            # A hint waits for no answer, so it is beyond no such bound.
+            # A hint has no reply, so that the bound on requests in flight does not apply.
             raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
             replies = [raw.reply() for _ in range(count)]
             cluster.nodes[1].thaw()

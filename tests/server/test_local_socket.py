@@ -29,7 +29,7 @@ def refused(path: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
         listen(path)
     assert caught.value.field == "socket"
-    assert (path.lstat() if before else None) == before, "it was touched"
+    assert (path.lstat() if before else None) == before, "the refused path was changed"
     return str(caught.value)
 
 
@@ -51,7 +51,7 @@ def test_the_socket_of_another_user_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    """A link to the socket of a dead daemon was replaced."""
+    """A link is refused, also a link to the socket of a dead daemon. The daemon would replace that socket itself."""
     left_behind(tmp_path / "elsewhere")
     (tmp_path / "s").symlink_to(tmp_path / "elsewhere")
     assert "symbolic link" in refused(tmp_path / "s")

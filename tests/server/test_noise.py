@@ -123,7 +123,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
 
 
 def test_noise_on_the_local_socket(node: Node) -> None:
-    noise_from_a_process(node.socket, seed=1)  # What grows once has grown.
+    noise_from_a_process(node.socket, seed=1)  # Pools and caches that grow once are full now.
     growth = Growth(node)
     noise_from_a_process(node.socket, seed=2)
     growth.check()
@@ -132,7 +132,7 @@ def test_noise_on_the_local_socket(node: Node) -> None:
 
 
 def noise_from_a_process(path: Path, seed: int) -> None:
-    """From a process that ends, because slots that a live process maps are not released."""
+    """Noise from a process that ends, because slots that a live process maps are not released."""
     script = (
         "from pathlib import Path; from tests.server.test_noise import _noises, engine_frames, make_noise; "
         f"make_noise(Path({str(path)!r}), _noises({seed}, *engine_frames()))"

@@ -19,7 +19,7 @@ from tokenlake_testing.ports import reserve_port
 pytestmark = pytest.mark.live
 
 TIMES = 5
-"""Several, because the write of the welcome fails at once or later, as the kernel decides."""
+"""Several attempts, because the write of the welcome fails at once or later, as the kernel decides."""
 
 
 def test_rings_that_differ_are_named_on_both_sides() -> None:
@@ -87,7 +87,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("purpose", ["control", "bulk", "query"])
 def test_a_dialler_that_dies_in_the_handshake(cluster: Cluster, purpose: peer.Purpose, reset: bool) -> None:
-    """A callback of the control loop failed, with a traceback in the log each time."""
+    """The death of the dialler makes no callback of the control loop fail, which would log a traceback."""
     member, node = cluster.nodes
     identity = identity_of(member)
     for _ in range(TIMES):

@@ -49,7 +49,8 @@ def test_an_engine_without_a_query_engine() -> None:
 
 
 def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error other than OSError, such as a missing thread, the query engine was never started again."""
+    """The start is repeated after any error. It once was not after an error other than OSError, such as a missing
+    thread."""
     pytest.importorskip("torch")
     failures: list[Exception] = [RuntimeError("can't start new thread"), BlockingIOError("no process")]
     started = threading.Event()

@@ -91,7 +91,7 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
             keys = red.prefix(prompt.tokens).keys
             assert not set(keys) & set(blue.prefix(prompt.tokens).keys)
             with blue.match(keys) as lease:
-                assert lease.hits == 0, "not even by the other's keys"
+                assert lease.hits == 0, "not even with the other tenant's keys"
             assert outcomes(store(blue, prompt)) == {Code.COMMITTED}
             assert read(red, prompt) == read(blue, prompt) == 5
             mapped = {name: opened(path, f"{name}-token-0123456789") for name in ("red", "blue")}

@@ -99,7 +99,7 @@ def test_the_start_is_not_counted() -> None:
 
     def start() -> None:
         watched.watchdog.use(watched.counters)
-        # As with the statistics of an earlier daemon.
+        # A daemon handles such an event when it loads the statistics of an earlier one.
         watched.watchdog.noting(lambda event, now: [])(events.Tick(), 0.0)
         busy()
 
@@ -141,7 +141,8 @@ def test_the_log_has_at_most_a_line_a_minute(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_callback_below_the_limit_of_the_log_is_only_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """At the start of a daemon the log said that a callback took 1.1 ms, which delays no request."""
+    """A callback of about a millisecond, as at the start of a daemon, delays no request: it is counted and not
+    logged."""
     watched = Watched()
     with caplog.at_level(logging.WARNING):
         watched.watchdog.watch(busy)()

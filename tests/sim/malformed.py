@@ -1,4 +1,4 @@
-"""Events that no driver and no sender of this protocol makes, of every kind, for a core as it stands.
+"""Malformed events of every kind, which no driver and no sender of the protocol makes, for the present state of a core.
 
 Message types come from the unions of `tokenlake.wire`, so that a new one is sent too; each field that can be wrong is
 wrong in one of the events, and the rest of it is right.
@@ -40,7 +40,7 @@ NEVER_MALFORMED = (
     ),
     *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping, peer.RequestHotSet),
 )
-"""Their decoder checks all there is; what they name and is not there is left as it is."""
+"""Messages and events that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
 
 KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
@@ -132,7 +132,7 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
 
 @functools.cache
 def _wrong_requests() -> tuple[Any, ...]:
-    """Those that no engine sends, and those that are none."""
+    """Requests with a wrong field, and messages that are no requests."""
     return (
         *(broken for kind in REQUESTS for broken in _broken(kind, legal(kind))),
         *map(legal, (*NOT_FOR_THE_RULES, *PEER_MESSAGES, *typing.get_args(engine.EngineReply))),
@@ -145,7 +145,7 @@ def _wrong_requests() -> tuple[Any, ...]:
 
 @functools.cache
 def _wrong_sayings() -> tuple[Any, ...]:
-    """Those that no peer sends, and those that are none."""
+    """Peer messages with a wrong field, and messages that are no peer messages."""
     return (
         *(broken for kind in PEER_MESSAGES for broken in _broken(kind, legal(kind))),
         *map(legal, REQUESTS),
@@ -171,7 +171,7 @@ def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Eve
 
 
 def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
-    """To what this node really asked: of another type, and for another number of keys."""
+    """Replies to open requests of this node, of another type or for another number of keys."""
     for asked in core._peers:
         for call, waiting in asked.calls.items():
             message = waiting[-1]

@@ -1,4 +1,4 @@
-"""What the simulated engines read and store."""
+"""The prompts that simulated engines read and store."""
 
 from __future__ import annotations
 

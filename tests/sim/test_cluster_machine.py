@@ -56,7 +56,7 @@ class ClusterMachine(RuleBasedStateMachine):
     """See the module's docstring."""
 
     look_inside = True
-    """Cores are checked too, not only what engines see."""
+    """Are the cores checked too, or only the bytes that engines see?"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(node=nodes, sender=st.integers(1, NODES - 1), number=which)
     def nonsense(self, node: int, sender: int, number: int) -> None:
-        """Every kind of malformed event, for what this node has under way now."""
+        """Send every kind of malformed event, with the calls that the node has under way."""
         target = self.cluster.node(node)
         # Two snapshots take as long as many steps: not each time.
         if number % 3 or target.core is None or target.frozen or not self.look_inside:
@@ -219,7 +219,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 def name_of(event: events.Event) -> str:
-    """What it is, for people."""
+    """The type of an event and of its message, for error messages."""
     message = getattr(event, "message", None)
     return type(event).__name__ + ("" if message is None else f" with a {type(message).__name__}")
 

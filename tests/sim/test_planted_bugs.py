@@ -43,7 +43,7 @@ def generation_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Generations change, and the shared page does not say so."""
+    """Generations change, and the driver is not told to write them into the page that engines read."""
     original = NodeCore.handle
 
     def handle(self: NodeCore, event: Any, now: float) -> Any:
@@ -55,7 +55,7 @@ def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def lease_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A lease pins nothing once it is granted: what an engine looks at is evicted like anything else."""
+    """A lease pins nothing once it is granted: segments that an engine reads are evicted as any other."""
     original = NodeCore.handle
 
     def handle(self: NodeCore, event: Any, now: float) -> Any:
@@ -93,7 +93,7 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
-    """What an aborted fetch brought is published without a look at its codes."""
+    """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
     def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
@@ -103,7 +103,7 @@ def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A process that died keeps what it held."""
+    """The slots that a dead process held stay pinned."""
 
     def gone(self: Sessions, connection: Any) -> None:
         self._processes.pop(connection, None)
@@ -117,7 +117,7 @@ def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def expired_write_reused(patch: pytest.MonkeyPatch) -> None:
-    """A reservation's deadline ends ownership, not only visibility."""
+    """The deadline of a reservation takes its slots from processes that may still write into them."""
 
     def expire(self: Grants, session: SessionGrants, write: Write) -> None:
         for connection in list(write.held):
@@ -139,7 +139,7 @@ def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_unpinned(patch: pytest.MonkeyPatch) -> None:
-    """Slots are sent without a pin of their own: another life of the slot goes out."""
+    """A send does not pin its slots, so that the bytes of a later segment may be sent."""
     original = Serving.pull
 
     def pull(self: Serving, stream: int, node: Any, tenant: Any, keys: Any, **how: Any) -> None:
@@ -156,7 +156,7 @@ def directory_node_restarted_empty(patch: pytest.MonkeyPatch) -> None:
 
 
 def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
-    """Whoever says that it keeps a segment is believed, and told nothing."""
+    """A directory node believes each node that claims a primary copy, and names no copy as redundant."""
 
     def held(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
         for key in keys:
@@ -216,7 +216,7 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
 
 
 def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """What a receiver reports is taken as it comes."""
+    """A receiver's report is taken without a check."""
     patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 
@@ -261,7 +261,7 @@ def planted(plants: tuple[Plant, ...]) -> list[Any]:
 
 
 class SeenByEngines(ClusterMachine):
-    """Judged by bytes alone: a bug must not be found by the bookkeeping that it breaks."""
+    """Checks only the bytes that engines see: a bug must not be found by the bookkeeping that it breaks."""
 
     look_inside = False
 
@@ -281,6 +281,6 @@ def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("plant", planted(SEEN_INSIDE))
 def test_broken_rules_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    # Once it was seen the machine winds up on what is broken, and may stumble over it.
+    # After the failure the machine ends its scene with the broken rules, which may raise further errors.
     with pytest.raises((AssertionError, KeyError, HandlerFailed)):
         _run(ClusterMachine)

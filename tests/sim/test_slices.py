@@ -1,4 +1,4 @@
-"""The cluster machine again, with long work cut in slices of two: whatever happens between two of them."""
+"""The cluster machine with long work cut in slices of two items, so that other events come between two slices."""
 
 from __future__ import annotations
 

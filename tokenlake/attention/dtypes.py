@@ -50,5 +50,5 @@ def from_float32(values: NDArray[np.float32], dtype: str) -> Stored:
             return values.astype(stored_dtype(dtype), copy=False)
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # A NaN whose set bits all lie in the lower half would become infinity, or its rounding would reach the sign.
+    # NaN is mapped explicitly: cutting off the lower half of its bits could give infinity, rounding it another sign.
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

@@ -30,21 +30,21 @@ def empty_partial(*shape: int) -> Partial:
 def merge(parts: Sequence[Partial]) -> Partial:
     """Attention over the tokens of all parts: one or more parts in any order, over disjoint tokens.
 
-    `l = log sum exp(l_i)`, `o = sum o_i exp(l_i - l)` in float32 (for two parts the formula of design section 8).
-    The exponentials are taken relative to the greatest `l_i`: nothing overflows, and the weights sum to 1 even where
+    With `out` o_i and `lse` l_i of part i: `l = log sum exp(l_i)`, `o = sum o_i exp(l_i - l)`, in float32. The
+    exponentials are taken relative to the greatest `l_i`: nothing overflows, and the weights sum to 1 even where
     `l` is so large that its rounding error would matter. A query for which all parts are empty gets 0 and -inf. Returns
-    new arrays and does not change the parts. `tokenlake.attention.torch_merge` is the same for torch.
+    new arrays and does not change the parts. `tokenlake.attention.torch_merge` does the same for torch.
     """
     if not parts:
         raise ValueError("nothing to merge; expected at least one part, which gives the shape")
     lses = np.stack([part.lse for part in parts])
     greatest = lses.max(0)
     none = np.isneginf(greatest)
-    # The difference to the greatest may leave the range of float32; the weight is 0 then, as it should be.
+    # The difference between an `lse` and the greatest may overflow to -inf, which gives the right weight, 0.
     with np.errstate(over="ignore"):
         weights = np.exp(lses - np.where(none, np.float32(0), greatest))
     total = weights.sum(0)
-    # Where all parts are empty: weights 0 / 1, and -inf + log 1.
+    # Where all parts are empty, the total is 0: with 1 instead, the weights are 0 and the result's `lse` is -inf.
     total[none] = 1
     weights /= total
     out = weights[0][..., None] * parts[0].out

@@ -65,7 +65,7 @@ class AttentionShape:
         return self.q_heads // self.kv_heads
 
     def query_bytes(self, q_size: int, out_size: int) -> int:
-        """Bytes that one query token of one layer moves in both directions, without frames (design section 8)::
+        """Bytes that one query token of one layer moves in both directions, without frames::
 
             q_heads x (key_dim x q_size + value_dim x out_size + 4)
 

@@ -35,8 +35,9 @@ class Place(NamedTuple):
 class SlotMap:
     """Geometry of a slot, `[head group][layer][K, V][head in group][token][dim]`; with `latent`, `[K]` alone.
 
-    Views have four dimensions because head groups lie a whole group apart: where a group has several heads, an array
-    with one stride for all KV heads would need a copy.
+    Views have one dimension for head groups and one for the heads of a group, because the distance from the last head
+    of a group to the first of the next group differs from the distance of heads in a group: an array with a single
+    dimension for all KV heads would be a copy.
     """
 
     dtype: str

@@ -10,11 +10,11 @@ from typing import Any
 __all__ = ["RunningMerge", "Tensor", "merge_stacked"]
 
 Tensor = Any
-"""torch's own types are not seen by the type checker."""
+"""A torch tensor; Any, because this module does not import torch."""
 
 
 def merge_stacked(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of all parts, which lie along the first dimension; no part is empty.
+    """Merge partial results that are stacked along the first dimension; none of them is over no tokens.
 
     `out`: `[part, ..., row, dim]` of any float type; `lse`: float32 `[part, ..., row]`. Returns both in float32 without
     the first dimension: new tensors, except that a single float32 part is returned itself.

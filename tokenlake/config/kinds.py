@@ -93,7 +93,7 @@ def whole(low: int, high: int) -> Kind:
 
 
 def real(low: float, high: float, unit: str) -> Kind:
-    """A finite number within [low, high]. `unit`: the noun in the message."""
+    """A finite number within [low, high]. `unit`: the noun by which errors describe it, such as `seconds`."""
     expected = f"{unit} from {low:g} to {high:g}"
 
     def parse(value: object) -> float:
@@ -111,7 +111,7 @@ def real(low: float, high: float, unit: str) -> Kind:
 
 
 def truth() -> Kind:
-    """true or false; in the environment also 1 or 0."""
+    """A truth value: true or false; in the environment also 1 or 0."""
     words = {"true": True, "1": True, "false": False, "0": False}
 
     def parse(value: object) -> bool:
@@ -166,7 +166,8 @@ def text() -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """A value of `kind`, or nothing: the empty text, and None in JSON. Nothing is read as None and shown as empty."""
+    """A value of `kind`, or no value, which is given as the empty text or None, read as None and shown as the empty
+    text."""
     expected = f"{kind.expected}, or nothing"
 
     def parse(value: object) -> object:
@@ -239,7 +240,7 @@ def tenants() -> Kind:
         _require_unique((tenant.name for tenant in found), "each tenant's name once; given twice:")
         _require_unique((uid for tenant in found for uid in tenant.uids), "each uid once; given twice:")
         tokens = [token for tenant in found for token in tenant.tokens]
-        if len(set(tokens)) != len(tokens):  # the message must not show the token
+        if len(set(tokens)) != len(tokens):  # without `_require_unique`, whose message would show the token
             raise ValueError("each token once, over all tenants")
         return found
 

@@ -2,7 +2,7 @@
 
 The order of precedence is flag, environment (`TOKENLAKE_MEMORY`), TOML file, default. Every source is checked, also
 where another one overrides it. Every variable that starts with `TOKENLAKE_` is taken for a setting, so that a misspelt
-one is refused, except for those that Kubernetes sets for a Service of that name.
+one is refused, except for the engines' settings and for those that Kubernetes sets for a Service named `tokenlake`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
-"""Prefix of the engines' settings. Engines may be started from the same shell as the daemon."""
+"""Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
     config: ServerConfig
     origin: Mapping[str, str]
     ignored: tuple[str, ...] = ()
-    """Variables with the prefix of settings that Kubernetes set for a Service."""
+    """Names of variables that start like a setting but were set by Kubernetes for a Service, and so are not used."""
 
     def describe(self) -> Iterator[tuple[str, str, str]]:
         """(field, value, origin) of each setting; secrets are masked."""

@@ -56,14 +56,15 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             kinds.one_of("on", "observe", "off"),
             "on: a segment whose reads overload its node is copied to more nodes; observe: the node only logs the "
             "copies that it would make",
-            why="without copies, the node of a prompt template that all requests share is the bottleneck",
+            why="without copies, the one node that has a prompt template of all requests is the bottleneck",
         ),
     ] = "on"
     cached_share: Annotated[
         float,
         Setting(
             _SHARE,
-            "share up to which cached copies may displace primary copies; above it only while all of them are in use",
+            "share up to which cached copies may displace primary copies; above it they may only while all cached "
+            "copies are in use",
             why="enough for the segments that an engine reads and writes at a time; each further cached copy takes the "
             "slot of a primary copy",
         ),
@@ -72,7 +73,8 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             _SHARE,
-            "limit of slots that are being written or wait to be pushed; above it a store is refused",
+            "limit of slots that are being written or whose segment waits to be sent to its owner; above it a store is "
+            "refused",
             why="a buffer for writes while the network is slower than the engines",
         ),
     ] = 0.10
@@ -84,7 +86,8 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             _SHARE,
-            "limit of slots that matches lease to one session; its fetches may hold half of the rest in addition",
+            "limit of slots that matches lease to one session; the session's fetches may lease half of the other slots "
+            "in addition",
             why="other sessions can always lease some slots",
         ),
     ] = 0.75
@@ -100,8 +103,10 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             kinds.real(0.01, 0.99, "a share of the bytes that come in from other nodes"),
-            "share of pushes and copies of hot segments while engines of this node read from other nodes",
-            why="the same as for reads; with less, writers of other nodes would wait until their stores are refused",
+            "share of new segments that this node takes as their owner, and of copies of hot segments, while engines "
+            "of this node fetch from other nodes",
+            why="as much as for fetches; with less, other nodes could not send new segments fast enough and would "
+            "refuse stores",
         ),
     ] = 0.5
     max_sessions: Annotated[

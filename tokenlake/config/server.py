@@ -84,7 +84,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             _MILLISECONDS,
             "time that a match waits for answers of other nodes",
-            why="less than the recompute of one segment, which a longer wait would exceed",
+            why="computing one segment takes longer than this, so that a wait costs less than a miss",
         ),
     ] = 20.0
     suspect_ms: Annotated[
@@ -144,9 +144,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Secret,
         Setting(
             kinds.secret(),
-            "secret that daemons prove to each other to know; the same on all nodes; from the file or the environment; "
+            "secret by which daemons authenticate each other; the same on all nodes; from the file or the environment; "
             "required with `peers` and `tenants`",
-            why="a single tenant has no other tenant to be protected from",
+            why="with a single tenant no cache has to be protected from other tenants",
             default="none",
             secret=True,
         ),

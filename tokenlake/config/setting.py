@@ -97,7 +97,7 @@ def describe(config: msgspec.Struct, origin: Mapping[str, str]) -> Iterator[tupl
 def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str, source: str) -> ConfigurationError:
     """The error for one setting. A value that may be a secret is masked."""
     setting = settings_of(table).get(name)
-    # Tables hold tenants, and a misspelt name may belong to a secret.
+    # Tables are masked because those of tenants hold secrets; unknown names, because one may be a misspelt secret.
     tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
     if tables or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
         value = MASK

@@ -14,7 +14,7 @@ from tokenlake.errors import ConfigurationError
 
 __all__ = ["is_service_link", "of_environment", "of_flags", "of_toml"]
 
-# Kubernetes gives every container of a namespace variables of each Service of it, named after the Service:
+# Kubernetes sets variables in every container for each Service of the namespace. For a Service named `tokenlake`:
 # TOKENLAKE_SERVICE_HOST, TOKENLAKE_SERVICE_PORT[_NAME], TOKENLAKE_PORT and TOKENLAKE_PORT_7440_TCP[_PROTO|_PORT|_ADDR].
 _SERVICE_LINK = re.compile(
     r"[A-Z0-9_]+_(?:SERVICE_HOST|SERVICE_PORT(?:_[A-Z0-9_]+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"

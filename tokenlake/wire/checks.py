@@ -1,7 +1,7 @@
 """Checks of a message as a whole, after its decoder has checked each field by itself.
 
 `check_request` takes the requests of a joined process that reach the rules; `check_peer_message` takes the messages of
-a control connection between daemons. Both refuse every other type, and change nothing.
+a control connection between daemons. Both refuse a message of any other type, and change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 __all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_peer_message"]
 
 MOST_DEPTH = 1 << 32
-"""Depths travel as `fields.Index`: a peer refuses a greater one."""
+"""Bound on a depth, the index of a segment in its prompt. Messages carry depths as `fields.Index`, so that a peer
+refuses greater ones."""
 KNOWN_CODES = bytes(Code)
 _LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
 _READY_CODES = bytes([Code.COMMITTED, Code.EXISTS])
@@ -31,7 +32,7 @@ REPLY_TO: dict[type, type] = {
     peer.Replicate: peer.ReplicateReply,
     peer.ExplainMissing: peer.ExplainMissingReply,
 }
-"""Which message answers which."""
+"""Type of a request: type of its reply."""
 
 
 def check_request(message: Any) -> None:
@@ -51,7 +52,7 @@ def check_peer_message(message: Any) -> None:
 
 
 def _nothing(message: Any) -> None:
-    """Its decoder checks all there is."""
+    """The check of message types whose decoder checks everything."""
 
 
 def _keys(message: Any) -> None:
@@ -127,7 +128,7 @@ def _lookup_reply(message: peer.LookupReply) -> None:
     _codes(message, _LOOKUP_CODES)
     _agree(message, message.codes.count(_ELSEWHERE), "keys that are elsewhere", "nodes")
     if message.known_depth > len(message.codes):
-        raise ValueError(f"a LookupReply knows of key {message.known_depth} of {len(message.codes)}")
+        raise ValueError(f"a LookupReply has known_depth {message.known_depth} for {len(message.codes)} keys")
 
 
 def _ready_reply(message: peer.ReadyReply) -> None:

@@ -10,26 +10,26 @@ __all__ = ["Code"]
 class Code(IntEnum):
     """One per key and call."""
 
-    # From here to UNKNOWN in order: where several nodes answer for a key, the lowest code counts.
+    # LOCAL to UNKNOWN are ordered: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
     """Leased, in this node's arena: the slot is in the reply."""
     REMOTE = 2
-    """Leased at another node: a fetch brings it here."""
+    """Leased at another node: a fetch brings the segment to this node."""
     DEFERRED = 3
-    """Its owner has it and is sending it to other readers; a lookup that follows soon is served. Not leased."""
+    """The owner is sending the segment to other readers now, and serves a lookup that follows soon. Not leased."""
     PENDING = 4
-    """In flight: an engine is computing it."""
+    """In flight: an engine is computing the segment."""
     MISSING = 5
-    """No node has it, and no engine is known to compute it."""
+    """No node has the segment, and no engine is known to compute it."""
     UNKNOWN = 6
-    """Its directory node does not answer, or does not know yet which segments other nodes have."""
+    """The key's directory node does not answer, or does not know yet which segments other nodes have."""
     LOST = 7
-    """It was leased and is gone, or did not arrive whole within the deadline."""
+    """The segment was leased and is gone, or did not arrive whole within the deadline."""
     ELSEWHERE = 8
-    """Between nodes: the directory node names the node that has it."""
+    """Between nodes: the directory node's reply names the node that has the segment."""
 
     RESERVED = 16
-    """A slot to fill, then commit."""
+    """The reply has a slot for the segment, to fill and then commit."""
     EXISTS = 17
     """The pool has it already."""
     COMMITTED = 18

@@ -1,8 +1,8 @@
 """Messages between an engine's process and its daemon, over the local socket.
 
 A request carries an `id` that its reply repeats; a message without an id is not answered. Keys and slots are packed:
-`keys` has 32 bytes each, `codes` one byte each, `slots` 16 bytes each (`tokenlake.wire.slots`). The connection has the
-tenant; no message carries one.
+`keys` has 32 bytes each, `codes` one byte each, `slots` 16 bytes each (`tokenlake.wire.slots`). The daemon knows the
+tenant of each connection; no message names one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Hello(_Message, frozen=True, tag=1):
     resume: int = 0
     """`Welcome.connection` of the process's earlier connection, whose grants it still holds; 0 for none."""
     incarnation: int = 0
-    """Incarnation of the daemon that gave `session` and `resume`: any other refuses both. 0 when it is not known."""
+    """Incarnation of the daemon that gave the numbers `session` and `resume`; a daemon of another incarnation refuses
+    both. 0 when it is not known."""
 
 
 class Welcome(_Message, frozen=True, tag=2):
@@ -84,13 +85,13 @@ class Welcome(_Message, frozen=True, tag=2):
     incarnation: int
     session: int
     connection: int
-    """Names the grants of the process, for `Hello.resume`. A number other than the one to be resumed means that the
-    earlier grants have ended."""
+    """Number under which the daemon keeps the grants (leases and writes) of the process, for `Hello.resume` of its next
+    connection. If it differs from `resume` of the answered `Hello`, the earlier grants have ended."""
     tenant: str
     secret: bytes
     """The tenant's secret, for the root of the key chain."""
     probe: bytes
-    """`keys.probe` under `secret`; the client compares."""
+    """`keys.probe` under `secret`; the client compares it with its own result."""
     heartbeat_s: Seconds
     max_frame: int
 
@@ -110,15 +111,16 @@ class Match(_Message, frozen=True, tag=4):
     keys: bytes
     deadline_s: Seconds
     checksums: bool = True
-    """Should the reply have them?"""
+    """Should the reply contain checksums?"""
     request: RequestName = ""
     hints: Hints | None = None
-    """Those of the request; they go with every read of the lease."""
+    """Hints about the request; they apply to every read of the lease."""
     tokens: Index = 0
-    """Of the prompt, for `Explain`; 0: those of the keys."""
+    """Number of tokens of the prompt, for `Explain`; 0: as many as the segments of `keys` have."""
     in_flight_wait_s: Seconds = 0.0
-    """Maximum time to wait while another engine computes the first missing segment. Where none does, the caller gets
-    the in-flight marker for that time, and other engines wait for it."""
+    """Maximum time to wait while another engine computes the first missing segment. If no engine does, the in-flight
+    marker of that segment is set for this caller and for this time, and matches of other engines wait for the
+    caller."""
     planned: bool = False
     """The match belongs to a batch of one scheduler: reads of hot segments are spread evenly over their copies."""
     in_flight_wait_per_segment_s: Seconds = 0.0
@@ -134,20 +136,20 @@ class Matched(_Message, frozen=True, tag=5):
     """Number of leased segments, from the first on without a gap; no other segment is leased."""
     codes: bytes
     slots: bytes
-    """Of the first `hits` keys; zeros where the code is not LOCAL."""
+    """Slots of the first `hits` keys; zeros where the code is not LOCAL."""
     checksums: bytes
     """8 bytes per shard for each of the first `hits` keys, zeros where not LOCAL; empty where the request had no
     `checksums`."""
 
 
 class Attach(_Message, frozen=True, tag=6):
-    """Hold a lease, or a write, of another process of the session; answered with `Matched` or `Prepared`. A process
-    must attach before it reads or fills the slots."""
+    """Asks that this process too holds a lease or write that another process of its session holds; answered with
+    `Matched` or `Prepared`. A process must attach before it reads or fills the slots."""
 
     id: int
     lease: int
     checksums: bool = True
-    """Should the reply have them?"""
+    """Should the reply contain checksums?"""
 
 
 class Fetch(_Message, frozen=True, tag=7):
@@ -158,9 +160,9 @@ class Fetch(_Message, frozen=True, tag=7):
     start: Index
     stop: Index
     deadline_s: Seconds
-    """0: the daemon predicts it."""
+    """0: the daemon chooses it from the predicted duration of the fetch."""
     checksums: bool = True
-    """Should the reply have them?"""
+    """Should the reply contain checksums?"""
     request: RequestName = ""
 
 
@@ -187,7 +189,7 @@ class Prepare(_Message, frozen=True, tag=10):
     first: Index
     request: RequestName = ""
     hints: Hints | None = None
-    """Those of the request."""
+    """Hints about the request that computed the segments."""
 
 
 class Prepared(_Message, frozen=True, tag=11):
@@ -298,16 +300,18 @@ class QueryOpened(_Message, frozen=True, tag=23):
 
 
 class ReconcileGrants(_Message, frozen=True, tag=24):
-    """First message of a process that continues over a new connection: the grants that it knows. The daemon gives back
-    every other one, because its reply may have been lost with the earlier connection. Not answered."""
+    """First message of a process that continues over a new connection: the leases and writes (grants) that it knows.
+    The daemon takes back every other grant of the process, because the reply that granted it may have been lost with
+    the earlier connection. Not answered."""
 
     leases: tuple[int, ...]
     writes: tuple[int, ...]
 
 
 class Hint(_Message, frozen=True, tag=26):
-    """Hints received after the match, about consecutive segments of one prompt and, unless `lease` is 0, those of a
-    lease. They apply on all nodes that have these segments, and do not count as a read. Not answered."""
+    """Hints that an engine gives after its match: about consecutive segments of one prompt and, unless `lease` is 0,
+    the segments of that lease. They apply on all nodes that have these segments, and do not count as a read. Not
+    answered."""
 
     keys: bytes
     hints: Hints
@@ -315,8 +319,9 @@ class Hint(_Message, frozen=True, tag=26):
 
 
 class Explain(_Message, frozen=True, tag=27):
-    """Asks what became of the request with this name or, where no name is equal, the only one whose name begins so. The
-    empty name lists the newest requests. A process may send it before `Hello`; `token` then gives the tenant."""
+    """Asks how the request with this name used the pool. If no request has exactly this name, the only one whose name
+    begins with it is meant. The empty name lists the newest requests. A process may send this message before `Hello`;
+    `token` then gives the tenant."""
 
     id: int
     request: RequestName
@@ -334,8 +339,8 @@ class Explained(_Message, frozen=True, tag=28):
 
 
 class Claim(_Message, frozen=True, tag=29):
-    """This process is about to compute these segments: set their in-flight markers for so long at most. 0 seconds: take
-    the markers back. Not answered."""
+    """This process is about to compute these segments: set their in-flight markers for at most `seconds`, or, if that
+    is 0, clear them. Not answered."""
 
     keys: bytes
     seconds: Seconds

@@ -44,7 +44,8 @@ Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 """Key of one segment."""
 
 Name = Annotated[str, Meta(max_length=64)]
-"""Name of a node, or of a rule; bounded before its sender has proven anything."""
+"""Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
+authenticated."""
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """Drawn at random for one handshake."""
@@ -58,7 +59,7 @@ RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]
 
 MAX_SECONDS = 1e9
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-"""A duration. NaN and infinity are refused, so that each deadline passes."""
+"""A duration. NaN and infinity are refused, because a deadline made from one would never pass."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""

@@ -45,12 +45,13 @@ class FrameDecoder:
         self.max_frame = max_frame
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add `data` and iterate over the bodies that are whole then. Raises `ProtocolRefused` as `next_frame`."""
+        """Add `data` and iterate over the bodies of all frames that are complete. Raises `ProtocolRefused` as
+        `next_frame`."""
         if (
             not self._buffer
             and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "little") <= self.max_frame
         ):
-            # Exactly one frame, as nearly always.
+            # `data` is nearly always exactly one frame, which need not be buffered.
             yield data[HEADER_BYTES:]
             return
         self.add(data)
@@ -71,20 +72,20 @@ class FrameDecoder:
         if len(buffer) < end:
             return None
         body = bytes(buffer[HEADER_BYTES:end])
-        # Removed before the caller sees the body: it may ask for the `rest`.
+        # Removed before the body is returned, because the caller may then ask for `rest`, the bytes after the frame.
         del buffer[:end]
         return body
 
     @property
     def missing(self) -> int:
-        """Bytes that complete the header or, once that is here, the body of the next frame; 0 when it is whole. Raises
-        `ProtocolRefused` as `next_frame`."""
+        """Number of bytes that are still missing from the header or, once that was added, from the body of the next
+        frame; 0 when the frame is complete. Raises `ProtocolRefused` as `next_frame`."""
         size = self._size()
         whole = HEADER_BYTES if size is None else HEADER_BYTES + size
         return max(0, whole - len(self._buffer))
 
     def take(self, target: memoryview) -> int:
-        """Move raw bytes into `target`, as many as fit and are here; returns their number."""
+        """Move raw bytes that were added into `target`, as many as fit; returns their number."""
         count = min(len(target), len(self._buffer))
         with memoryview(self._buffer) as view:
             target[:count] = view[:count]

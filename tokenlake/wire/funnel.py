@@ -1,4 +1,4 @@
-"""What became of one request, in tokens: the reply to `tokenlake explain`.
+"""The reply to `tokenlake explain`: how many tokens of one request the pool had, and why the others were missed.
 
 ::
 
@@ -27,13 +27,13 @@ class MissReason(StrEnum):
     """Why tokens were missed."""
 
     NEVER_STORED = "never_stored"
-    """The directory nodes of their segments remember nothing: they were never stored, or left the pool long ago."""
+    """The directory nodes know nothing of the tokens' segments, which were never stored, or left the pool long ago."""
     EVICTED = "evicted"
-    """Their segments were evicted or refused; the detail names the rule."""
+    """The tokens' segments were evicted, or their store was refused; the detail names the rule."""
     OTHER_LAYOUT = "other_layout"
     """This node has segments of another layout only; keys never match across layouts."""
     TOO_SHORT = "too_short"
-    """They do not fill a segment."""
+    """The last tokens of the prompt do not fill a segment."""
     PENDING = "pending"
     """Another engine was still computing the tokens, or writing their segments, when the match ended."""
     TOO_SLOW = "too_slow"
@@ -41,15 +41,16 @@ class MissReason(StrEnum):
     UNREACHABLE = "unreachable"
     """A node was not connected: it was down, or it and this node had refused each other."""
     UNKNOWN = "unknown"
-    """Their directory node cannot be reached, or its directory is incomplete after a restart."""
+    """The directory node of the segments cannot be reached, or its directory is incomplete after a restart."""
     BEHIND_A_GAP = "behind_a_gap"
-    """They are in the pool, but a segment before them is not."""
+    """The tokens' segments are in the pool, but an earlier segment of the prompt is not."""
     LIMIT = "limit"
-    """A bound of the session was reached, or there was no slot to fetch them into; the detail has the code."""
+    """A bound of the session was reached, or no slot was free to fetch the segments into; the detail has the code."""
     LOST = "lost"
-    """They were found, and gone or damaged when they were fetched."""
+    """The segments were found by the match, but gone or damaged when they were fetched."""
     SKIPPED = "skipped"
-    """They were found, and the engine released them unread: computing was cheaper, or the request ended."""
+    """The segments were found by the match, but the engine released them unread: computing was cheaper, or the request
+    ended."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -79,5 +80,5 @@ class Funnel(_Struct, frozen=True):
     fetched: Index
     useful: Index
     held: Index
-    """Leased, not released yet."""
+    """Tokens of segments that are leased and neither read nor released yet."""
     missed: tuple[Missed, ...]

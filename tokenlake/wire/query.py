@@ -6,7 +6,8 @@ that a frame announces follow it. An engine's queries and results lie in memory 
 its node, so that frames carry only their offsets.
 
 A view is a sequence of whole segments. Every query of the view attends to all their tokens, without a mask; the engine
-computes causal attention over its own new tokens itself. A part is the queries of one view in one step.
+computes causal attention over its own new tokens itself. A step is one forward pass of an engine, with a query per
+layer. A part is the queries of one view in one step.
 """
 
 from __future__ import annotations
@@ -54,19 +55,20 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OpenBuffer(_Message, frozen=True, tag=1):
-    """From an engine: memory for queries and results, its descriptor beside the frame (a memfd sealed against
-    shrinking). `nbytes` 0: forget the buffer. Not answered."""
+    """From an engine: share memory for queries and results. The memory's descriptor (a memfd sealed against shrinking)
+    travels beside the frame. `nbytes` 0: forget the buffer. Not answered."""
 
     buffer: int
     nbytes: Offset
 
 
 class OpenView(_Message, frozen=True, tag=2):
-    """These segments, for queries of `heads` heads: the asker chooses the number `view`. Answered with `Viewed`.
+    """Open a view of these segments, for queries of `heads` heads. The client chooses the number `view`. Answered with
+    `Viewed`.
 
     `nodes` and `owners` say where each segment is leased, as `engine.Located` does; between nodes both are empty,
-    for only what lies at the answerer is meant. `tenant` and `layout` are empty from an engine, whose connection has
-    both."""
+    because the server opens only segments of its own node. `tenant` and `layout` are empty from an engine, whose
+    connection has both."""
 
     view: int
     tenant: str
@@ -79,8 +81,8 @@ class OpenView(_Message, frozen=True, tag=2):
 
 
 class Viewed(_Message, frozen=True, tag=3):
-    """Answers `OpenView`: LOCAL, REMOTE (open at another query engine) or MISSING per key. Of an engine's view, the
-    first `hits` keys are what its queries will attend to; between nodes, those that are LOCAL."""
+    """Answers `OpenView`: LOCAL, REMOTE (open at another query engine) or MISSING per key. Queries of the view will
+    attend to the first `hits` keys; between nodes all of these are LOCAL."""
 
     view: int
     hits: Index
@@ -88,13 +90,14 @@ class Viewed(_Message, frozen=True, tag=3):
 
 
 class CloseView(_Message, frozen=True, tag=4):
-    """The asker will not ask about these again. Not answered."""
+    """The client will send no more queries of these views. Not answered."""
 
     views: tuple[int, ...]
 
 
 class Step(_Message, frozen=True, tag=5):
-    """From an engine: from now on `Query` with this buffer means these parts. Not answered.
+    """From an engine: set the parts that each further `Query` of this buffer computes, and the places of their arrays.
+    Not answered.
 
     At `queries` in the buffer: [tokens of all parts, heads, key dim] of `dtype`, written by the engine before each
     `Query`. At `outputs`: float32 [tokens, heads, value dim], at `sums` float32 [tokens, heads] (natural logarithm
@@ -130,14 +133,14 @@ class Answered(_Message, frozen=True, tag=7):
     attempt: Index
     codes: bytes
     sent_bytes: int
-    """Queries that went over the network, their frames included."""
+    """Bytes of queries that were sent to other nodes, their frames included."""
     received_bytes: int
-    """Outputs and sums that came back, likewise."""
+    """Bytes of outputs and sums that were received from other nodes, their frames included."""
 
 
 class Ask(_Message, frozen=True, tag=8):
-    """Between nodes, one per step, layer and peer: the queries of all `parts` follow, [tokens, heads, key dim] of
-    `dtype` each. `number` names the step and attempt; the answer repeats it."""
+    """Between nodes, one per query of an engine and peer: compute attention over `layer`. After the frame follow the
+    queries of all `parts`, [tokens, heads, key dim] of `dtype` each. The answer repeats `number`."""
 
     number: int
     layer: Index
@@ -147,8 +150,8 @@ class Ask(_Message, frozen=True, tag=8):
 
 
 class Result(_Message, frozen=True, tag=9):
-    """Answers `Ask`: LOCAL or LOST per part; of the LOCAL ones, in order, follow the outputs [tokens, heads, value dim]
-    of the asker's `dtype` each, then the sums, float32 [tokens, heads] each."""
+    """Answers `Ask`: LOCAL or LOST per part. After the frame follow, of the LOCAL parts in order, the outputs
+    [tokens, heads, value dim] of the `dtype` of the `Ask` each, then the sums, float32 [tokens, heads] each."""
 
     number: int
     layer: Index

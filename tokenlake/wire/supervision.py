@@ -70,16 +70,16 @@ class Dial(_Message, frozen=True, tag=5):
 
 
 class Report(_Message, frozen=True, tag=7):
-    """Counts, from the query engine: once when it begins to serve, and every second."""
+    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second."""
 
     connections: int
-    """From engines and from other query engines."""
+    """Open connections from engines and from other query engines."""
     views: int
     """Open views, of engines of this node and of other nodes."""
     answers: int
     """Queries of engines that were answered, one per step and layer."""
     lost_parts: int
-    """Parts of these that were LOST."""
+    """Parts of the answered queries of engines that were LOST."""
     results: int
     """Answers to other query engines."""
     late_results: int

@@ -1,1 +1,2 @@
-"""`tokenlake bench attention`: attention over segments in the pool, each row beside its ceiling."""
+"""`tokenlake bench attention`: times attention over segments in the pool, and beside each row its ceiling, the fastest
+other way of the machine to do the same work."""

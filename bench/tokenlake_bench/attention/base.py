@@ -12,9 +12,10 @@ __all__ = ["Case", "Row", "row_of"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. `ratio`: the median over the turns of the call's time to the ceiling's time in the same
-    turn. `least_ratio`: the ratio of the least times of all turns, which other work on the machine disturbs less.
-    `bytes`: bytes over the network per call, both ways, beside the formula's `bytes_formula`; 0 for a local row."""
+    """One row of the JSON. A turn times the call once and its ceiling once. `ratio`: the call's time divided by the
+    ceiling's time in the same turn, median over the turns. `least_ratio`: the call's least time over all turns divided
+    by the ceiling's, which other work on the machine disturbs less. `bytes`: bytes over the network per call, both
+    ways; `bytes_formula`: the same by the formula; both are 0 for a local row."""
 
     name: str
     p50_us: float
@@ -36,14 +37,14 @@ class Case(Protocol):
         """Seconds of one call."""
 
     def ceiling(self, turn: int) -> float:
-        """Seconds of the same work done the best way that the machine has."""
+        """Seconds of the same work done in the fastest way that this machine offers without the pool."""
 
     def bytes(self) -> int:
         """Bytes over the network of one call."""
 
 
 def row_of(case: Case, seconds: Sequence[float], ceilings: Sequence[float]) -> Row:
-    """`seconds[i]` and `ceilings[i]` are from one turn."""
+    """The row of a case. `seconds[i]` and `ceilings[i]`: times of the call and of its ceiling in turn i."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     return Row(
         name=case.name,

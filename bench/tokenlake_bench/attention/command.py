@@ -1,4 +1,4 @@
-"""The command `bench attention`: each row in turn with its ceiling, then a table and JSON."""
+"""The command `bench attention`: times each row and its ceiling alternately, then writes a table and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AttentionArguments", "run_attention"]
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1
-"""Turns to warm up, not counted."""
+"""Number of turns at the beginning that warm up and are not counted."""
 DTYPES = ("float32", "bfloat16")
 OWNERS = (1, 2, 4)
 
@@ -48,7 +48,7 @@ class AttentionArguments:
             raise ConfigurationError("nodes", self.nodes, f"numbers among {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
-        """The cases in the order in which they run; each needs its memory only until the next one is taken."""
+        """Yield the cases in the order in which they run. A case must not be used after the next one was taken."""
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(
@@ -57,7 +57,7 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
-        # Processor time would be that of this process alone.
+        # Processor time is measured for this process alone, so that the rows of other nodes need wall time.
         if self.nodes and not self.processor_time:
             from tokenlake_bench.attention.remote import remote_cases
 
@@ -70,7 +70,7 @@ class AttentionArguments:
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:
-    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its table, and write the JSON file if one was asked for. Raises TokenLakeError."""
     console = Console()
     rows = []
     for case in arguments.cases():
@@ -84,7 +84,8 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
 
 
 def take_turns(case: Case, seconds: float) -> Row:
-    """Time the call and the ceiling in turn, alternating which comes first, for about `seconds`."""
+    """Repeat turns for about `seconds`. A turn times the call and the ceiling once; turns alternate in which is
+    first."""
     taken: list[float] = []
     ceilings: list[float] = []
     until = time.monotonic() + seconds
@@ -109,7 +110,7 @@ def _numbers(field: str, text: str) -> Sequence[int]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="per call and layer; ceiling: in the same turns", title_justify="left")
+    table = Table(title="per call and layer; ceiling: the fastest other way, in the same turns", title_justify="left")
     table.add_column("row", min_width=max(len(row.name) for row in rows))
     for title in ("p50", "p99", "ceiling", "ratio", "least", "bytes", "formula"):
         table.add_column(title, justify="right")

@@ -1,4 +1,4 @@
-"""Bare transfers as a ceiling: bytes to another process over TCP, and bytes back."""
+"""A ceiling for queries over the network: bare transfers of bytes to another process over TCP, and of bytes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES: Final = 64 << 20
 
 
 class Echo:
-    """The other process; it ends with `close`."""
+    """The other process of the transfers, which answers each of them; `close` ends it."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -32,17 +32,17 @@ __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 Q_HEADS: Final = 32
 LAYERS: Final = 2
 SEGMENTS: Final = 16
-"""Most segments of a view: 4,096 tokens."""
+"""Maximum number of segments of a view: 4,096 tokens."""
 NODES: Final = 5
 STORED: Final = 10 * SEGMENTS
-"""Enough that each node owns the segments of a view."""
+"""Number of stored segments: enough that each node owns at least as many as a view takes from it."""
 START_S: Final = 60.0
 STEP_S: Final = 10.0
 LOAD_SEGMENTS: Final = 4
 
 
 class Fleet:
-    """Five nodes, the first of which sends queries; every node owns its part of `keys`. A context manager."""
+    """Five nodes. The first one sends queries; each node owns the segments `keys[node]`. A context manager."""
 
     reader: Final = 0
     others: Final = tuple(range(1, NODES))
@@ -67,7 +67,7 @@ class Fleet:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
-            # As many threads as a query engine has.
+            # The kernel of the ceiling computes with as many threads as a query engine does.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
             self.echo = stack.enter_context(contextlib.closing(Echo()))
             stack.enter_context(self._cluster)
@@ -90,15 +90,15 @@ class Fleet:
             return lease.fetch()
 
     def open_view(self, nodes: Sequence[int], each: int) -> View:
-        """A view of `each` segments of each node; waits for query engines that are starting."""
+        """A view of `each` segments of each of `nodes`; waits for query engines that are starting."""
         keys = [key for node in nodes for key in self.keys[node][:each]]
         names = {self._cluster.nodes[node].name for node in nodes}
         return _open_view(self.pool, keys, self.shape, names)
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Context in which an engine per node queries that node's query engine about segments there, without a
-        pause."""
+        """Context in which one engine process per node sends queries to the query engine of its node, over segments of
+        that node, without a pause."""
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
         busy = [context.Event() for _ in range(NODES)]
@@ -116,7 +116,7 @@ class Fleet:
         try:
             for started in busy:
                 if not started.wait(START_S):
-                    raise Unreachable("an engine that is to keep a node busy does not start")
+                    raise Unreachable("an engine process of the load did not start in time")
             yield
         finally:
             stop.set()
@@ -142,13 +142,13 @@ class Fleet:
             if all(len(at_node) >= SEGMENTS + LOAD_SEGMENTS for at_node in found):
                 return found
             if time.monotonic() > until:
-                raise Unreachable(f"segments at the nodes: {[len(at_node) for at_node in found]}")
+                raise Unreachable(f"the nodes own {[len(at_node) for at_node in found]} segments, too few for a view")
             time.sleep(0.1)
 
     def _where(self, keys: Sequence[SegmentKey]) -> list[list[SegmentKey]]:
         """The keys by node, as a match of the first node returns them."""
         found: dict[str, list[SegmentKey]] = {node.name: [] for node in self._cluster.nodes}
-        # One session may not lease more.
+        # In batches, because one session may not lease all segments at a time.
         for start in range(0, len(keys), SEGMENTS):
             with self.pool.match(keys[start : start + SEGMENTS], deadline_s=STEP_S) as lease:
                 for key, node in zip(lease.keys, lease.nodes(), strict=False):
@@ -162,19 +162,19 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
         lease = pool.match(keys, deadline_s=STEP_S)
         try:
             view = pool.open_view(lease, shape.q_heads, shape.scale)
-            # A late owner may have been replaced by another copy.
+            # If an owner answers late, the match may have found another node's copy: then the match is repeated.
             if view.hits == len(keys) and set(lease.nodes()) == nodes:
                 return view
             view.close()
         except TokenLakeError:
             lease.release()
         if time.monotonic() > until:
-            raise Unreachable(f"no view of {len(keys)} segments")
+            raise Unreachable(f"no view of {len(keys)} segments could be opened in time")
         time.sleep(0.05)
 
 
 def _query_repeatedly(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
-    """The main function of an engine process, until `stop`."""
+    """The main function of an engine process of the load: queries over `keys` until `stop` is set."""
     end_with_parent()
     shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
     with contextlib.ExitStack() as stack:

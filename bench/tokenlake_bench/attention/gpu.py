@@ -82,7 +82,8 @@ def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> bool:
 
 
 def _at(slot: Any, offset: int) -> int:
-    """`as_strided` counts from the beginning of the memory, not of the view."""
+    """The offset for `as_strided` of an element of a view: torch counts it from the start of the memory, not of the
+    view."""
     return int(slot.storage_offset()) // 2 + offset
 
 

@@ -1,4 +1,5 @@
-"""Attention over segments in this process's memory, against torch's fused kernel over one contiguous cache."""
+"""Cases of attention over segments in this process's memory; the ceiling is torch's fused kernel over one contiguous
+cache."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ __all__ = ["LocalCase", "local_cases"]
 
 Q_HEADS: Final = 32
 LAYERS: Final = 2
-"""Read in turn, so that a call does not find the previous call's layer in the processor's cache."""
+"""Number of layers that the calls read in turn, so that no call finds its layer in the processor's cache."""
 PATTERN: Final = 1 << 20
 """Number of random elements, repeated through the memory."""
 TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -34,19 +35,21 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """`tokens` of a model with 32 query and 8 KV heads of 128: in the slots of an arena, and once more contiguous."""
+    """The KV cache of `tokens` tokens of a model with 32 query heads and 8 KV heads of 128: once in slots as the pool
+    has them, once contiguous."""
 
     layout: Layout
     neighbours: Sequence[NDArray[np.uint8]]
     scattered: Sequence[NDArray[np.uint8]]
-    """Slots in random order, as many as in `neighbours`, drawn from the same memory so that gaps lie between them (one
-    slot of five is not used)."""
+    """As many slots as `neighbours`, in random order, from the same memory with unused slots between them (one of
+    five)."""
     contiguous: Sequence[tuple[Any, Any]]
     """Per layer keys and values `[1, KV head, token, dim]` of `neighbours`."""
 
 
 class LocalCase:
-    """`queries` query tokens over all tokens. The results of the first turn are compared."""
+    """Attention of `queries` query tokens over all tokens of a cache. In the first turn its result is compared with the
+    ceiling's."""
 
     bytes_formula = 0
 
@@ -60,7 +63,7 @@ class LocalCase:
         self._slots = cache.scattered if scattered else cache.neighbours
         drawn = np.random.default_rng(queries).standard_normal((queries, Q_HEADS, layout.key_dim), np.float32)
         self._queries = from_float32(drawn, layout.dtype)
-        # The query heads of a KV head become rows, which is the fastest shape for the fused kernel, too.
+        # The query heads of a KV head become rows of one head, which is the fastest shape for torch's fused kernel.
         folded = np.ascontiguousarray(self._queries.swapaxes(0, 1)).reshape(1, layout.kv_heads, -1, layout.key_dim)
         self._folded = torch.from_numpy(folded).view(_DTYPES[layout.dtype])
         if not scattered:
@@ -101,8 +104,9 @@ class LocalCase:
 def local_cases(
     dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int], clock: Clock
 ) -> Iterator[LocalCase]:
-    """Every combination; the memory of one dtype and number of tokens exists at a time. Scattered slots are measured
-    for up to 16 queries: with more, the kernel gathers the segments first."""
+    """Yield the case of each combination. Only the cache of one dtype and number of tokens is in memory at a time.
+    Cases over scattered slots have up to 16 queries, because the kernel gathers the segments first where there are
+    more."""
     for dtype in dtypes:
         for length in tokens:
             cache = _cache(dtype, length)
@@ -139,7 +143,7 @@ def _filled(nbytes: int, dtype: str) -> NDArray[np.uint8]:
     memory = np.empty(nbytes // pattern.itemsize, pattern.dtype)
     for start in range(0, len(memory), PATTERN):
         part = memory[start : start + PATTERN]
-        # Shifted each time: with equal segments, reading the wrong one would go unnoticed.
+        # Each repetition of the pattern is shifted: if segments were equal, reading the wrong one would go unnoticed.
         part[:] = np.roll(pattern, start // PATTERN)[: len(part)]
     return memory.view(np.uint8)
 

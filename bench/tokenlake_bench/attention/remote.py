@@ -1,8 +1,8 @@
 """Attention over segments of other nodes: a query engine queries one, two or four others, over loopback.
 
-The ceiling is the same kernel over the same segments in one process, then the bare transfer of as many bytes there and
-back. All processes share this machine's processors: the nodes of a row compute concurrently only where there are enough
-processors.
+The ceiling is the time of the same kernel over the same segments in one process plus that of a bare transfer of as many
+bytes there and back. All processes share this machine's processors: the nodes of a row compute concurrently only where
+there are enough processors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["RemoteCase", "remote_cases"]
 
 PATIENT_S: Final = 10.0
 TOLERANCE: Final = 3e-2
-"""The tolerance of bfloat16."""
+"""Greatest difference between results in bfloat16 that count as equal."""
 ITEM_BYTES: Final = 2
 
 
 class RemoteCase:
-    """`tokens` query tokens over `each` segments of each of these nodes."""
+    """Attention of `tokens` query tokens over `each` segments of each of the given nodes."""
 
     def __init__(self, fleet: Fleet, nodes: Sequence[int], each: int, tokens: int, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class RemoteCase:
         return self._sent + self._received
 
     def close(self) -> None:
-        """Close its buffer and its view."""
+        """Close the query buffer and the view of the case."""
         self._buffer.close()
         self._view.close()
 

@@ -1,6 +1,6 @@
 """GPUs: rates from their data sheets, and constants fitted to published measurements at batch 1.
 
-The fit, row by row: `docs/simulation.md`.
+`docs/simulation.md` lists these measurements beside the fitted model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Gpu:
     memory_bytes: float
     memory_rate: float
     flops: float
-    """bfloat16, dense."""
+    """Peak in bfloat16, without sparsity."""
     fp8_flops: float
-    """Equal to `flops` where the GPU has no FP8."""
+    """Peak in FP8, without sparsity; equal to `flops` where the GPU has no FP8."""
     link_rate: float
-    """NVLink, one direction."""
+    """Rate of the GPU's NVLinks, in one direction."""
     network_rate: float
-    """One NIC per GPU, one direction."""
+    """Rate of the GPU's own network adapter, in one direction."""
 
     compute_efficiency: float
     fp8_efficiency: float
@@ -39,11 +39,12 @@ class Gpu:
     link_efficiency: float = 0.7
     network_efficiency: float = 0.8
     layer_s: float = 47e-6
-    """Time of a pass per layer beyond memory and arithmetic: kernel launches, normalisation, sampling."""
+    """Time of a forward pass per layer in addition to memory accesses and arithmetic: kernel launches, normalisation,
+    sampling."""
     mixture_factor: float = 2.0
     """A layer that chooses experts takes `mixture_factor` times `layer_s`."""
     reduce_s: float = 9e-6
-    """Time of one all-reduce beyond its bytes."""
+    """Time of one all-reduce in addition to the transfer of its bytes."""
 
     def scaled(self, factors: Mapping[str, float]) -> Gpu:
         """A GPU with fitted constants multiplied: `{"memory_efficiency": 0.7}` is 30 % less.

@@ -1,4 +1,5 @@
-"""The size of models: parameters, cache per token, arithmetic per token. From the published configurations."""
+"""The size of models: parameters, cache per token, arithmetic per token, computed from their published
+configurations."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class GroupedAttention:
         return self.prefill_flops
 
     def copies(self, gpus: int) -> int:
-        """KV heads are split over the GPUs; with more GPUs than KV heads, several GPUs hold the same heads."""
+        """1 up to as many GPUs as KV heads, which are split over the GPUs; with more GPUs several hold the same
+        heads."""
         return max(1, gpus // self.kv_heads)
 
 
@@ -106,22 +108,24 @@ class LatentAttention:
 
     @property
     def prefill_flops(self) -> int:
-        """Computed on the expanded keys and values."""
+        """Flops of scores and weighted values per head, computed on the expanded keys and values."""
         return 2 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
     @property
     def decode_flops(self) -> int:
-        """Computed on the latent vectors: scores over latent and rotated part, then a weighted latent vector."""
+        """Flops per head, computed on the latent vectors: a score over latent and rotated part, and a weighted latent
+        vector."""
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
-        """Every GPU holds the whole latent vector, as all heads need it."""
+        """One per GPU: every GPU holds the whole latent vector, because all heads need it."""
         return gpus
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` ones.
+    """A gated feed-forward network (three matrices per expert). A token passes through `chosen` of the `experts` routed
+    experts and through all `shared` ones.
 
     A dense layer is one shared expert.
     """
@@ -139,7 +143,7 @@ class FeedForward:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with, the routing included."""
+        """Number of parameters that are used to compute one token, including those of the routing."""
         return self.expert * (self.chosen + self.shared) + self.hidden * self.experts
 
     def read(self, tokens: int) -> float:
@@ -150,7 +154,8 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`dense_layers` of `layers` have the feed-forward network `dense`, the others `mixture`."""
+    """The dimensions of a model. `dense_layers` of its `layers` have the feed-forward network `dense`, the others have
+    `mixture`."""
 
     name: str
     layers: int
@@ -161,7 +166,7 @@ class Model:
     dense: FeedForward
     mixture: FeedForward | None = None
     weight_bytes: int = 2
-    """Bytes per parameter: 2 in bfloat16, 1 in FP8, where products run at the GPU's FP8 rate."""
+    """Bytes per parameter: 2 in bfloat16; 1 in FP8, with which matrix products run at the GPU's FP8 rate."""
 
     @property
     def mixture_layers(self) -> int:
@@ -236,7 +241,7 @@ MODELS: Final[dict[str, Model]] = {
         _DEEPSEEK_V3,
     )
 }
-"""By name; hyper-parameters from the models' config.json."""
+"""The models by name; their hyper-parameters are from their config.json."""
 
 
 def model_named(name: str) -> Model:

@@ -16,7 +16,8 @@ RESERVED: Final = 0.10
 """Share of a GPU's memory that is neither weights nor cache; engines keep it free by default."""
 
 MOST_WEIGHTS: Final = 2 / 3
-"""`EngineModel.fitting` takes as many GPUs as keep the weights within this share of the rest."""
+"""`EngineModel.fitting` takes the fewest GPUs whose memory, without `RESERVED`, the weights fill to at most this
+share."""
 
 
 class Chunk(NamedTuple):
@@ -29,7 +30,8 @@ class Chunk(NamedTuple):
 
 
 class EngineModel:
-    """One instance: a model on `gpus` GPUs with tensor parallelism. Pure: equal arguments give equal times."""
+    """Durations of the steps of one instance: a model on `gpus` GPUs with tensor parallelism. Equal arguments give
+    equal times."""
 
     def __init__(self, model: Model, gpu: Gpu, gpus: int = 1) -> None:
         if gpus < 1 or gpus & (gpus - 1):
@@ -53,7 +55,8 @@ class EngineModel:
         return cls(model, gpu, gpus)
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        """One pass over parts of prompts and, in the same batch, `decoding` requests with `context` tokens in sum.
+        """Seconds of one pass over parts of prompts and, in the same batch, one token of each of `decoding` requests,
+        which have `context` tokens of cache in sum.
 
         Returns 0 for an empty batch.
         """
@@ -65,15 +68,15 @@ class EngineModel:
         return matrices + self._attention_s(chunks, decoding, context) + self._reduce_s(tokens) + self._fixed_s
 
     def prefill_s(self, new: int, cached: int = 0) -> float:
-        """A prompt of `new` tokens behind `cached` ones, alone and in one pass."""
+        """Seconds of the prefill of `new` tokens behind `cached` ones, alone and in one pass."""
         return self.step_s((Chunk(new, cached),), 0, 0)
 
     def decode_s(self, decoding: int, context: int) -> float:
-        """One token for each of `decoding` requests with `context` tokens of cache in sum."""
+        """Seconds of one decode step of `decoding` requests with `context` tokens of cache in sum."""
         return self.step_s((), decoding, context)
 
     def transfer_s(self, tokens: int) -> float:
-        """The transfer of the cache of `tokens` tokens from one instance to another, over all NICs."""
+        """Seconds to transfer the cache of `tokens` tokens to another instance over all network adapters."""
         rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
         return tokens * self.model.cache_bytes / rate
 
@@ -100,7 +103,8 @@ class EngineModel:
         return tokens * self._cache_bytes / self._memory_rate
 
     def _reduce_s(self, tokens: int) -> float:
-        """Two ring all-reduces of the hidden state per layer: 2 (t - 1) / t of the bytes per GPU."""
+        """Seconds of the two ring all-reduces of the hidden state per layer. With t GPUs each all-reduce sends
+        2 (t - 1) / t of the state's bytes per GPU."""
         if self.gpus == 1:
             return 0.0
         nbytes = tokens * self.model.hidden * CACHE_BYTES * 2 * (self.gpus - 1) / self.gpus

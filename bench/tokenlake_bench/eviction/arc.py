@@ -1,8 +1,8 @@
-"""ARC: a queue of segments accessed once and a queue of segments accessed again. Ghosts of both move the border between
-them.
+"""ARC: a queue of segments accessed once and a queue of segments accessed again. Ghosts, the keys of segments that were
+evicted from a queue, decide how many segments each queue may have.
 
-Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is the number of
-segments in order when one is evicted.
+Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. ARC's capacity is taken as the
+number of segments that both queues have when one is evicted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["AdaptiveReplacement"]
 
 
 class _Record(PolicyState):
-    """Kept while the segment is out of order."""
+    """State of a segment, which it keeps while it is pinned and so in no queue."""
 
     __slots__ = ("again",)
 
     def __init__(self, again: bool) -> None:
         self.again = again
-        """Accessed more than once."""
+        """True if the segment was accessed more than once."""
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """Admits every new segment, to the young end of those accessed once."""
+    """The policy ARC. Admits every new segment; one without a ghost is added to the queue of segments accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -37,7 +37,7 @@ class AdaptiveReplacement(EvictionPolicy):
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """Number of segments accessed once that should be kept."""
+        """Number of segments that the queue of segments accessed once should have."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
@@ -48,7 +48,8 @@ class AdaptiveReplacement(EvictionPolicy):
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Whether the key has a ghost. If so, the queue that evicted it gets more room."""
+        """Whether the key has a ghost. If so, the ghost is removed and the queue that evicted it may have more
+        segments."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]

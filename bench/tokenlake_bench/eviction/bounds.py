@@ -8,9 +8,9 @@ ignores prefixes: no order of eviction finds more.
 
     Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966
 
-The computation needs no segments, only the number of held segments by the request that uses them next: after a request,
-`count` of its segments wait for request `later`; when the capacity is exceeded, segments of the latest request are
-evicted. A request finds all segments that waited for it.
+The computation needs no single segments, only the number of held segments per request that uses them next: after a
+request, `count` of its segments wait for a later request; when the capacity is exceeded, segments that wait for the
+latest request are evicted. A request finds all segments that wait for it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ __all__ = ["Bounds", "bounds_of"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The future of a workload, read once, for any number of capacities."""
+    """The next uses of all segments of a workload, from which the bounds for any capacity are computed."""
 
     accesses: Accesses
     waiting: list[list[tuple[int, int]]]
-    """Per request, its segments by the next request that uses them: (that request, number of segments)."""
+    """Per request, how many of its segments each later request is the next to use: (later request, number of
+    segments)."""
 
     def infinite(self) -> HitCount:
         """The hits of one cache for all requests that never evicts."""
         return self._count(sum(count for later in self.waiting for _, count in later))
 
     def clairvoyant(self, segments: int) -> HitCount:
-        """The hits of one cache of `segments` that knows the future."""
+        """The hits of one cache of `segments` segments that knows all future requests."""
         held = [0] * len(self.waiting)
-        """Held segments by the request that uses them next."""
+        """By request, the number of held segments that it is the next to use."""
         total = hits = 0
         latest: list[int] = []
-        """A heap of negated requests; it may contain requests for which no segment waits any more."""
+        """A heap of negated request numbers, the latest request first; for some no segment may wait any more."""
         for index, later in enumerate(self.waiting):
             hits += held[index]
             total -= held[index]

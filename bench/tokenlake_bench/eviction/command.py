@@ -107,7 +107,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
         study.run(console)
     except KeyboardInterrupt:
         complete = False
-        console.print("interrupted: the rest was not run")
+        console.print("interrupted: the remaining runs of the study were left out")
     result = study.result(complete)
     study.write(result)
     show(console, result)

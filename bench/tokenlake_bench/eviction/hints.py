@@ -1,5 +1,5 @@
-"""The hints of each request: from the engine, the length of the answer; from a client that gives hints, whether its
-conversation goes on or is over, right with a given probability."""
+"""The hints of each request: the length of the answer, as an engine reports it, and, as from a client, whether the
+conversation goes on, which is right with a given probability."""
 
 from __future__ import annotations
 

@@ -14,4 +14,4 @@ __all__ = ["PUBLISHED", "STUDIED"]
 PUBLISHED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {"s3fifo": S3Fifo, "arc": AdaptiveReplacement}
 """Policies for comparison only; daemons do not offer them."""
 STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {**POLICIES, **PUBLISHED}
-"""By the name that `bench eviction --policy` takes."""
+"""All policies of the study, by the name that `bench eviction --policy` takes."""

@@ -30,18 +30,19 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     policy: str
     hit_rate: float
-    """Share of all prompt tokens, those beyond the last full segment included."""
+    """Hit tokens as a share of all prompt tokens, those beyond the last full segment included."""
     orphan_share: float
-    """Share of the held segments whose parent is not held; mean over samples."""
+    """Share of the held segments whose parent, the segment before them in the prompt, is not held; mean over
+    samples."""
     copies_per_segment: float
     serve_us: float
-    """Processor time per segment of a prompt, for everything that serving it takes in the study."""
+    """Processor time per segment of a prompt for serving it in the study: store, placement and policy."""
     policy_us: float
     """Processor time per segment of a prompt that is spent in the eviction policy; contained in `serve_us`."""
     of_clairvoyant: float | None = None
     of_lru: float | None = None
     of_one_node: float | None = None
-    """Relative to the same policy and capacity on one node."""
+    """Hit rate relative to the same policy and capacity on one node."""
     policy_of_lru: float | None = None
     """The policy's time relative to LRU's."""
 
@@ -120,7 +121,7 @@ def _means(cells: Sequence[Cell]) -> list[Mean]:
         mine = [cell for cell in cells if (cell.policy, cell.nodes) == (policy, nodes)]
         shares = [cell.of_clairvoyant for cell in mine if cell.of_clairvoyant is not None]
         against = [cell.of_lru for cell in mine if cell.of_lru is not None]
-        # The geometric mean of a policy with a hit rate of 0 is 0.
+        # With a hit rate of 0 the geometric mean is 0; its logarithm does not exist.
         mean = math.exp(math.fsum(map(math.log, shares)) / len(shares)) if shares and min(shares) > 0 else 0.0
         worst = min(against, default=None)
         means.append(Mean(policy=policy, nodes=nodes, cells=len(mine), of_clairvoyant=mean, worst_of_lru=worst))

@@ -1,4 +1,5 @@
-"""S3-FIFO: a small queue on probation, a main queue, and ghosts of the small one.
+"""S3-FIFO: a small queue of segments on probation, a main queue, and ghosts: the keys of segments that were evicted
+from the small queue.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -16,26 +17,27 @@ from tokenlake.store.segment import PolicyState, Segment
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Share of all segments on probation; those beyond it are evicted first."""
+"""Share of all segments that may be on probation. While more are, segments on probation are evicted first."""
 MAX_ACCESSES = 3
-"""Accesses that count. A segment stays in the main queue for as many rounds without another access."""
+"""Most accesses of a segment that are counted. A segment stays in the main queue for one more round per counted
+access."""
 MOST_PASSED = 1024
-"""Accessed segments that one search for a victim moves at most: each costs some 200 ns."""
+"""Maximum number of accessed segments that one search for a victim moves; moving one takes some 200 ns."""
 
 
 class _Record(PolicyState):
-    """Kept while the segment is out of order."""
+    """State of a segment, which it keeps while it is pinned and so in no queue."""
 
     __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Accesses since the segment came or was moved, at most `MAX_ACCESSES`."""
+        """Accesses since the segment was added to its queue or moved to its end, at most `MAX_ACCESSES`."""
 
 
 class S3Fifo(EvictionPolicy):
-    """Admits every new segment; one without a ghost is on probation."""
+    """The policy S3-FIFO. Admits every new segment: to the main queue if it has a ghost, else on probation."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Segment, _Record] = OrderedDict()
@@ -70,7 +72,7 @@ class S3Fifo(EvictionPolicy):
                 self._ghosts.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Accessed segments before it move to the end of the main queue."""
+        """See `EvictionPolicy`. Accessed segments in front of the victim are moved to the end of the main queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)

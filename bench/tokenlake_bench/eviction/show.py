@@ -43,7 +43,7 @@ def _rate(cell: Cell) -> str:
 
 def _means(result: StudyResult) -> Table:
     table = Table(title="over all traces and capacities", title_justify="left")
-    titles = ("nodes", "mean of bound", "least / LRU", "least / 1 node", "orphans", "policy us", "/ LRU")
+    titles = ("nodes", "mean / bound", "least / LRU", "least / 1 node", "orphans", "policy us", "policy / LRU")
     table.add_column("policy")
     for title in titles:
         table.add_column(title, justify="right")

@@ -1,13 +1,13 @@
 """Replays prompts on the daemons' stores, eviction policies and placement, without messages, bytes or simulated time.
 
-The study compares policies on millions of accesses, which whole nodes (`NodeCore`) would take hours for; it shares the
-store, the ring and the placement with them. Prompts are served one at a time, in the order of a node's steps: found
-segments are pinned while the rest is computed; each missing segment takes a slot at its owner, which evicts or refuses;
-new segments are published, deepest first; then the found segments are unpinned and touched, deepest first. Held
-segments beyond the first missing one are computed again; they are touched as well.
+The study compares policies on millions of accesses, which would take hours with whole nodes (`NodeCore`); it uses the
+same store, ring and placement. Prompts are served one at a time, with the steps of a node in their order: found
+segments are pinned while the rest is computed; each missing segment takes a slot at its owner, which evicts another
+segment or refuses; new segments are published, deepest first; then the found segments are unpinned and touched, deepest
+first. Segments behind the first missing one that a node has are computed again, and touched as well.
 
-Left out: dirty and cached copies, and delays. A new segment is at its owner at once, and every node knows the others'
-vacancies.
+Dirty copies, cached copies and delays are left out: a new segment is at its owner at once, and every node knows the
+number of free slots of the others.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class NodeStores:
         self._keys = [_key(segment) for segment in range(len(self._parents))]
         self._ids = {key: segment for segment, key in enumerate(self._keys)}
         self._held: list[Segment | None] = [None] * len(self._keys)
-        """By id, at whichever node it is."""
+        """By id, the segment as the store of its node has it; None where no node has it."""
         self._node: list[int] = [0] * len(self._keys)
         """By id, the node that holds the segment, or held it last."""
         self._names = [NodeId(f"node-{node}") for node in range(nodes)]
         self._previous_owner: list[NodeId | None] = [None] * len(self._keys)
-        """By id, the node that held or refused the segment last, as the directory node tells a writer."""
+        """By id, the node that had the segment last, or refused it, as a directory node reports it to a writer."""
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._shared_at, self._rounds = 0.0, 0
         self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
@@ -110,7 +110,7 @@ class NodeStores:
         return sum(segment is not None for segment in self._held)
 
     def copies(self) -> int:
-        """Number of copies over all nodes."""
+        """Number of segments in the stores of all nodes, copies counted separately."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
     def orphans(self) -> int:
@@ -133,7 +133,7 @@ class NodeStores:
     def _store_new(self, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[tuple[int, Segment]]:
         """Reserve slots for the missing segments, in prompt order: (node, segment), each pinned once."""
         missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
-        # A writer asks for vacancies once for all segments that it stores of a prompt.
+        # Computed once per prompt, as a writer asks the other nodes for vacancies once for all its new segments.
         vacancies = self._vacancies(now) if missing else {}
         created: list[tuple[int, Segment]] = []
         for sequence in runs(missing, self._ring.run_length):
@@ -182,7 +182,7 @@ class NodeStores:
 
 
 def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
-    """Segments of an even share. Raises ConfigurationError where not one fits."""
+    """Number of segments in an even share of the capacity. Raises ConfigurationError where none fits."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     slots = capacity_tokens // nodes // accesses.segment_tokens
@@ -202,10 +202,10 @@ def _key(segment: int) -> SegmentKey:
 
 
 def _parents(accesses: Accesses) -> list[int]:
-    """By id, the segment before it in every prompt that contains it; -1 for a first segment."""
+    """For each segment id, the id of the segment before it, the same in every prompt; -1 for a first segment."""
     parents: dict[int, int] = {}
     for prompt in accesses.prompts:
-        # A segment with a parent was seen before, with all segments before it.
+        # Backwards until a segment whose parent is known: the parents of all segments before it are known, too.
         for depth in range(len(prompt.chain) - 1, -1, -1):
             if prompt.chain[depth] in parents:
                 break

@@ -101,8 +101,8 @@ class _Run:
 
     def cell(self, trace: str) -> Cell:
         """The results, once all prompts are served."""
-        # Other processes of the machine delay the policy and the rest alike: apply the policy's share of the wall time
-        # to the processor time.
+        # The policy's time is measured as wall time. Other processes delay the policy and the rest of the run alike, so
+        # its share of the wall time is applied to the processor time.
         share = sum(policy.taken_ns for policy in self._policies) * 1e-9 / max(1e-9, self._wall_s)
         each_us = self._cpu_s * 1e6 / max(1, self._touches)
         return Cell(

@@ -1,4 +1,4 @@
-"""A client process of `bench growth`: matches on command."""
+"""A client process of `bench growth`, which makes matches when its parent asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenlake_client import Pool
 __all__ = ["LAYOUT", "PROMPT_KEYS", "Matching", "held_keys"]
 
 PROMPT_KEYS: Final = 1024
-"""Keys that were stored one after the other: the longest match has that many."""
+"""Number of segments of one stored prompt, and so of keys in the longest match."""
 DEADLINE_S: Final = 5.0
 LAYOUT: Final = Layout(
     model_id="bench-growth",
@@ -31,7 +31,8 @@ LAYOUT: Final = Layout(
     position="none",
     segment_tokens=16,
 )
-"""4 KiB and 8 shards per segment: as many checksums as a large segment has, in memory that holds 100,000 segments."""
+"""Layout of the stored segments: 8 shards, so that a segment has as many checksums as a large one, but only 4 KiB, so
+that 100,000 segments fit into memory."""
 
 
 def held_keys(number: int, count: int) -> list[SegmentKey]:
@@ -43,7 +44,7 @@ class Matching:
     """Matches keys that the daemon holds, of randomly drawn prompts."""
 
     def __init__(self, pool: Pool, segments: int, seed: int) -> None:
-        """`segments`: number held by the daemon, whole prompts of `PROMPT_KEYS`, or less than one."""
+        """`segments`: number of segments that the daemon has: whole prompts of `PROMPT_KEYS`, or part of one."""
         self._pool = pool
         self._draw = random.Random(seed)
         self._prompts = [

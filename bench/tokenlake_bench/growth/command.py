@@ -20,10 +20,11 @@ from tokenlake_bench.report import write_json
 __all__ = ["GrowthArguments", "run_growth"]
 
 FEWEST_SEGMENTS: Final = 200
-"""Leaves room for one call of 128 keys among the segments being written."""
+"""Least number of segments of a daemon. With fewer slots it would refuse a store of 128 keys, as too many would be
+dirty."""
 FIXED_BYTES: Final = 200 << 20
 PER_SEGMENT_BYTES: Final = 2 << 10
-"""The design's bound of a daemon's memory beyond the arena."""
+"""Bytes per segment that a daemon may use in addition to the arena."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,9 @@ class GrowthArguments:
 
 
 def run_growth(arguments: GrowthArguments) -> GrowthResult:
-    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError."""
     console = Console()
-    # Before other daemons take memory.
+    # Start times are measured first, before the other daemons take memory.
     starts = _starts(arguments.sizes(), console)
     with ExitStack() as stack:
         numbers = sorted({*arguments.numbers("segments"), HELD})

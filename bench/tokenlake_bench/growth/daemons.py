@@ -32,14 +32,14 @@ PAGE: Final = 4096
 
 class GrowthDaemon:
     """One daemon with room for exactly the segments it holds, and a client of it. `empty_bytes`, `full_bytes`: resident
-    memory less shared memory before and after they were stored."""
+    memory less shared memory before and after the segments were stored."""
 
     def __init__(self, segments: int) -> None:
         """Start the daemon and fill it. Raises TokenLakeError."""
         self.segments = segments
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         memory, region = _sizes(segments)
-        # With these shares no call is refused for its size.
+        # With these limits the daemon refuses no call because of its size.
         shares = {"dirty_share": "0.8", "session_reserve_share": "1", "session_lease_share": "1"}
         self._node = _node(self._directory.name, memory, region, **shares)
         self._open = ExitStack()
@@ -71,7 +71,8 @@ class GrowthDaemon:
     def processor_s(self) -> float:
         """Processor time that all threads of the daemon have used."""
         assert self._node.process is not None
-        # The clock of another process: see clock_getcpuclockid(3), which Python does not have.
+        # The processor time clock of another process; Python does not offer clock_getcpuclockid(3), which computes its
+        # number in this way.
         return time.clock_gettime((~self._node.process.pid << 3) | 2)
 
     def close(self) -> None:
@@ -89,8 +90,8 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
 
 
 def start_seconds(memory: int) -> float:
-    """Time from the start of the process until it serves an engine, with all memory touched; some 20 ms of it pass in
-    `start_child`. Raises TokenLakeError."""
+    """Seconds from the start of a daemon with `memory` bytes until it serves an engine, with all memory touched;
+    `start_child` takes some 20 ms of them. Raises TokenLakeError."""
     with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
         node = _node(directory, memory, min(64 << 20, memory))
         try:

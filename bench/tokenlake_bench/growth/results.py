@@ -15,14 +15,14 @@ from tokenlake_bench.report import format_bytes, format_duration
 __all__ = ["GrowthResult", "Memory", "Row", "Start", "tables"]
 
 GROWS: Final = 1.2
-"""Equal rows differ by less than this ratio here."""
+"""Ratio of costs from which on a cost counts as growing; repeated measurements of one row differ by less."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """`p50_us` and `p99_us`: of one call. `us_per_key`: the 10th percentile of the calls, which other programs disturb
-    least, over the keys; with several clients the percentile of the turns over all their keys together.
-    `daemon_us_per_key`: processor time of the daemon. The ratios are to the cheapest of the smaller rows of the series:
-    above 1, the cost grows."""
+    """One row. `p50_us` and `p99_us`: time of one call. `us_per_key`: 10th percentile of the calls' times, which other
+    programs disturb least, divided by the keys of a call; with several clients, 10th percentile over the turns of the
+    turn's time divided by the keys of all clients. `daemon_us_per_key`: processor time of the daemon. The ratios
+    compare with the cheapest of the earlier rows of the series: above 1, the cost grows."""
 
     series: str
     name: str
@@ -44,7 +44,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Time from the start of the process until it serves."""
+    """Time from the start of a daemon's process until it serves an engine."""
 
     arena_bytes: int
     seconds: float
@@ -60,7 +60,7 @@ class GrowthResult(msgspec.Struct, frozen=True):
 
 def tables(result: GrowthResult) -> Iterator[Table]:
     """Tables for a terminal."""
-    table = _table("per call and per key; ratios to the cheapest of the rows before", "row", "p50", "p99", *_PER_KEY)
+    table = _table("per call and per key; ratio to the cheapest earlier row", "row", "p50", "p99", *_PER_KEY)
     series = ""
     for row in result.rows:
         if row.series != series:

@@ -28,24 +28,24 @@ __all__ = ["HELD", "Kind", "Taken", "matches", "measure", "row_of", "stores"]
 
 KEYS: Final = (1, 128, 1024)
 MIDDLE: Final = 128
-"""Keys per call in the rows that vary something else."""
+"""Keys per call in the rows that vary the number of clients or of segments."""
 HELD: Final = 10_000
-"""Segments of the daemon in the rows that vary something else."""
+"""Segments of the daemon in the rows that vary the keys per call or the number of clients."""
 KEYS_PER_TURN: Final = 4096
-"""Keys of each row in each turn."""
+"""Number of keys, over all calls, that each row matches or stores in a turn."""
 FEWEST_CALLS: Final = 4
 MOST_CALLS: Final = 200
 CLIENT_CALLS: Final = 256
-"""Calls per turn in the rows with several clients."""
+"""Calls per turn, over all clients, in the rows that vary the number of clients."""
 WARM_TURNS: Final = 1
 UNDISTURBED: Final = 0.1
-"""Quantile of the calls, or of the turns, that estimates the cost without other programs."""
+"""Quantile of the times of calls, or of turns, that estimates the time on a machine without other programs."""
 
 
 @dataclass
 class Taken:
-    """Samples of one row over all counted turns: seconds of each call; per turn, seconds per key that passed, and that
-    the daemon used."""
+    """Samples of one row over all counted turns: seconds of each call; per turn, wall time per key and processor time
+    of the daemon per key."""
 
     calls: list[float] = field(default_factory=list)
     per_key: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A row. `run` makes the calls of a turn and returns the seconds of each; each call has `keys`; `together`: several
-    client processes call at the same time."""
+    """A row to measure. `run` makes the calls of a turn, of `keys` keys each, and returns the seconds of each call;
+    `together`: several client processes call at the same time."""
 
     series: str
     name: str
@@ -68,7 +68,7 @@ class Kind:
 def matches(
     daemons: Mapping[int, GrowthDaemon], segments: Sequence[int], clients: Sequence[int], stack: ExitStack
 ) -> Iterator[Kind]:
-    """Rows of matches of held segments. `stack` ends the client processes."""
+    """Rows of matches of segments that a daemon has. The client processes end with `stack`."""
 
     def matching(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
         client = Matching(daemon.pool, daemon.segments, seed=1)
@@ -92,7 +92,7 @@ def matches(
 
 
 def stores(daemons: Mapping[int, GrowthDaemon], segments: Sequence[int]) -> Iterator[Kind]:
-    """Rows of stores. Each call stores new keys and displaces as many, as the daemons are full."""
+    """Rows of stores. Each call stores new segments and displaces as many others, because the daemons are full."""
     fresh = itertools.count()
 
     def storing(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
@@ -122,7 +122,8 @@ def _store(daemon: GrowthDaemon, keys: Sequence[SegmentKey]) -> float:
 
 
 def _together(threads: ThreadPoolExecutor, workers: Sequence[Worker]) -> list[float]:
-    """The same number of calls in all for any number of clients, but at least a few per client."""
+    """Make `CLIENT_CALLS` calls, divided among the clients, but at least a few per client. Returns the seconds of each
+    call."""
     calls = max(FEWEST_CALLS, CLIENT_CALLS // len(workers))
     parts = threads.map(lambda worker: worker.call("run", keys=MIDDLE, calls=calls), workers)
     return [took for part in parts for took in part]
@@ -147,7 +148,8 @@ def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) ->
 
 
 def row_of(kind: Kind, taken: Taken, cheapest: dict[str, tuple[float, float]]) -> Row:
-    """`cheapest`: per series, the least cost of a key in the rows so far; this row is added."""
+    """The row of the samples `taken`. `cheapest`: per series, the least costs of a key (wall time, processor time of
+    the daemon) in the rows so far; those of this row are added."""
     p50, p99 = np.quantile(taken.calls, (0.5, 0.99)).tolist()
     costs = taken.per_key if kind.together else [took / kind.keys for took in taken.calls]
     per_key, daemon_per_key = float(np.quantile(costs, UNDISTURBED)), median(taken.daemon_per_key)

@@ -35,14 +35,14 @@ LEARNT = (
     Work(768, 96, 24, 3),
     Work(3840, 64, 12, 1),
 )
-"""Batches for measuring the inputs; none of them is in the grid."""
+"""Batches by which the planner's inputs are measured; none of them is among the batches that are judged."""
 LEARNING_TURNS = 2
 REMEMBERED = 4 * len(LEARNT)
 DOCUMENT = Work(2048, 24, 4, 1)
-"""A document of the demo's second part."""
+"""A batch as in the second part of `tokenlake demo`: one question about a long document."""
 QUESTIONS = 6
 MISSES = 4
-"""Fetches that may miss their deadline while a daemon learns how slow a link has become."""
+"""Number of fetches over a newly shaped link that may miss their deadline before the daemon has measured its speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class PlannerArguments:
 
 
 def run_planner(arguments: PlannerArguments) -> Result:
-    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     works = arguments.works()
@@ -105,7 +105,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
             rates = bench.learn_link(link)
             documents += bench.documents(link, rates)
             until = began + arguments.minutes * 60 * number / len(links)
-            # The order is random, so that the batches left out at the time limit are a random sample.
+            # In random order, so that the batches that are left out at the time limit are a random sample.
             for index, work in enumerate(random.Random(number).sample(works, len(works))):
                 if index and time.monotonic() > until:
                     break
@@ -132,13 +132,13 @@ class _Bench:
         self._rig = rig
         self._model = Model.of(rig.layout, rig.attention)
         self._local_samples: deque[Timed] = deque(maxlen=REMEMBERED)
-        """The newest samples that do not depend on a link."""
+        """The newest samples of batches whose time does not depend on a link."""
         self.unequal = 0
         """Turns in which not all ways gave the same tokens."""
 
     def learn_here(self) -> None:
         """Measure the inputs that do not depend on a link."""
-        # The first turn also sets up torch and the connections.
+        # The times of the first turn are not used, because it also sets up torch and the connections.
         self._turn(LEARNT[0], (PrefixUse.LOCAL, PrefixUse.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
             self._local_samples += self._turn(work, (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)).values()
@@ -157,12 +157,12 @@ class _Bench:
         return rates
 
     def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> list[Row]:
-        """Two rows: for a prefix at the other node, and for one at this node. The planner chooses by `rates` as they
-        were before; the batch's own samples are added afterwards, as an engine adds them."""
+        """Measure one batch and return two rows: for its prefix at the other node, and at this node. The planner
+        chooses by `rates` before the samples of this batch are added to them, as in an engine."""
         predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (OWNER, READER)]
         timed: list[Timed] = []
         for turn in range(turns):
-            # The first way of a turn finds other processor caches than the next: rotate the order.
+            # The order rotates, because the first way of a turn finds other contents in the processor's caches.
             uses = list(PrefixUse)[turn % 4 :] + list(PrefixUse)[: turn % 4]
             taken = self._turn(work, uses)
             self.unequal += len({one.tokens for one in taken.values()}) > 1
@@ -178,7 +178,8 @@ class _Bench:
         return rows
 
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
-        """The demo's documents: always fetched, always shipped, and by the planner's choice."""
+        """Serve the demo's documents in three ways: always fetching, always shipping queries, by the planner's
+        choice."""
         prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), OWNER, self._model, rates)
         taken: dict[PrefixUse, list[Timed]] = {}
         for _ in range(QUESTIONS):
@@ -244,10 +245,11 @@ def _show(console: Console, result: Result) -> None:
         table.add_row(name, str(len(rows)), *counts, f"{mean:.1%}", f"{worst:.0%}")
     console.print(table)
     console.print(
-        f"prefix at another node: mean {result.planner_mean_regret:.1%}, worst {result.planner_max_regret:.0%}; here: "
-        f"mean {result.here_mean_regret:.1%}, worst {result.here_max_regret:.0%}; by the model's own figures at most "
-        f"{result.model_regret:.2%}\nat most 1.05 x recomputing and 50 ms: {result.promise_rows} of "
-        f"{len(result.rows)} rows; turns with unequal tokens: {result.unequal_turns}",
+        f"regret with the prefix at another node: mean {result.planner_mean_regret:.1%}, worst "
+        f"{result.planner_max_regret:.0%}; at this node: mean {result.here_mean_regret:.1%}, worst "
+        f"{result.here_max_regret:.0%}; by the predicted times at most {result.model_regret:.2%}\n"
+        f"rows whose chosen way took at most 1.05 x the time to recompute + 50 ms: {result.promise_rows} of "
+        f"{len(result.rows)}; turns with unequal tokens: {result.unequal_turns}",
         highlight=False,
     )
     shown = Table("link", "way", "bytes moved", "TTFT, median", title="the demo's documents", title_justify="left")

@@ -1,4 +1,4 @@
-"""The regret of the planner's choices: one row per link and batch."""
+"""The regret of the planner's choices, by how much they are slower than the fastest way: one row per link and batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse
 __all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
 
 BOUND = 1.05
-"""The promise: a request takes at most this many times the time of recomputing, plus the deadline."""
+"""A request with the pool should take at most this many times the time of recomputing its prefix, plus `DEADLINE_S`."""
 DEADLINE_S = 0.050
 """The constant part of a fetch's deadline: the time that a request may lose to a node that does not answer, beyond the
 predicted time of the fetch."""
@@ -29,12 +29,13 @@ class Prediction(msgspec.Struct, frozen=True):
 
     @property
     def regret(self) -> float:
-        """Regret by the prediction itself: the chosen way against the best."""
+        """Regret by the predicted seconds: those of the chosen way relative to those of the fastest, less 1."""
         return self.seconds[self.chosen.value] / min(self.seconds.values()) - 1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One link and batch; the prefix lies at another node, or at this one."""
+    """The planner's choice and the measured times of one batch over one link. `here`: the prefix lies at this node,
+    else at the other one."""
 
     megabytes_per_s: float
     delay_ms: float
@@ -46,7 +47,7 @@ class Row(msgspec.Struct, frozen=True):
     chosen: str
     best: str
     measured_ms: dict[str, float]
-    """Medians per way."""
+    """Median over the turns, by way."""
     predicted_ms: dict[str, float]
     regret: float
     model_regret: float
@@ -74,7 +75,7 @@ class Result(msgspec.Struct, frozen=True):
     planner_mean_regret: float
     planner_max_regret: float
     model_regret: float
-    """The greatest over the rows."""
+    """The greatest `Prediction.regret` over the rows."""
     here_mean_regret: float
     here_max_regret: float
     promise_rows: int
@@ -83,7 +84,7 @@ class Result(msgspec.Struct, frozen=True):
     """Every way gave the same tokens in every turn."""
     unequal_turns: int
     coefficients: dict[str, dict[str, list[float]]]
-    """Per link, the inputs after its last row."""
+    """Per link, the planner's inputs after the link's last row."""
     rows: list[Row]
     documents: list[Totals]
 
@@ -152,7 +153,7 @@ def result_of(
     coefficients: dict[str, dict[str, list[float]]],
     unequal_turns: int,
 ) -> Result:
-    """`rows`: at least one of each place."""
+    """The result of all rows. `rows`: at least one whose prefix is at another node and one whose prefix is here."""
     there, here = ([row.regret for row in rows if row.here is place] for place in (False, True))
     return Result(
         planner_mean_regret=statistics.mean(there),

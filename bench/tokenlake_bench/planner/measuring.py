@@ -14,10 +14,10 @@ __all__ = ["measure"]
 
 
 def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
-    """Add samples; runs whose prefix did not arrive in the intended way are left out.
+    """Add samples to `rates`; runs whose prefix did not arrive in the intended way are left out.
 
-    The cost of a fetch or a query is its time minus this node's own part, so samples of local reads and of prefills are
-    added first.
+    The cost of a fetch or a query is its time minus the time of this node's own computation and reads, so samples of
+    local reads and of prefills are added first.
     """
     whole = [one for one in timed if one.served]
     for one in whole:
@@ -42,9 +42,9 @@ def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
 
 
 def _own(rates: Rates, one: Timed) -> None:
-    """Forward passes over the engine's own cache."""
+    """Add the times of forward passes that attended to the engine's own cache only."""
     prefill, decode = _passes(one)
-    # No integration prefills several rows at once.
+    # Prefills of several rows are left out, because no engine integration makes them.
     if prefill is not None and prefill.rows == 1:
         rates.prefill.add(round(prefill.tokens), round(prefill.cached), prefill.seconds, time.monotonic())
     if decode is not None:
@@ -59,7 +59,7 @@ def _queries(rates: Rates, model: Model, one: Timed, passes: Pass, own_s: float)
 
 
 def _passes(one: Timed) -> tuple[Pass | None, Pass | None]:
-    """Means of the prefills and of the decode steps."""
+    """The means of the prefills and of the decode steps of one run; None where there was none."""
     prefills = [each for each in one.passes if each.tokens > 1]
     return mean_pass(prefills), mean_pass([each for each in one.passes if each.tokens == 1])
 

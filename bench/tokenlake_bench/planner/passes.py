@@ -54,7 +54,7 @@ class PassClock:
 
 
 def mean_pass(passes: Sequence[Pass]) -> Pass | None:
-    """None for no passes."""
+    """The mean of the passes; None if there are none."""
     if not passes:
         return None
     return Pass(*(sum(column) / len(passes) for column in zip(*passes, strict=True)))

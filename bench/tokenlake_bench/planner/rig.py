@@ -1,9 +1,9 @@
 """Two daemons with query engines behind shaped links, one model, and documents whose cache lies at a chosen node.
 
 The engine is at node 1. Documents at node 0 are fetched or queried there; documents at node 1 are read in place. A
-fetched document stays at node 1 as a cached copy while there is room. Therefore node 1 is nearly full, and each
-document has several copies under keys of their own (a salt): the copy that was used longest ago has been evicted when
-its turn comes again.
+fetched document stays at node 1 as a cached copy while there is room. So that every fetch of a document really crosses
+the link, node 1 is nearly full, and each document is stored several times under different keys (by a salt): the cached
+copy that was fetched longest ago is evicted before its key is used again.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ OWNER: Final = "node0"
 READER: Final = "node1"
 SEGMENT_TOKENS: Final = 256
 CACHED_BYTES: Final = 16 << 20
-"""Room for cached copies at the reader's node: more than the longest document, or its end would evict its beginning."""
+"""Bytes for cached copies at the reader's node. More than the longest document, whose end would else evict its
+beginning."""
 MEMORY: Final = 384 << 20
 REGIONS: Final = 8
 FILLING: Final = 8
-"""Segments stored at a time."""
+"""Number of segments that are stored at a time to fill a node."""
 PATIENCE_S: Final = 10.0
 RETRY_S: Final = 0.1
 PATIENT_S: Final = 1.0
-"""Deadline of a match: on a busy machine a late reply must not look like a miss."""
+"""Deadline of a match, so long that a late reply on a busy machine does not count as a miss."""
 LONGEST: Final = 4864
 SEED: Final = 5
 
@@ -91,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One batch served in one way."""
+    """The times and bytes of one batch that was served in one way."""
 
     use: PrefixUse
     work: Work
@@ -100,16 +101,17 @@ class Timed:
     ttft_s: float
     passes: tuple[Pass, ...]
     pool_s: float
-    """Matching, fetching, copying, opening views; not attention."""
+    """Seconds of matching, fetching, copying and opening views; attention is not included."""
     moved_bytes: int
     """Bytes between the nodes: segments, queries, outputs."""
     tokens: tuple[tuple[int, ...], ...]
     served: bool
-    """The whole prefix arrived in the intended way."""
+    """True if the whole prefix was used in the intended way."""
 
 
 class _SaltedPool:
-    """A pool whose keys have a salt that changes from request to request. Closing it does nothing."""
+    """A pool for an engine. Its keys have a salt, which changes from request to request and selects the stored copy of
+    a document. Closing it does nothing."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -127,7 +129,7 @@ class _SaltedPool:
         return self._pool.node
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> Lease:
-        # These engines store nothing, so a match does not wait for another engine.
+        # No engine of this benchmark stores segments, so a match must not wait for another engine to compute them.
         options = replace(options, in_flight_wait_s=0.0)
         return self._pool.match(keys, options, deadline_s=PATIENT_S)
 
@@ -144,7 +146,7 @@ class _SaltedPool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        # Stored segments would never be evicted and would take the documents' slots.
+        # Nothing is stored: segments of these prompts would never be evicted and would take the documents' slots.
         return bytes([Code.EXISTS]) * len(keys)
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -159,7 +161,7 @@ class _SaltedPool:
 
 @dataclass
 class _Document:
-    """Salts of the copies of one prefix, by node; the one that was used longest ago comes first."""
+    """The salts under which one prefix is stored, by node; the salt that was used longest ago comes first."""
 
     tokens: list[int]
     cache: list[LayerPair]
@@ -168,7 +170,8 @@ class _Document:
 
 
 class Rig:
-    """A context manager: starts all processes, and ends them at the exit."""
+    """The daemons, links, model and documents of the benchmark. A context manager: starts all processes, and ends them
+    at the exit."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths`: lengths of the documents in tokens, multiples of `SEGMENT_TOKENS`."""
@@ -215,9 +218,9 @@ class Rig:
             via,
             query_engine="true",
             suspect_ms=str(round(PATIENT_S * 5e3)),
-            # Beyond this share cached copies take free slots only, and evict no primary copy.
+            # Cached copies beyond this share take only free slots and displace no primary copy.
             cached_share=str(CACHED_BYTES / 2 / MEMORY),
-            # One owner for a whole document.
+            # So long that all segments of a document have one owner.
             run_length=str(LONGEST // SEGMENT_TOKENS),
         )
         self._stack.callback(self.cluster.close)
@@ -227,8 +230,8 @@ class Rig:
         owner, reader = self.cluster.nodes
         reader.start()
         self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
-        # While it is alone, the reader's node owns everything stored there; once it is full, the other node owns what
-        # it stores.
+        # The reader's node is started alone and filled, so that it owns the documents that are stored there. The other
+        # node then becomes the owner of the documents that it stores, because the reader's node is full.
         for document in self._documents.values():
             self._store(self._reader, document, "here")
         self._fill(reader)
@@ -236,7 +239,8 @@ class Rig:
         self.cluster.wait_ready()
         self._writer = self._stack.enter_context(self.cluster.connect(0, self.layout))
         for document in self._documents.values():
-            # As many copies as fill, without the first, the room for cached copies.
+            # So many copies that all but the first fill the room for cached copies: a copy is evicted before it is used
+            # again.
             room = CACHED_BYTES + 2 * FILLING * self.layout.segment_bytes
             document.there += [f"there {number}" for number in range(2 + room // self._nbytes(document))]
             for salt in document.there:
@@ -275,7 +279,7 @@ class Rig:
         settle(self.cluster)
 
     def _fill(self, node: Node) -> None:
-        """Store noise until only the room for cached copies is free."""
+        """Store random segments at the node until only the room for cached copies is free."""
         draw = np.random.default_rng(SEED)
         size = self.layout.segment_bytes
         noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)

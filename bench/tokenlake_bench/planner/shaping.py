@@ -29,7 +29,7 @@ __all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
 
 CHUNK = 256 << 10
 QUEUE_S = 0.005
-"""The link stops reading when it holds this much: the queue of a switch."""
+"""A link stops reading when it has bytes for this many seconds at its bandwidth, as a switch whose queue is full."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Line:
-    """One direction between two nodes: computes when bytes may leave. Does no I/O."""
+    """The link in one direction between two nodes: computes when its bytes may leave. Does no I/O."""
 
     def __init__(self) -> None:
         self.shape = FREE
@@ -74,13 +74,13 @@ class _Flow:
     def __init__(self, source: socket.socket, sink: socket.socket, line: Line) -> None:
         self.source, self.sink, self.line = source, sink, line
         self.waiting: deque[tuple[float, memoryview]] = deque()
-        """Chunks with the time at which each may leave. An empty chunk: the source has ended."""
+        """Chunks with the time at which each may leave. An empty chunk says that the source has ended."""
         self.blocked = False
         self.ended = False
 
     def read(self, now: float) -> None:
         """Read a chunk from the source. Raises OSError."""
-        # Small chunks: one must not fill a slow link's queue.
+        # Chunks are so small that one does not fill the queue of a slow link.
         size = int(min(CHUNK, max(4096.0, self.line.shape.bytes_per_s * QUEUE_S / 4)))
         part = self.source.recv(size)
         self.waiting.append((self.line.enter(len(part), now), memoryview(part)))
@@ -180,7 +180,7 @@ class Shaper:
 
 
 class Shaping:
-    """The proxy process, from its parent. Close it."""
+    """The parent's handle of the proxy process, which it starts. The caller must close it."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._process = start_child(
@@ -211,6 +211,6 @@ class Shaping:
 
 if __name__ == "__main__":
     shaper = Shaper(msgspec.json.decode(sys.argv[1], type=list[Route]))
-    # Unbuffered: select would not see a line that waits in a buffer.
+    # Read without a buffer, because `select` does not see a line that waits in a buffer of this process.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         shaper.run(orders, sys.stdout.buffer)

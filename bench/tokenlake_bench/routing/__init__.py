@@ -1,4 +1,5 @@
-"""The other systems, with equal memory and engine model: routers, caches, instances (`docs/simulation.md`)."""
+"""Simulations of the systems that the pool is compared with, which have the same memory and engine model as the pool:
+routers, caches, instances (`docs/simulation.md`)."""
 
 from tokenlake_bench.routing.fleet_run import FleetOptions, at_rate, run_system
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of

@@ -24,14 +24,14 @@ class RoutedRequest(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Copy the first `segments` of the prompt from instance `source` before the prefill."""
+    """An order to copy the first `segments` segments of the prompt from instance `source` before the prefill."""
 
     source: int
     segments: int
 
 
 class Choice(NamedTuple):
-    """Indices of instances. `decode` equals `prefill` where one instance does both phases."""
+    """The instances that compute the prefill and the answer of a request, by index; equal where one computes both."""
 
     prefill: int
     decode: int
@@ -50,17 +50,18 @@ class Knowledge(Protocol):
         ...
 
     def coldest(self, instance: int) -> Iterator[int]:
-        """Segments of an instance in the order of eviction, the first one next."""
+        """Segments of an instance in the order in which they will be evicted."""
         ...
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """The router sent a prompt to the instance, or had it copied there."""
+        """Report that the router sent a prompt to the instance, or had its cache copied there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Parameters of every router. `instances` have `capacity` segments of cache each; ties are drawn from `rng`."""
+    """Parameters of every router. Each of the `instances` has `capacity` segments of cache; ties are broken by
+    `rng`."""
 
     instances: int
     capacity: int
@@ -71,18 +72,19 @@ class Fleet:
 
 
 class Router(Protocol):
-    """Called in time order. A router observes answers and nothing else of the instances."""
+    """Chooses the instances of each request. Its methods are called in time order. Of the instances a router observes
+    the answers only."""
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
         """Choose the instances of a request, which is sent at once."""
         ...
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """The first token of the answer passed the router."""
+        """Called when the router passes on the first token of the answer."""
         ...
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """The last token passed the router, after `first_token`."""
+        """Called when the router passes on the last token of the answer, after `first_token`."""
         ...
 
 

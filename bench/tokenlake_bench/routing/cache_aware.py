@@ -5,8 +5,8 @@ While the load is even, a prompt goes to the worker with the longest matching pr
 `cache_threshold` of the prompt, else to the worker with the smallest tree; while the load is uneven, to the shortest
 queue. Load is the router's own count of requests sent and not answered.
 
-A difference: among equal workers this router takes one with the fewest requests, then one drawn by the seed; SGLang
-takes the first of its map.
+One difference: among workers that are equal by this rule, SGLang takes the first of its map; this router takes one with
+the fewest requests, and draws among those by the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TREE_TOKENS = (1 << 24) // 4
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareSettings:
-    """The documented defaults."""
+    """Settings of SGLang's router, with its documented defaults."""
 
     cache_threshold: float = 0.5
     balance_abs_threshold: int = 32

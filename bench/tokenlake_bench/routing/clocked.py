@@ -12,7 +12,8 @@ __all__ = ["ClockedInstance"]
 
 
 class ClockedInstance:
-    """`begin` and `first` as in `Instance`; `finished(job, now)` is called with the last token."""
+    """An `Instance` that the clock drives. `begin` and `first` as in `Instance`; `finished(job, now)` is called at the
+    last token of a job."""
 
     def __init__(
         self,
@@ -28,7 +29,8 @@ class ClockedInstance:
         self._instance = Instance(engine, options, begin=begin, first=first)
         self._finished = finished
         self._armed = math.inf
-        """The time of the next wake-up; earlier ones that the clock still holds have no effect."""
+        """Time of the next valid wake-up; others that were scheduled before and are still in the clock have no
+        effect."""
 
     def submit(self, job: Job) -> None:
         """Add a job now."""

@@ -22,12 +22,12 @@ from tokenlake_testing.clock import Clock
 __all__ = ["FleetOptions", "at_rate", "run_system"]
 
 _PROGRESS = 100
-"""Requests between two calls of `progress`."""
+"""Number of requests between two calls of `progress`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """`capacity_tokens`: KV cache of all instances together, split evenly; equal in every system."""
+    """Options that are equal for every system. `capacity_tokens`: KV cache of all instances together, split evenly."""
 
     instances: int
     capacity_tokens: int
@@ -45,7 +45,8 @@ class FleetOptions:
 
 
 def at_rate(accesses: Accesses, rate: float) -> Accesses:
-    """The same requests, faster or slower: `rate` per second on average. Raises ConfigurationError."""
+    """The same requests with arrival times scaled so that `rate` arrive per second on average. Raises
+    ConfigurationError."""
     if not 0 < rate < math.inf:
         raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")
     prompts = accesses.prompts
@@ -65,7 +66,8 @@ def run_system(
     options: FleetOptions,
     progress: Callable[[int], None] = lambda done: None,
 ) -> SystemRow:
-    """Deterministic. `progress` is called with the number of requests sent so far. Raises ConfigurationError."""
+    """Simulate `system` on all requests; equal arguments give equal rows. `progress` is called with the number of
+    requests sent so far. Raises ConfigurationError."""
     least = 1 if system.phases is None else 2
     if options.instances < least:
         raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
@@ -84,7 +86,8 @@ class _Request:
     fetched: int = 0
     """Segments of the prompt that the prefill instance has once the copies have arrived."""
     moved: int = 0
-    """Number of copied segments, the last ones of `fetched`: they were read at the source."""
+    """Number of copied segments, which are the last of the `fetched` ones. They count as reads of the source
+    instance."""
     hit_tokens: int = 0
     began_s: float = 0.0
     first_s: float = 0.0
@@ -104,7 +107,7 @@ class _Run:
         knowledge = self._caches if system.perfect else OwnRecord(instances, record)
         rng = random.Random(options.seed)
         self._router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, knowledge, rng))
-        # In `-perfect` systems requests have all the memory they need beside the caches.
+        # In `-perfect` systems the memory for requests under way is unlimited and is not taken from the caches.
         memory = None if system.perfect else self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
@@ -120,7 +123,7 @@ class _Run:
             for i in range(instances)
         ]
         self._held = [0] * instances
-        """Tokens of memory beside the cache that requests under way take, by instance."""
+        """By instance, the memory in tokens that requests under way take and the cache does not have."""
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
         self._reads = ReadLog(instances)
@@ -154,12 +157,12 @@ class _Run:
         ready_s = now
         if choice.fetch is not None:
             ready_s += self._fetch(request, choice.fetch, now)
-        # A prefill instance is done with the first token; the instance that decodes produces the rest.
+        # A separate prefill instance produces the first token only; the decoding instance produces the others.
         output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
         self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
-        """Copy the prefix as far as the source really has it. Returns the seconds until it has arrived."""
+        """Copy those segments of the fetch that the source really has. Returns the seconds until they have arrived."""
         chain = request.routed.chain
         copied = min(fetch.segments, self._caches.match(chain, fetch.source))
         missing = copied - self._caches.match(chain, request.choice.prefill)
@@ -181,7 +184,7 @@ class _Run:
                 depth = max(self._caches.match(chain, instance), request.fetched)
                 job.cached = request.hit_tokens = depth * self._segment
                 request.began_s = now
-                # Count the prefix as used now, so that it is not evicted while it is read.
+                # The prefix counts as accessed now, so that it is not evicted while it is read.
                 self._caches.touch(chain[:depth], instance)
                 here = chain[: request.fetched - request.moved] + chain[request.fetched : depth]
                 self._read(here, instance, now)
@@ -193,7 +196,7 @@ class _Run:
         request = self._requests[job.number]
         request.first_s = now
         chain, instance = request.routed.chain, request.choice.prefill
-        # The computed segments become cache: their memory changes its owner.
+        # The memory of the computed segments passes from the request to the cache.
         self._hold(instance, job.cached - len(chain) * self._segment)
         self._caches.keep(chain, instance)
         self._router.first_token(request.routed, request.choice, now)
@@ -227,7 +230,8 @@ class _Run:
         self._router.finished(request.routed, request.choice, answer.output_tokens, now)
 
     def _hand_over(self, request: _Request, now: float) -> None:
-        """The cache is handed over layer by layer while the prefill runs."""
+        """Pass the request to the decoding instance, at its first token. The job is ready there when its cache has
+        arrived; the transfer began with the prefill, as caches are transferred layer by layer."""
         prompt = request.prompt
         there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
         job = Job(
@@ -238,7 +242,8 @@ class _Run:
     # -- memory
 
     def _hold(self, instance: int, tokens: int) -> None:
-        """Requests under way take `tokens` more (or less) memory of the instance; its cache gets the rest."""
+        """Add `tokens` (possibly negative) to the memory that requests under way take at the instance, and resize its
+        cache to the rest."""
         self._held[instance] += tokens
         if self._system.perfect or instance not in self._caching:
             return

@@ -6,8 +6,8 @@ The caller drives it on any clock: `submit`, then `advance` whenever the time is
     waiting -> (ready, memory) -> prefill, chunk by chunk -> first token -> decoding -> finished
 
 A step computes up to `chunk_tokens` tokens: one for each decoding request, then tokens of prompts, oldest first.
-Consecutive steps without prompt tokens are taken together, each as long as the middle one; an arriving prompt cuts such
-a sequence at the end of the step under way.
+Consecutive steps without prompt tokens are simulated as one event, each with the duration of the middle one; a prompt
+that arrives ends such a sequence after the step that is under way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tokenlake_bench.engine_model import Chunk
 __all__ = ["Instance", "InstanceOptions", "Job", "Steps"]
 
 _MAX_STEPS: Final = 64
-"""Decode steps taken together, at most."""
+"""Maximum number of decode steps that are simulated as one event."""
 
 
 class Steps(Protocol):
-    """Durations of steps; `EngineModel` is one implementation."""
+    """Computes the durations of an engine's steps; `EngineModel` is one implementation."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """See `EngineModel.step_s`; above 0 for a batch that is not empty."""
@@ -39,7 +39,7 @@ class Steps(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request at one instance. Times are the clock's; unknown times are NaN."""
+    """One request at one instance. Times are by the caller's clock; times that are not known yet are NaN."""
 
     number: int
     """The caller's identifier."""
@@ -48,8 +48,8 @@ class Job:
     output: int
     """Tokens of the answer, at least 1, the first token included."""
     cached: int = 0
-    """Tokens of the prompt that are not computed; `begin` may set it. A job with all of them cached and `handed_over`
-    got its first token elsewhere, and `output` counts the remaining tokens."""
+    """Tokens of the prompt that are cached and so not computed; `begin` may set it. A job with `handed_over` and all
+    tokens cached got its first token at another instance, and `output` counts its further tokens."""
     ready_s: float = 0.0
     """Earliest time to begin."""
     handed_over: bool = False
@@ -67,8 +67,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class InstanceOptions:
-    """`memory_tokens`: bound on the prompts and answers under way, None for no bound. A request that needs more than
-    the bound runs alone. Raises ConfigurationError for a value out of range."""
+    """Limits of an instance. `memory_tokens`: bound on the tokens of prompts and answers under way, None for no bound;
+    a request that needs more runs alone. Raises ConfigurationError for a value out of range."""
 
     chunk_tokens: int = 2048
     batch: int = 256
@@ -83,8 +83,8 @@ class InstanceOptions:
 
 
 class Instance:
-    """`begin(job, now)` is called when a job's prefill begins, `first(job, now)` with its first token; both are called
-    within `advance`, in time order."""
+    """The queue and the batch of one engine instance. `begin(job, now)` is called when a job's prefill begins,
+    `first(job, now)` at its first token; both are called within `advance`, in time order."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Instance:
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []
-        """(step with which the job finishes, order, job)."""
+        """A heap of the jobs that decode: (number of the step that finishes the job, order, job)."""
         self._steps = 0
         """Decode steps done."""
         self._context = 0
@@ -115,7 +115,7 @@ class Instance:
         self._started_s = 0.0
         self._each_s = 0.0
         self._taken = 0
-        """Steps under way, taken together; 0 when idle, more than 1 only without chunks."""
+        """Number of steps under way that are simulated as one event; 0 when idle, 1 if a step has prompt tokens."""
 
     @property
     def pending(self) -> int:
@@ -123,7 +123,7 @@ class Instance:
         return len(self._later) + len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def submit(self, job: Job, now: float) -> None:
-        """Add a job. `now` never decreases, and `advance` was called for everything due before it."""
+        """Add a job. `now` must not decrease, and `advance` must have been called for all events before it."""
         if job.ready_s > now:
             heapq.heappush(self._later, (job.ready_s, next(self._order), job))
         else:
@@ -155,7 +155,8 @@ class Instance:
     # -- steps
 
     def _interrupt(self, now: float) -> None:
-        """End the decode steps under way with the present one, so that a waiting job can begin."""
+        """Shorten the sequence of decode steps under way to end with the current step, so that a waiting job can begin
+        after it."""
         if self._taken > 1:
             done = math.ceil((now - self._started_s) / self._each_s - 1e-9)
             self._taken = min(self._taken, max(1, done))
@@ -168,7 +169,8 @@ class Instance:
             self._taken = 0
             return
         self._taken = 1 if chunks else min(_MAX_STEPS, self._decoding[0][0] - self._steps)
-        # Contexts grow by one token per request and step: the middle step has the mean context.
+        # All steps of the sequence take as long as the middle one, whose context is their mean: contexts grow by one
+        # token per request and step.
         context = self._context + decoding * (self._taken - 1) // 2
         parts = [Chunk(new, job.prompt - job.new + job.computed, job.computed + new == job.new) for job, new in chunks]
         self._each_s = self._engine.step_s(parts, decoding, context)
@@ -225,7 +227,7 @@ class Instance:
         return job
 
     def _decode(self, job: Job, steps: int, now: float, finished: list[Job]) -> None:
-        """Add a job to the batch for so many more tokens."""
+        """Add a job to the decoding batch for `steps` more tokens; a job without further tokens is finished."""
         if not steps:
             self._finish(job, now, finished)
             return

@@ -11,8 +11,8 @@ __all__ = ["OwnRecord", "TrackedCaches"]
 
 
 class TrackedCaches:
-    """LRU caches of the instances, with an index of the instances that hold each segment or will have computed it. It
-    is exact knowledge.
+    """LRU caches of all instances, and an index of the instances that hold each segment or are about to compute it. As
+    `Knowledge` of a router it is exact.
 
     A segment's parents may be evicted before it: like the engines' own caches, a cache finds the contiguous prefix
     only.
@@ -26,21 +26,21 @@ class TrackedCaches:
         """By segment, a bit set of the instances that hold it or will compute it; no entry is 0."""
 
     def match(self, chain: tuple[int, ...], instance: int) -> int:
-        """Length of the longest prefix at one instance, in segments; does not touch."""
+        """Length of the longest prefix at one instance, in segments; does not count as an access."""
         return self._caches[instance].match(chain)
 
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
-        """Hold the whole chain at the instance; its first segment becomes the most recent."""
+        """Add or access all segments of the chain at the instance; the first one becomes the most recent."""
         self._note_owner(chain, instance)
         self._drop(self._caches[instance].touch(chain), instance)
 
     def promise(self, chain: tuple[int, ...], instance: int) -> None:
-        """The instance will compute the segments of the chain that it does not hold."""
+        """Record that the instance is about to compute the segments of the chain that it does not hold."""
         self._promised[instance].update(chain)
         self._note_owner(chain, instance)
 
     def keep(self, chain: tuple[int, ...], instance: int) -> None:
-        """The instance computed the chain, which was promised before; the chain is touched."""
+        """Record that the instance computed a chain that was promised before; the chain becomes the most recent."""
         promised = self._promised[instance]
         promised.subtract(chain)
         for segment in chain:
@@ -80,7 +80,7 @@ class TrackedCaches:
         return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """The caches are tracked themselves: a sent prompt adds nothing."""
+        """Does nothing, because the index follows the caches themselves and not the sent prompts."""
 
     def _note_owner(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance
@@ -100,8 +100,9 @@ class TrackedCaches:
 
 
 class OwnRecord(TrackedCaches):
-    """The record of sent prompts, each counted as cached from then on; evictions are not seen. It keeps at most
-    `remembered` segments per instance and forgets the least recently sent first."""
+    """A router's own record of the prompts that it sent: their segments count as cached at the instance from then on,
+    as the router does not see evictions. It keeps at most `remembered` segments per instance and forgets the least
+    recently sent first."""
 
     def __init__(self, instances: int, remembered: int) -> None:
         super().__init__([remembered] * instances)
@@ -112,7 +113,7 @@ class OwnRecord(TrackedCaches):
 
 
 def _note(depths: list[int], instances: int, depth: int) -> None:
-    """Set `depth` for each instance whose bit is set."""
+    """Set `depths[i]` to `depth` for each instance i whose bit is set in `instances`."""
     while instances:
         bit = instances & -instances
         depths[bit.bit_length() - 1] = depth

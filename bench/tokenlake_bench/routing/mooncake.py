@@ -3,11 +3,12 @@
 Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. The prefill instance is
 the one with the least expected time to the first token: queued prefills, plus the prefill itself, plus, where the best
 prefix elsewhere is at least `balancing_threshold` times as long as the instance's own, the time to fetch that prefix
-(which then shortens the prefill, and the copy stays). Queued time is the sum of expected prefills (the authors, issue
-749). The decode instance is the one with the fewest tokens in its answers' contexts.
+(which then shortens the prefill, and the copy stays). Queued time is the sum of expected prefills (as the authors say
+in issue 749 of their repository). The decode instance is the one whose requests have the fewest tokens of context in
+sum.
 
-Left out: refusing requests that would miss their objective; the paper's trace replays that way to keep an overloaded
-cluster alive. The threshold's value is not published; 2 is our choice.
+Left out: Mooncake refuses requests that would miss their objective when the cluster is overloaded; here all are served.
+The value of the threshold is not published; 2 is our choice.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Mooncake:
         self._threshold = balancing_threshold
         self._queued_s = [0.0] * fleet.instances
         self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
-        """Expected prefill of each request without a first token, by the request's number."""
+        """Per instance: by request number, the expected seconds of each prefill whose first token is not out yet."""
         self._contexts = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
@@ -68,7 +69,7 @@ class Mooncake:
         """See `Router`."""
         queued = self._queued[choice.prefill]
         done_s = queued.pop(request.number)
-        # An empty queue is exactly 0: rounding errors would make idle instances differ.
+        # The sum is reset for an empty queue, because rounding errors would make idle instances differ.
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
@@ -76,7 +77,8 @@ class Mooncake:
         self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
-        """Segments that an instance with `depth` of them fetches from the instance with the best prefix."""
+        """Number of segments that an instance with a prefix of `depth` segments fetches from the instance with the
+        longest prefix, of `best` segments."""
         return best - depth if best >= self._threshold * depth else 0
 
     def _prefill_s(self, request: RoutedRequest, depth: int) -> float:

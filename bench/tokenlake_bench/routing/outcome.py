@@ -63,7 +63,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
-    """Whether a request met its objective, against the same engine at batch 1."""
+    """Whether a request met its objective, which is relative to the times of the same engine at batch 1."""
     prompt, output = answered.prompt_tokens, answered.output_tokens
     first = answered.ttft_s <= SLO_FACTOR * engine.prefill_s(prompt)
     return first and answered.tpot_s <= SLO_FACTOR * engine.decode_s(1, prompt + output // 2)
@@ -78,7 +78,7 @@ def row_of(
     bytes_moved: int,
     seed: int,
 ) -> SystemRow:
-    """`answers`: at least one. Requests of one token have no time per further token."""
+    """The row of a system with these answers, at least one. Answers of one token have no time per further token."""
     met = sum(within_objective(answered, engine) for answered in answers)
     arrivals = [answered.at_s for answered in answers]
     duration_s = max(arrivals) - min(arrivals)

@@ -5,11 +5,11 @@ prompt whose cached part is longer than the rest goes to the least loaded of the
 other prompt goes to the instance of least cost (explore): its load of the last three minutes, plus the recomputation of
 the segments that must be evicted, plus the prompt's own prefill.
 
-Left out: moving prefixes away from an instance whose load is many times the lightest (the code has it, turned off),
-splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
+Left out: moving prefixes away from an instance whose load is many times the smallest (Preble's code has this, turned
+off), splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
 
-Load is prefill plus decode seconds by the engine model, with the mean length and the mean time per token of the answers
-so far, as Preble fits both.
+Load is seconds of prefill and decode by the engine model. The lengths of answers and the times per token are taken as
+the means of the answers so far; Preble fits both as well.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Preble:
         while self._window and self._window[0].at_s < before_s:
             sent = self._window.popleft()
             self._requests[sent.instance] -= 1
-            # An empty sum is exactly 0: rounding errors would make equal loads differ.
+            # Without requests the sum is set to 0, because rounding errors would make equal loads differ.
             busy = self._requests[sent.instance] > 0
             self._load[sent.instance] = self._load[sent.instance] - sent.seconds if busy else 0.0
             accesses = self._accesses[sent.instance]

@@ -1,7 +1,7 @@
 """The systems compared, by name: a router, its knowledge, and whether prefill and decode run on separate instances.
 
-`-perfect`: the router knows every cache, and requests under way take no memory from the caches. `-real`: the router
-knows only the requests it sent, and the caches share their memory with the requests under way.
+Names end in `-perfect` where the router knows every cache and requests under way take no memory from the caches, and in
+`-real` where the router knows only the requests that it sent and caches share their memory with requests under way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["SYSTEMS", "System", "systems_named"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`phases`: the proportion of prefill instances to decode instances, None where each instance does both."""
+    """One system. `phases`: the proportion of prefill instances to decode instances, None where each instance does
+    both."""
 
     name: str
     router: Callable[[Fleet], Router]
@@ -65,7 +66,8 @@ SYSTEMS: Final[dict[str, System]] = {
 
 
 def systems_named(names: str) -> list[System]:
-    """`all`, or names separated by commas. Raises ConfigurationError for a name that is not in `SYSTEMS`."""
+    """The systems of `names`: `all`, or names separated by commas. Raises ConfigurationError for a name that is not in
+    `SYSTEMS`."""
     if names == "all":
         return list(SYSTEMS.values())
     chosen = []

@@ -31,9 +31,10 @@ from tokenlake_bench.soak.show import claim_table, gauge_table, page
 __all__ = ["SoakArguments", "run_soak"]
 
 SAMPLES: Final = 240
-"""Most samples of a run; short runs take one per second."""
+"""Maximum number of samples of a run; short runs take one per second."""
 DRAIN_S: Final = 60.0
-"""Time for everything to be given back: a lease, a reservation and a few seconds of a busy machine."""
+"""Seconds within which all leases and reservations must have ended after the load: the duration of a lease and of a
+reservation, and time for delays of a busy machine."""
 LOG_CHARACTERS: Final = 4000
 POLL_S: Final = 0.1
 
@@ -71,8 +72,8 @@ class SoakArguments:
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Run, print, and write the files that were asked for. A first interruption ends the load early, a second one the
-    checks afterwards. Raises TokenLakeError."""
+    """Run the soak, print its result, and write the files that were asked for. A first interruption ends the load
+    early, a second one the checks after the load. Raises TokenLakeError."""
     console = console or Console()
     console.print(arguments.command(), soft_wrap=True)
     with (
@@ -98,8 +99,8 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
 
 @contextmanager
 def _interruptible(run: _Run) -> Iterator[None]:
-    """Treat SIGTERM as an interruption as well, and SIGINT even where it is ignored, as in the background of a
-    shell."""
+    """Context in which SIGTERM raises KeyboardInterrupt, and SIGINT does so too where it was ignored, as in a shell's
+    background jobs."""
     previous = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -164,11 +165,12 @@ class _Run:
         )
 
     def afterwards(self) -> None:
-        """After the load: check that all held slots are given back, and that every slot takes a new segment."""
+        """Check, after the load, that all leased and reserved slots are given back and that every slot takes a new
+        segment."""
         fleet = self.fleet
         fleet.recover()
         self.engines_gave_back = fleet.drain(DRAIN_S)
-        self.console.print("the load has ended: waiting until nothing is held")
+        self.console.print("the load has ended: waiting until all leases and reservations have ended")
         self.left_held = _wait_for_none(fleet.held)
         fleet.leave()
         self.left_processes = _wait_for_none(lambda: {"processes": fleet.cluster.totals()["tokenlake_processes"]})[
@@ -176,7 +178,7 @@ class _Run:
         ]
         settle(fleet.cluster)
         self.slots_missing = fleet.slots_missing()
-        self.console.print("storing as much as there are slots")
+        self.console.print("storing as many segments as there are slots")
         try:
             self.refilled = refill(fleet.cluster, self.arguments.seed)
             fleet.stop_others()
@@ -233,7 +235,7 @@ class _Run:
             ),
             Claim("no failure in a daemon's log", "; ".join(failures[:3]) or "none", not failures),
             Claim(
-                "quarantine drains to 0 with the engines still there",
+                "quarantine drains to 0 while the engines are still connected",
                 "not reached"
                 if held is None
                 else f"{held['quarantined']:.0f} slots, {held['holds']:.0f} leases and other holds",
@@ -270,7 +272,7 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Wait until all values are 0, for `DRAIN_S` at the longest. Returns the last values."""
+    """Call `look` until all values that it returns are 0, for at most `DRAIN_S`. Returns the last values."""
     until = time.monotonic() + DRAIN_S
     while any((found := look()).values()) and time.monotonic() < until:
         time.sleep(POLL_S)

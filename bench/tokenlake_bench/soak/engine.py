@@ -32,16 +32,17 @@ CONNECT_S: Final = 60.0
 MATCH_S: Final = 0.2
 FETCH_S: Final = 1.0
 KEPT: Final = 12
-"""Most objects held at a time; bounds the memory that one engine takes from the others."""
+"""Maximum number of leases, views and writes that are held at a time; bounds the memory that one engine takes."""
 LONGEST_HOLD_S: Final = 15.0
-"""Several leases long, for sessions that are alive, and longer than a reservation."""
+"""Longest time in seconds for which a lease or write is held: several times the duration of a lease, which a live
+session renews, and longer than a reservation."""
 JUNK: Final = 0xEE
-"""Written into slots that must never be read."""
+"""The byte with which slots are filled whose segment must never be read."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """Held until `until`: views to compare again, a lease to release late, or a write to finish late."""
+    """Views to compare again, a lease to release late, or a write to commit or abort late: held until `until`."""
 
     until: float
     lease: Lease | None = None
@@ -51,7 +52,7 @@ class _Held:
 
 
 class SoakEngine:
-    """One process of one session of one group. Paced: `rate` actions a second on average."""
+    """The actions of one engine process of one group (tenant and layout), `rate` per second on average."""
 
     def __init__(self, pool: Pool, seed: int, name: str, rate: float, wrong_file: Path) -> None:
         self._pool = pool
@@ -87,7 +88,7 @@ class SoakEngine:
         return counts
 
     def drain(self) -> dict[str, int]:
-        """Give everything back and stay connected."""
+        """Release all leases, end all writes and stay connected. Returns the counts of actions as `work`."""
         while self._held:
             self._end(self._held.pop())
         counts, self._counts = self._counts, Counter()
@@ -107,7 +108,7 @@ class SoakEngine:
             self._wrong("serve", prompt, served.wrong_segments, served.wrong_bytes)
 
     def _hold(self, prompt: Prompt) -> None:
-        """The arrays outlive the lease."""
+        """Close a lease while arrays over its segments are still in use, and compare them again later."""
         digests = prompt.digests(self._identity)
         with self._match(prompt) as lease:
             arrays = lease.fetch(deadline_s=FETCH_S)
@@ -136,7 +137,8 @@ class SoakEngine:
         self._counts["writes aborted"] += 1
 
     def _commit_late(self, prompt: Prompt) -> None:
-        """Most commits are in time, some come after the reservation's deadline. The slots hold junk meanwhile."""
+        """Reserve slots and commit them later: mostly in time, sometimes after the reservation's deadline. Until then
+        the slots hold junk."""
         digests = prompt.digests(self._identity)
         write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
         for _, slot in write.slots:
@@ -226,7 +228,7 @@ def _connect(socket: str, token: str, group: int) -> Pool:
 
 
 def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
-    """The process: serve calls once its daemon, which may still be starting, has accepted the connection."""
+    """The main function of the process: connect to the daemon, which may still be starting, then serve calls."""
     pool = _connect(socket, token, int(group))
     engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
     serve({"work": engine.work, "drain": engine.drain})

@@ -12,14 +12,15 @@ from typing import Final
 __all__ = ["Fault", "FaultKind", "Target", "schedule"]
 
 FIRST_S: Final = 5.0
-"""No fault happens before this: processes start and fill the memory."""
+"""Seconds without faults at the beginning, in which processes start and fill the memory."""
 QUIET_S: Final = 5.0
 """No fault ends later than this before the end of the load."""
 REST_S: Final = 10.0
 """Least time between two faults of one process."""
 SHORTEST_S: Final = 0.05
 LONGEST_S: Final = 6.0
-"""Three times the daemons' lease here, so that some stopped engines wake up to an expired session."""
+"""Longest fault in seconds: three times `lease_s` of the soak's daemons, so that the sessions of some stopped engines
+have expired when the engines continue."""
 
 
 class FaultKind(StrEnum):
@@ -40,7 +41,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`for_s`: time until the process is started again or continued."""
+    """One fault of one process. `for_s`: seconds until the process is started again or continued."""
 
     at_s: float
     target: str

@@ -16,14 +16,15 @@ from typing import Final
 __all__ = ["FEWEST", "Flatness", "Tolerance", "flatness"]
 
 WARM_SHARE: Final = 1 / 3
-"""Share of a life that is warm-up: memory fills, thread pools reach their size, the allocator its level."""
+"""Share of a process's life that counts as warm-up, in which memory fills and thread pools and the allocator reach
+their size."""
 FEWEST: Final = 5
 """Least number of samples in each half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Growth that counts as none: `absolute` plus `share` of the earlier median."""
+    """The largest growth that counts as noise: `absolute` plus `share` of the earlier median."""
 
     absolute: float
     share: float = 0.0
@@ -31,8 +32,8 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Flatness:
-    """`earlier`, `later`: medians of the halves; `allowed`: most by which the later may exceed the earlier;
-    `least_rate`: smallest growth per second that the comparison detects."""
+    """The comparison of the two halves of a process's life. `earlier`, `later`: medians of the gauge; `allowed`:
+    largest difference that counts as noise; `least_rate`: smallest growth per second that the comparison detects."""
 
     earlier: float
     later: float

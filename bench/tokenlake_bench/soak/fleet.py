@@ -22,13 +22,13 @@ __all__ = ["EVICTED", "Fleet"]
 ENGINES: Final = 3
 """Engines per node."""
 SLOT_GROUPS: Final = ((0,), (0, 1), (2, 3))
-"""By an engine's number at its node: the groups that its lives belong to, in turn. The first engine of each node is
-never killed."""
+"""For each engine of a node, by number: the groups of its processes. An engine that is killed and started again takes
+the next group. The first engine of each node is never killed."""
 MEMORY: Final = "8MiB"
 REGION: Final = "1MiB"
 LEASE_S: Final = "2"
 RESERVATION_S: Final = "5"
-"""Both short, so that many are missed."""
+"""Seconds of a reservation. Like `LEASE_S` so short that many deadlines are missed."""
 EVICTED: Final = "tokenlake_evicted_segments_total"
 
 _TRACEBACK: Final = "Traceback (most recent call last)"
@@ -50,7 +50,7 @@ tokens = ["{blue_token}"]
 
 
 class Fleet:
-    """A context manager: starts all processes, and ends them at the exit."""
+    """The daemons and engines. A context manager: starts all processes, and ends them at the exit."""
 
     def __init__(self, nodes: int, seed: int, rate: float, directory: Path) -> None:
         config = directory / "tokenlake.toml"
@@ -60,11 +60,12 @@ class Fleet:
         self.wrong_file = directory / "wrong.jsonl"
         self.recorder = Recorder()
         self.faults: Counter[str] = Counter()
-        """Faults by kind and by kind of process."""
+        """Number of faults, by kind of fault and of process."""
         self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
         """Counters of the daemons, summed over all their lives as of each life's last sample."""
-        # Other policies keep valuable segments, so that a new segment need not displace every old one.
+        # The policy is LRU, because the check that new segments displace all old ones fails with policies that keep the
+        # segments of high retention value.
         rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S, "eviction": "lru"}
         self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), **rules)
         self.engines = {
@@ -89,7 +90,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for engine in self.engines.values():
-            # Drain all of them at once: leaving takes each engine a moment.
+            # All engines are drained at the same time, because each takes a moment.
             engine.drain()
         for engine in self.engines.values():
             engine.leave()
@@ -134,7 +135,7 @@ class Fleet:
                 node.start()
 
     def sample(self, at_s: float) -> None:
-        """Sample every process that runs and is not stopped."""
+        """Sample the gauges of every process that runs and is not stopped (SIGSTOP)."""
         for name, node in self.nodes.items():
             if name in self._stopped or not node.running:
                 continue
@@ -152,7 +153,7 @@ class Fleet:
                     self.recorder.add(at_s, name, pid, process_gauges(pid))
 
     def counted(self, metric: str) -> int:
-        """A counter over all daemons and their lives, as of the last samples."""
+        """A counter, summed over all daemons and all their lives, as of the last samples."""
         return self.counters[metric] + sum(last[metric] for last in self._last.values())
 
     def done(self) -> Counter[str]:
@@ -175,7 +176,7 @@ class Fleet:
         return {name: node.log.read_text(errors="replace") for name, node in self.nodes.items() if node.log.exists()}
 
     def drain(self, limit_s: float) -> bool:
-        """End the load. Returns False when an engine did not give everything back in time."""
+        """End the load. Returns False when an engine did not give back all leases and writes within `limit_s`."""
         for engine in self.engines.values():
             engine.drain()
         until = time.monotonic() + limit_s
@@ -203,7 +204,7 @@ class Fleet:
             node.stop()
 
     def slots_missing(self) -> float:
-        """Slots that are neither free nor a segment's, over all nodes."""
+        """Number of slots, over all nodes, that are neither free nor taken by a segment."""
         totals = self.cluster.totals()
         names = ("tokenlake_slots", "tokenlake_free_slots", "tokenlake_segments")
         slots, free, segments = (total(totals, name) for name in names)

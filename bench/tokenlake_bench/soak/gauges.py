@@ -11,9 +11,9 @@ from typing import Final
 __all__ = ["HELD", "Life", "Recorder", "entries", "held", "process_gauges", "total"]
 
 HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in transfer", "sends", "matches")
-"""Maps of a daemon whose entries hold segments."""
+"""Maps of a daemon whose entries keep segments pinned."""
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
-"""Maps that fill up to a bound of their own and stay full: they are not flat before."""
+"""Maps that grow to a bound of their own and then stay full; while they grow they are not flat."""
 HELD: Final = ("quarantined", "holds")
 """Gauges of a daemon that must return to 0: slots, and entries of `HOLDS`."""
 
@@ -29,7 +29,7 @@ class Life:
 
 
 class Recorder:
-    """Lives by the name of the process, in order."""
+    """The samples of all processes. A process that is started again under the same name begins another life."""
 
     def __init__(self) -> None:
         self.lives: dict[str, list[Life]] = {}

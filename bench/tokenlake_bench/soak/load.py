@@ -1,4 +1,5 @@
-"""The prompts of the engines: shared heads, several tenants and layouts, far more than the memory holds."""
+"""The prompts of the engines: some share their first segments, they belong to several tenants and layouts, and they
+have far more segments than the memory holds."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ HEADS: Final = 10
 HEAD_SEGMENTS: Final = 4
 MOST_SEGMENTS: Final = 20
 _POPULAR: Final = 20.0
-"""Prompts are drawn with weight 1 / (rank + this): some are read again soon, others long after their eviction."""
+"""Prompts are drawn with weight 1 / (rank + `_POPULAR`): some are read again soon, others long after their eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE),
 
 
 def prompt(seed: int, number: int) -> Prompt:
-    """The prompt of this number, equal in every process. One in ten prompts has the same head."""
+    """The prompt of this number, equal in every process. Prompts whose numbers are equal modulo `HEADS` share their
+    first segments."""
     head = np.random.default_rng((seed, 0, number % HEADS))
     tail = np.random.default_rng((seed, 1, number))
     segments = int(tail.integers(1, MOST_SEGMENTS - HEAD_SEGMENTS + 1))

@@ -1,8 +1,8 @@
 """After the load: checks that every slot still takes a segment.
 
-As many fresh segments are stored as there are slots, through every node; each is read back and compared. Then the first
-daemon, which lived as long as the run, is alone and stores as many segments as it has slots: none of the earlier
-segments may be left, as a segment that is pinned forever would be.
+As many new segments are stored as there are slots, through every node; each is read back and compared. Then all daemons
+but the first, which ran as long as the soak, are ended, and the first one stores as many segments as it has slots: none
+of its earlier segments may be left, as a segment that is pinned forever would be.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 2
-"""Segments of a fresh prompt: no more than the least budget of cached copies. With more, the lease of the last
-segments, cached here, could occupy the slots that the first ones need for their fetch."""
+"""Segments of a new prompt: no more than a node may keep as cached copies. With more, leased cached copies of the last
+segments could occupy the slots that the first segments need for their fetch."""
 LIMIT_S: Final = 15.0
-"""Deadline of one prompt. A used-up write budget, or a region that changes its tenant, delays a store."""
+"""Deadline of one prompt in seconds. A store is delayed while the bound on dirty copies is reached, or while a region
+changes its tenant."""
 DEAD_S: Final = 60.0
-"""Time for the first daemon to notice that the others are gone."""
+"""Seconds within which the first daemon must notice that the others are gone."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
-"""First numbers of fresh prompts."""
+"""Numbers of the first new prompt of `refill` and of `displace`, so far apart that no prompt is used twice."""
 
 
 @dataclass
 class Refilled:
-    """Counts of segments."""
+    """Number of segments that were to be stored, that were stored and read back, and bytes that were wrong."""
 
     asked: int = 0
     stored: int = 0
@@ -94,7 +95,7 @@ def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, res
     clients = [LiveClient(pool, seed, window=1) for pool in pools]
     for number in range(-(-segments // SEGMENTS)):
         if not _store_one(clients[number % len(clients)], seed, first + number, result):
-            # A failed prompt fails again, and each further one would take as long.
+            # The further prompts would probably fail too, and each would take until its deadline.
             return
 
 

@@ -14,27 +14,28 @@ from tokenlake_bench.soak.gauges import Life, Recorder
 __all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
-"""The allocator keeps arenas per thread; reading the metrics page or a burst of restarts moves the median by about 1
-MiB between equal halves."""
+"""Resident memory may grow by this much: the allocator keeps freed memory per thread, and a read of the metrics page or
+several restarts move the median by about 1 MiB without a leak."""
 DAEMON: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(8),
     "entries": Tolerance(100, 0.1),
 }
-"""A daemon keeps up to four bulk connections open per peer and direction, incoming ones with a thread each, made when
-the load first needs so many at a time. Entries: the directory follows the number of segments in the memory."""
+"""Tolerances of a daemon's gauges. It keeps up to four bulk connections open per peer and direction, the incoming ones
+with a thread each, from the time when the load first needs so many. The entries of its maps include the directory,
+which has one per segment in the memory."""
 ENGINE: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(2),
 }
-"""An engine maps each of the eight regions at its first read and at its first write there, again after each restart of
-its daemon."""
+"""Tolerances of an engine's gauges. It opens each of the eight regions at its first read and at its first write there,
+and again after each restart of its daemon."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`holds`: None where the run was too short to decide, which is no success either."""
+    """One claim about the run. `holds`: None where the run was too short to decide; the soak has then not passed."""
 
     text: str
     found: str

@@ -1,4 +1,5 @@
-"""A slot for an engine: restarts its process after a kill, and sums up the work of all its lives."""
+"""A place in the fleet for one engine: its process is started again after a kill, and the work of all its processes is
+summed up."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from tokenlake_bench.transfer.worker import Worker
 __all__ = ["EngineSlot"]
 
 SLICE_S: Final = 1.0
-"""Work between two reports: a killed process loses its counts since the last report."""
+"""Seconds of work between two reports of an engine process; a killed process loses its counts since the last report."""
 END_S: Final = 120.0
 
 
 class EngineSlot(threading.Thread):
-    """Runs until `leave`. `groups`: the groups of its lives, in turn."""
+    """A thread that runs engine processes one after the other, until `leave`. `groups`: the groups of these processes,
+    in rotation."""
 
     def __init__(
         self, name: str, socket: Path, groups: tuple[int, ...], seed: int, rate: float, wrong_file: Path
@@ -74,7 +76,7 @@ class EngineSlot(threading.Thread):
             self._send(signal.SIGCONT)
 
     def drain(self) -> None:
-        """End the load; `drained` is set when everything was given back. The process stays."""
+        """End the load. The process goes on, and `drained` is set when it has given back all leases and writes."""
         self._ending.set()
         self._may_start.set()
 
@@ -90,7 +92,7 @@ class EngineSlot(threading.Thread):
         while not self.drained.is_set():
             self._may_start.wait()
             if self._ending.is_set() and self.lives:
-                # Killed, and not restarted when the load ended: there is nothing to give back.
+                # The process was killed and not started again before the load ended: it has nothing to give back.
                 self.drained.set()
                 return
             worker = self._start()
@@ -104,7 +106,7 @@ class EngineSlot(threading.Thread):
                 with self._lock:
                     if not self._killed:
                         self.ended_by_themselves.append(f"{self.name}: {error}")
-                # Bound the rate at which a process that fails again and again is restarted.
+                # This wait bounds the rate at which a process that fails repeatedly is started again.
                 self._leaving.wait(SLICE_S)
             finally:
                 with self._lock:
@@ -123,7 +125,7 @@ class EngineSlot(threading.Thread):
         return worker
 
     def _send(self, number: signal.Signals) -> None:
-        # The process is not reaped before `_worker` is cleared, so the id is still its own.
+        # `_worker` is cleared before the process is reaped, so that no other process can have its id yet.
         if self._worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._worker.pid, number)

@@ -10,9 +10,10 @@ __all__ = ["FAST", "HASH_MANY", "HASH_NEW", "MATCH", "MATCH_KEYS", "SIZES", "WIN
 
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
-"""Sets of segments that the rows use in rotation: 9 x 128 MiB, so that no processor cache holds the next one."""
+"""Number of sets of segments (windows) that the rows use in rotation: 9 x 128 MiB, so that the next window is in no
+processor cache."""
 FAST: Final = 20
-"""Samples per turn of a row that takes well under a millisecond."""
+"""Number of calls per turn in a row whose calls take well under a millisecond."""
 
 HASH_MANY: Final = "hash_32k_tokens"
 HASH_NEW: Final = "hash_256_tokens"
@@ -25,7 +26,7 @@ WIRE_CEILING: Final = "tcp_loop"
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A row of the result. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
+    """A row to measure. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
     that bounds its rate."""
 
     name: str
@@ -43,7 +44,7 @@ class Size:
 
     @property
     def many(self) -> str:
-        """Label of such a call in the names of rows."""
+        """Label of a call with `count` segments in the names of rows."""
         return f"{self.count}x{self.label}"
 
     @property
@@ -71,7 +72,8 @@ class Size:
         ]
 
     def key_rows(self) -> list[RowKind]:
-        """Rows whose cost is per key: measured at the size with `MATCH_KEYS` segments per call."""
+        """Rows whose cost depends on the number of keys, and not on the size of segments. They are measured only with
+        the size that has `MATCH_KEYS` segments per call."""
         if self.count != MATCH_KEYS:
             return []
         return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
@@ -86,7 +88,7 @@ SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
 
 
 class System(Protocol):
-    """The pool, another store, or the machine itself."""
+    """A system to measure: the pool, another store, or the machine itself."""
 
     name: str
 
@@ -94,7 +96,8 @@ class System(Protocol):
         """The rows that `sample` knows."""
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Seconds of one or several calls, whose bytes have been compared. `turn` chooses the window."""
+        """Make one or several calls of a row and compare their bytes. Returns the seconds of each call. `turn` chooses
+        the window."""
 
     def close(self) -> None:
         """End its processes. Idempotent."""

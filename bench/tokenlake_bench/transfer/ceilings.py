@@ -24,7 +24,8 @@ STOP_S = 5.0
 
 
 class Ceilings:
-    """numpy copies between windows; a bare `sendmsg` in another process to `recv_into` in this one."""
+    """The machine as a `System`: numpy copies between windows, and bare transfers over TCP from `sendmsg` in another
+    process to `recv_into` in this one."""
 
     name = "ceiling"
 
@@ -68,7 +69,7 @@ class _Wire:
     """A second process that sends one window per request byte."""
 
     def __init__(self, windows: Windows) -> None:
-        """Forks, so that the sender shares the source's pages: call it before any thread runs."""
+        """Forks the sender, which so shares the pages of the source. Must be called before any thread is started."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._process = multiprocessing.get_context("fork").Process(
                 target=_send_windows, args=(server.getsockname()[1], windows.source), daemon=True
@@ -82,13 +83,13 @@ class _Wire:
         _receive(self._sock, memoryview(bytearray(1)))
 
     def receive(self, window: int, target: NDArray[np.uint8]) -> None:
-        """Receive a window into `target`, a buffer per segment."""
+        """Receive a window into `target`, one segment at a time."""
         self._sock.sendall(bytes([window]))
         for segment in target:
             _receive(self._sock, segment.data)
 
     def close(self) -> None:
-        """The other process ends with the connection."""
+        """Close the connection, with which the other process ends."""
         self._sock.close()
         self._process.join(STOP_S)
         if self._process.is_alive():
@@ -106,7 +107,8 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
-    """The second process, until the connection ends. Its first byte signals that it is ready."""
+    """The main function of the second process, until the connection ends. The first byte that it sends signals that it
+    is ready."""
     end_with_parent()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)

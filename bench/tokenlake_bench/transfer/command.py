@@ -1,4 +1,4 @@
-"""The command `bench transfer`: systems in turn, then tables, JSON and a picture."""
+"""The command `bench transfer`: runs the systems alternately, then writes tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tokenlake_bench.transfer.windows import Windows
 __all__ = ["TransferArguments", "run_transfer"]
 
 WARM_TURNS = 1
-"""Turns to warm up, not counted."""
+"""Number of turns at the beginning that warm up and are not counted."""
 REST_S = 0.05
-"""Pause before each sample. This process compares bytes all the time while a peer's process waits for its turn: with
-few processors, the scheduler would otherwise delay this process for the time it used before the clock ran."""
+"""Seconds of pause before each sample. This process has used processor time to compare bytes, and a peer's process has
+waited: with few processors the scheduler would without the pause delay this process while the clock runs."""
 
 Taken = dict[str, dict[str, list[float]]]
 """Seconds of the samples, by system and row."""
@@ -78,7 +78,7 @@ class TransferResult:
 
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
-    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
     for size in arguments.measured():
@@ -138,8 +138,8 @@ def take_turns(
     kinds: Sequence[RowKind], machine: System, systems: Sequence[System], rounds: int, report: Callable[[int], None]
 ) -> Taken:
     """In each turn, run each row of each system once, and before each row with a ceiling the machine's row. The system
-    that begins alternates, so that no system always finds the caches as another left them. The first turns warm up and
-    are not counted."""
+    that begins alternates, so that no system always finds the processor's caches as the same other system left them.
+    The first turns warm up and are not counted."""
     taken: Taken = {system.name: defaultdict(list) for system in (machine, *systems)}
     for turn in range(rounds + WARM_TURNS):
         order = systems if turn % 2 else systems[::-1]

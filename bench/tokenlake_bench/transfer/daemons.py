@@ -18,17 +18,17 @@ __all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 
 START_S = 60.0
 HEADER = 1 << 20
-"""Bytes of a region beside a window's segments."""
+"""Bytes of a region in addition to the segments of a window."""
 ALONE_WINDOWS = 2 * WINDOWS + 2
-"""The windows that are read, and as many that stores rotate over."""
+"""Windows that fit into a node's memory: those that are read, and as many for stores, with 2 to spare."""
 WRITER_WINDOWS = ALONE_WINDOWS
 READER_WINDOWS = 5
-"""Fewer than the owner's: a fetched window is evicted before it is read again."""
+"""Windows that fit into the reader's memory: so few that a fetched window is evicted before it is read again."""
 READER_CACHED = "0.45"
 
 
 def layout_of(size: Size) -> Layout:
-    """Segments of 256 tokens, 32 layers, 8 KV heads."""
+    """A layout with segments of the given size: 256 tokens, 32 layers, 8 KV heads."""
     dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
     return Layout(
         model_id=f"bench-{size.label}",
@@ -45,8 +45,8 @@ def layout_of(size: Size) -> Layout:
 class Daemons:
     """The nodes `alone`, `reader` and `writer`. They are started one by one; `close` ends all of them.
 
-    The reader's name sorts before the writer's, so the reader opens the connection: no node dials one that is not there
-    yet.
+    Of two nodes the one whose name sorts first opens the connection. That is the reader, which is started after the
+    writer: so no node dials a node that is not running yet.
     """
 
     def __init__(self, size: Size) -> None:
@@ -64,11 +64,11 @@ class Daemons:
                     "memory": str(windows[name] * region),
                     "region-size": str(region),
                     "listen": f"127.0.0.1:{port}",
-                    # A stalled machine must not count as a dead peer.
+                    # So long that a peer on a machine that stalls is not taken for dead.
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
-                    # The reader would stop caching once primary copies fill its memory; here it must cache in every
-                    # turn.
+                    # With the default share the reader would keep no cached copies once primary copies fill its memory;
+                    # the rows need cached copies in every turn.
                     "cached-share": READER_CACHED if name == "reader" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
@@ -77,7 +77,7 @@ class Daemons:
         }
 
     def start(self, name: str, peers: int = 0) -> Pool:
-        """A client of the node, once the node serves and is connected with `peers` others."""
+        """Start the node. Returns a client of it once it serves and is connected with `peers` other nodes."""
         node = self.nodes[name]
         node.start()
         until = time.monotonic() + START_S

@@ -1,4 +1,5 @@
-"""An endless fetch and an endless push at one daemon, from a separate process; run as a module it is that process."""
+"""A load on one daemon, from a separate process: endless fetches from another node, and endless stores whose segments
+the daemon sends to their owner. Run as a module it is that process."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ CALL_S = 2.0
 
 
 class Load:
-    """A context manager: the load runs inside."""
+    """A context manager: the load runs while the context is open."""
 
     def __init__(self, socket: Path, label: str) -> None:
-        """`socket`: a daemon whose peer holds the sets that the rows read."""
+        """`socket`: socket of the daemon; its peer has the segments that the load fetches, those that the rows read."""
         self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
         self._worker.call("ready")
 
@@ -63,7 +64,7 @@ class _Running:
             threading.Thread(target=self._repeat, args=(number, step), daemon=True).start()
 
     def ready(self) -> None:
-        """The connection is established."""
+        """Answers the first call, once the process is connected to the daemon."""
 
     def go(self) -> None:
         """Returns when both loads have begun."""

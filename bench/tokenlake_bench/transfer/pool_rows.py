@@ -1,5 +1,5 @@
-"""The pool's rows. A call is timed from its keys to its bytes: the match is included, comparison and release are
-not."""
+"""The pool's rows. The time of a call begins with the keys and ends when the bytes are there: it includes the match,
+but not the comparison of bytes and the release."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ PAUSE_S = 0.001
 PATIENCE_S = 5.0
 MATCH_S = 1.0
 FETCH_S = 10.0
-"""Deadlines are long: the benchmark measures how long a call takes, not whether it meets a deadline."""
+"""Deadline of a fetch in seconds; long, because the benchmark measures the time of a call and not whether it meets a
+deadline."""
 
 
 class PoolRows:
-    """Real daemons and one client process: this one."""
+    """The pool as a `System`: real daemons, with this process as their client."""
 
     name = "tokenlake"
 
@@ -60,23 +61,23 @@ class PoolRows:
         self._open.callback(daemons.close)
         self._alone = self._open.enter_context(daemons.start("alone"))
         writer = self._open.enter_context(daemons.start("writer"))
-        # Write every slot that the rows' stores will take, so that no page is touched for the first time while the
-        # clock runs.
+        # Every slot that the stores of the rows will take is written once, so that no page is touched for the first
+        # time while the clock runs.
         for number in range(ALONE_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
             self._prepare(self._alone, keys, number)
-            # While the reader is not running, the writer keeps the segments that it stores.
+            # The reader is not running yet, so the writer becomes the owner of the segments that it stores.
             self._prepare(writer, keys, number)
         self._reader = self._open.enter_context(daemons.start("reader", peers=1))
         if self._size.key_rows():
-            # The reader is the emptier candidate, so it becomes the owner.
+            # The reader becomes the owner of these segments, because it has more free memory than the writer.
             self._prepare(self._reader, self._near, 0)
-            # Leased while the rows run, so that the segments of the load do not displace them.
+            # The segments stay leased while the rows run, so that segments of the load do not displace them.
             self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
             self._load = Load(daemons.nodes["reader"].socket, self._size.label)
             self._open.callback(self._load.close)
-        # Map the reader's memory before the clock runs.
+        # Fetch every window once, so that the reader's memory is mapped before the clock runs.
         for keys in self._sets:
             with self._reader.match(keys, deadline_s=MATCH_S) as lease:
                 lease.fetch(deadline_s=FETCH_S)
@@ -193,7 +194,7 @@ class PoolRows:
     def _fetch_single(self, turn: int) -> list[float]:
         window = self._remote_window(turn)
         taken = self._fetch(window, 0, 1)
-        # Fetch the rest, too, so that windows are cached and evicted whole.
+        # The other segments of the window are fetched, too, so that windows are cached and evicted as a whole.
         with self._reader.match(self._sets[window], deadline_s=MATCH_S) as lease:
             lease.fetch(deadline_s=FETCH_S)
         return taken
@@ -222,7 +223,7 @@ def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[
 
 
 def _copy_views(lease: Lease, arrays: Sequence[NDArray[np.uint8]]) -> int:
-    """Copy in the caller's thread alone, as an engine copies into its own blocks."""
+    """Copy the leased segments in the calling thread alone, as an engine copies them into its own blocks."""
     views = lease.fetch(0, len(arrays))
     for array, view in zip(arrays, views, strict=False):
         np.copyto(array, view)

@@ -18,8 +18,8 @@ Samples = Mapping[str, Sequence[float]]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. `name`: for a peer, its name and a slash come first. `ratio`: `gbps` to `ceiling_gbps`,
-    which is the machine's own rate in the same turns. All three are None where a call moves no bytes."""
+    """One row of the JSON. `name`: for a peer, preceded by the peer's name and a slash. `ratio`: `gbps` divided by
+    `ceiling_gbps`, the machine's own rate in the same turns. All three are None where a call moves no bytes."""
 
     name: str
     p50_us: float
@@ -31,8 +31,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The pool's `row` against `peer_row` of `peer` (of the faster one where a prefix names several). `least` and
-    `most` bound the ratio of rates and of times."""
+    """A bound on the ratio of the pool's `row` to `peer_row` of `peer`; where `peer` is a prefix of several names, of
+    the fastest of these. `least` bounds the ratio of rates from below, `most` the ratio of times from above."""
 
     row: str
     peer: str
@@ -43,7 +43,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ratio`: the pool's rate to the peer's where `rate`, else the pool's time to the peer's."""
+    """A row of the pool beside one of a peer. `ratio`: the pool's rate divided by the peer's if `rate`, else the pool's
+    time divided by the peer's."""
 
     row: str
     peer: str
@@ -61,7 +62,7 @@ class Comparison:
 
 
 def _targets() -> list[Target]:
-    """Ratios of the design's section 10."""
+    """The targets for the ratios to other stores."""
     targets = [
         Target(MATCH, "mooncake", MATCH, most=0.6),
         Target(f"{MATCH}_remote", "mooncake", MATCH, most=1.2),

@@ -1,11 +1,11 @@
-"""A child process that obeys JSON lines: the load beside a row, and the clients of peers.
+"""A child process that serves calls given as JSON lines: the load beside a row, and the clients of peers.
 
 ::
 
     {"call": NAME, "arguments": {...}}  ->  {"result": ...} or {"error": TEXT}
 
-Other output of the process goes to its log. It ends when its standard input does, and with it, by its process group,
-every process that it started.
+Other output of the process goes to its log. It ends when its standard input ends. The parent then kills its process
+group, and so every process that it started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOP_S = 10.0
 
 
 class Worker:
-    """The parent's end."""
+    """The parent's handle of the child process."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Worker:
         call_s: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`module` is run by `python -m`; it calls `serve`. `call_s`: deadline of one call. `environment`: variables
-        added to this process's."""
+        """Starts the process. `module`: run by `python -m`; it must call `serve`. `call_s`: deadline of one call.
+        `environment`: variables that are added to those of this process."""
         self._module = module
         self._ended = False
         self._call_s = call_s
@@ -64,11 +64,12 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process id; the process is not reaped before `close`."""
+        """The process id. It stays valid until `close`, which reaps the process."""
         return self._process.pid
 
     def call(self, name: str, **arguments: object) -> Any:
-        """The result. Raises `Unreachable` with the error, or with the last lines of the log when the process ended."""
+        """Call the function `name` in the process and return its result. Raises `Unreachable` with the error of the
+        function, or with the last lines of the log when the process ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"call": name, "arguments": arguments}).encode() + b"\n")
@@ -81,14 +82,14 @@ class Worker:
         return answer["result"]
 
     def close(self) -> None:
-        """Idempotent: the process and its group are gone afterwards."""
+        """End the process and its process group, and wait until they are gone. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
         if not self._ended:
             self._ended = True
-            # End the group before reaping the process: afterwards its id may belong to another process.
+            # The group is killed before the process is reaped, because its id may belong to another process afterwards.
             self._wait_for_exit()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -121,8 +122,8 @@ class Worker:
 
 
 def serve(calls: Mapping[str, Callable[..., object]]) -> None:
-    """The process's end, until its standard input ends."""
-    # Libraries print to standard output: replies get a descriptor of their own.
+    """Serve calls in the child process until its standard input ends."""
+    # Replies use a copy of the descriptor of standard output, because libraries print to standard output.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for line in sys.stdin:

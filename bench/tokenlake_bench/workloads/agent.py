@@ -22,7 +22,8 @@ __all__ = ["AgentSettings", "agent_sessions"]
 
 
 class AgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Defaults are fitted to the sessions. `rate` is reached once the first sessions have ended."""
+    """Parameters; their defaults are fitted to the published sessions. `rate` is reached once the first sessions have
+    ended."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 20_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 0.5
@@ -59,7 +60,7 @@ class AgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def agent_sessions(settings: AgentSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times at which sessions begin."""
+    """The requests of coding-agent sessions, in time order. `starts` gives the times at which sessions begin."""
     systems = [draw.blocks(settings.system_blocks) for _ in range(settings.systems)]
     ranks = [rank**-settings.system_zipf for rank in range(1, settings.systems + 1)]
 

@@ -38,7 +38,8 @@ def bursts(shape: Sequence[float], rate: float, seed: int) -> Iterator[float]:
     """
     if len(shape) < 2 or shape[-1] <= shape[0]:
         raise ConfigurationError("arrivals", len(shape), "at least two arrivals at different times")
-    # One mean gap closes the period, so that its first arrival does not coincide with the last one.
+    # The period ends one mean gap after the last arrival, so that the next period's first arrival does not coincide
+    # with it.
     period = (shape[-1] - shape[0]) * len(shape) / (len(shape) - 1)
     stretch = len(shape) / rate / period
     first = random.Random(seed).randrange(len(shape))

@@ -79,7 +79,7 @@ class Draw:
         return list(itertools.islice(self._ids, count))
 
     def text(self, begins_with: Sequence[int] = _NO_BLOCKS) -> Text:
-        """A new text behind a prefix of full blocks."""
+        """A new text that begins with the given full blocks."""
         return Text(self, begins_with)
 
     def lognormal(self, median: float, sigma: float) -> float:
@@ -99,7 +99,7 @@ class Text:
         self._blocks = list(begins_with)
 
     def hash_ids(self, length: int) -> list[int]:
-        """Ids of the first `length` tokens. A last block that is not full gets a new id."""
+        """Ids of the blocks that have the first `length` tokens. A last block that is not full gets a new id."""
         full, rest = divmod(length, BLOCK_TOKENS)
         if full > len(self._blocks):
             self._blocks += self._draw.blocks(full - len(self._blocks))
@@ -109,7 +109,7 @@ class Text:
 def lay_out(requests: int, starts: Iterator[float], session: Callable[[], Iterator[Turn]]) -> list[TraceLine]:
     """The first `requests` turns of sessions that begin at `starts` (seconds, not decreasing), in time order.
 
-    The first turn of a session follows its own gap after the session's start.
+    The first turn of a session comes `gap_s` after the session's start.
     """
     lines: list[TraceLine] = []
     order = itertools.count()

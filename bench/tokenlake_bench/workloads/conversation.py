@@ -30,7 +30,8 @@ __all__ = ["ConversationSettings", "conversations"]
 
 
 class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Defaults are fitted to the trace's requests, grouped by shared blocks."""
+    """Parameters. Their defaults are fitted to the requests of Mooncake's trace, which were grouped into conversations
+    by the blocks that they share."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 12_000
     system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks that all prompts begin with.")] = 1
@@ -63,7 +64,7 @@ class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unkn
 
 
 def conversations(settings: ConversationSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times at which conversations begin."""
+    """The requests of conversations, in time order. `starts` gives the times at which conversations begin."""
     system = draw.blocks(settings.system_blocks)
     documents = [
         system + draw.blocks(1 + int(draw.rng.expovariate(1 / max(1e-9, settings.document_blocks - 0.5))))

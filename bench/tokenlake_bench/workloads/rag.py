@@ -18,7 +18,7 @@ from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLi
 __all__ = ["RagSettings", "questions"]
 
 _DRAWS: Final = 20
-"""Most draws per document to retrieve."""
+"""Maximum number of draws per retrieved document, until one is drawn that the request does not have yet."""
 
 
 class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,16 +37,16 @@ class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if self.retrieved > self.documents:
-            raise ValueError(f"retrieved: at most {self.documents}, the documents")
+            raise ValueError(f"retrieved: at most {self.documents}, the number of documents")
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single question."""
+        """1, because a session is a single question."""
         return 1.0
 
 
 def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times of the questions."""
+    """One request per question, in time order. `starts` gives the times of the questions."""
     system = draw.blocks(settings.system_blocks)
     lengths = [
         draw.length(settings.document_median, settings.document_sigma, settings.longest)
@@ -71,7 +71,7 @@ def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> lis
                 path.append(document)
             if len(path) == settings.retrieved:
                 return path
-        # Few documents are popular enough to be drawn: add the most popular of the others.
+        # If too few different documents were drawn, the most popular of the others are added.
         rest = islice((document for document in ranks if document not in path), settings.retrieved - len(path))
         return path + list(rest)
 

@@ -23,7 +23,8 @@ __all__ = ["GENERATORS", "Generator", "generate", "generator_named", "settings_o
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """`lines` takes settings of the type `settings`, draws, and the times at which sessions begin."""
+    """A generator. `lines` makes a trace from settings of the type `settings`, a `Draw`, and the times at which
+    sessions begin."""
 
     name: str
     summary: str
@@ -61,7 +62,7 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
             unknown = [name for name in values if name not in generator.settings.__struct_fields__]
             if unknown:
                 raise ConfigurationError(unknown[0], values[unknown[0]], _known(generator)) from None
-            # A condition over two fields: the settings raise `field: expected` themselves.
+            # The settings themselves check conditions over two fields, with the message `field: expected`.
             field, _, expected = expected.partition(": ")
         raise ConfigurationError(field, values.get(field), expected) from None
 
@@ -69,8 +70,8 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
 def generate(
     name: str, values: Mapping[str, object] | None = None, *, shape: Sequence[float] | None = None
 ) -> list[TraceLine]:
-    """Lines in time order. `values`: settings that differ from the defaults; `shape`: arrivals whose bursts the
-    sessions' beginnings take (`arrivals.bursts`), None for a Poisson process. Raises ConfigurationError."""
+    """The lines of a trace in time order. `values`: settings that differ from the defaults. `shape`: arrival times
+    whose bursts the starts of sessions take (`arrivals.bursts`); None: a Poisson process. Raises ConfigurationError."""
     generator = generator_named(name)
     settings = settings_of(generator, values or {})
     rate = settings.rate / settings.turns_mean

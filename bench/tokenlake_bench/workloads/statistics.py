@@ -1,4 +1,4 @@
-"""Statistics of a trace, those that are usually published."""
+"""The statistics of a trace that papers usually publish."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     input_p99: float
     output_mean: float
     ideal_token_hit: float
-    """Share of the tokens found in a cache that never evicts, by longest prefix."""
+    """Share of the prompts' tokens whose longest prefix a cache that never evicts would find."""
     blocks: int
     used_once: float
-    """Share of the blocks."""
+    """Share of the blocks that occur in one request only."""
     top_permille: float
     """Share of the accesses that go to the most used 0.1 % of the blocks."""
     top_percent: float

@@ -23,7 +23,7 @@ __all__ = ["ToolAgentSettings", "tool_calls"]
 
 
 class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The conversations have the defaults of `ConversationSettings`."""
+    """Parameters of the tool calls. The conversations beside them have the defaults of `ConversationSettings`."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 24_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 6.95
@@ -42,12 +42,13 @@ class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single tool call."""
+        """1, because a session is a single tool call."""
         return 1.0
 
 
 def tool_calls(settings: ToolAgentSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times of the tool calls; the conversations between them begin by a Poisson process."""
+    """Tool calls and conversations, in time order. `starts` gives the times of the tool calls; the conversations begin
+    at the times of a Poisson process."""
     share = settings.first_share + settings.second_share
     chats = round(settings.requests * (1 - share))
     lines = [_chats(settings, draw, chats)] if chats else []

@@ -14,7 +14,8 @@ __all__ = ["UniformSettings", "uniform_prompts"]
 
 
 class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """With r requests and p prefixes an infinite cache finds (r - p (1 - (1 - 1/p)^r)) / r of the prefixes' tokens."""
+    """Parameters. With r requests and p prefixes an infinite cache finds (r - p (1 - (1 - 1/p)^r)) / r of the prefixes'
+    tokens, because it misses each prefix that occurs once."""
 
     prefixes: Annotated[Count, Meta(description="Number of prefixes, equally popular.")] = 1_000
     prefix_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks of a prefix.")] = 4
@@ -23,12 +24,12 @@ class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single prompt."""
+        """1, because a session is a single prompt."""
         return 1.0
 
 
 def uniform_prompts(settings: UniformSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times of the requests."""
+    """The requests in time order. `starts` gives their times."""
     prefixes = [draw.blocks(settings.prefix_blocks) for _ in range(settings.prefixes)]
     length = settings.prefix_blocks * BLOCK_TOKENS + settings.own_tokens
 

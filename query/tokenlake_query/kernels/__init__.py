@@ -1,4 +1,4 @@
-"""Attention kernels, by the device that has the segments."""
+"""Attention kernels, and the choice of one by the device on which the segments lie."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _for_cpu(layout: Layout, shape: AttentionShape, device: str) -> Kernel:
     if find_spec("torch") is None:
         from tokenlake_query.kernels.numpy_cpu import NumpyKernel
 
-        log.warning("torch is not installed, numpy computes attention, slowly: pip install 'tokenlake[query]'")
+        log.warning("torch is not installed; numpy computes attention, which is slow: pip install 'tokenlake[query]'")
         return NumpyKernel(layout, shape)
     from tokenlake_query.kernels.torch_cpu import TorchKernel
 

@@ -36,7 +36,8 @@ class Kernel(ABC):
         self._stored = stored_dtype(layout.dtype)
 
     def attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
-        """Attention of all queries over all tokens of all segments, without a mask; empty without segments.
+        """Attention of all queries over all tokens of all segments, without a mask. Over no segments `out` is 0 and
+        `lse` is -inf.
 
         `queries`: `[query, q heads, key dim]` in the layout's element type (bfloat16 as uint16), any number, with any
         strides, in host memory. `slots`: whole segments, each once, in any order. Returns float32 `out`

@@ -1,13 +1,14 @@
 """torch's fused attention for CPUs, over segments in place.
 
-The kernel is the one behind `scaled_dot_product_attention`. It is called by its own name, because only then it returns
-the log-sum-exp. It does not check its inputs, so this file ensures that
+torch's kernel is the one behind `scaled_dot_product_attention`. This module calls it by its internal name, because only
+that call returns the log-sum-exp. It does not check its inputs, so this module ensures that
 
 - the last stride of each input is 1, else the result is wrong without an error; other strides are free, also 0;
 - no input is empty, else the process dies of SIGFPE;
 - queries, keys and values have the same number of columns.
 
-Query heads that share a KV head are folded into its rows: nine times faster for one query in bfloat16.
+Query heads that share a KV head are passed as further rows of one head, which is nine times as fast for one query in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from tokenlake_query.kernels.base import Kernel, Slot
 __all__ = ["TorchKernel"]
 
 GATHER_ROWS = 128
-"""From this number of rows per KV head on, keys and values are first gathered in a scratch buffer: copying a token
-costs as much as some twenty rows, while partial results of more rows outgrow the cache and are merged at the speed of
-memory. Measured: docs/results/attention.md."""
+"""From this number of query rows per KV head on, keys and values are first copied into a contiguous scratch buffer.
+Copying a token takes as long as computing some twenty rows over it. Without the copy each segment has a partial result,
+and those of many rows do not fit into the processor's cache, so that memory bandwidth limits their merging. Measured:
+docs/results/attention.md."""
 SCRATCH_BYTES = 32 << 20
-"""Keys and values that are gathered for one call."""
+"""Bytes of keys and values that are gathered for one call of torch's kernel."""
 PARTS_BYTES = 4 << 20
-"""Partial results of one call; this bounds the number of segments that the call reads."""
+"""Maximum bytes of the partial results, one per segment, of one call of torch's kernel; bounds the segments per
+call."""
 ONE_THREAD = 1 << 18
 """Results of up to this many elements are merged by one thread. Several threads would not be faster, and waiting for
 them takes milliseconds on a busy machine."""
@@ -55,8 +58,8 @@ class TorchKernel(Kernel):
         self._dtype = _DTYPES[layout.dtype]
         self._size = DTYPE_BYTES[layout.dtype]
         self._width = max(shape.key_dim, shape.value_dim)
-        """Columns of the kernel's inputs. Latent rows are passed whole; the first columns of the output are the
-        result."""
+        """Columns of the inputs of torch's kernel. With latent attention whole key rows are passed as values, and the
+        first `value_dim` columns of the output are the result."""
         self._padded = shape.key_dim != shape.value_dim and not shape.latent
         self._scratch: tuple[Tensor, Tensor] | None = None
         self._workers = ThreadPoolExecutor(torch.get_num_threads(), "attention", _compute_alone)
@@ -80,7 +83,8 @@ class TorchKernel(Kernel):
         return address
 
     def _fold(self, queries: Stored) -> Tensor:
-        """Copy `[query, head, dim]` to a contiguous `[group, head in group, query x its query heads, width]`."""
+        """Copy `queries` `[query, head, dim]` into a contiguous `[head group, KV head in group, row, width]`. Each KV
+        head has one row per query and query head that reads it."""
         count, shape = len(queries), self.shape
         folded = np.zeros((shape.kv_heads, count, shape.group, self._width), queries.dtype)
         by_head = queries.reshape(count, shape.kv_heads, shape.group, shape.key_dim)
@@ -100,8 +104,8 @@ class TorchKernel(Kernel):
         return out, lse
 
     def _in_place(self, query: Tensor, sequences: Sequence[EvenSequence], layer: int) -> RunningMerge:
-        """A single call is spread over threads by torch. Several calls are distributed over threads here, which then
-        wait for each other once and not in every call."""
+        """Attention over the slots without gathering them. torch spreads a single call over its threads. Several calls
+        are instead distributed over threads of this kernel, which wait for each other once and not in every call."""
         pieces = list(_pieces(sequences, max(1, PARTS_BYTES // (query.numel() * 4))))
         threads = min(torch.get_num_threads(), len(pieces))
         if threads == 1:
@@ -119,12 +123,13 @@ class TorchKernel(Kernel):
         return _merged(self._parts(query, pieces, layer))
 
     def _parts(self, query: Tensor, pieces: Iterable[EvenSequence], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The partial result `[group, head, row, width]` of each piece of a sequence."""
+        """Yield `out` `[group, head, row, width]` and `lse` of the attention over each of `pieces`."""
         key_place, value_place = self.slots.places(layer)
         for piece in pieces:
             keys = self._tensor(piece, key_place)
             values = keys if self.shape.latent else self._tensor(piece, value_place)
-            # No stride reaches the heads of all groups, so each call computes one head of every group.
+            # Heads of different groups are not evenly spaced in a slot, so that no array has all heads as one
+            # dimension: each call computes one head of every group.
             by_head = [
                 self._fuse(query[:, head].expand(piece.length, -1, -1, -1), keys[:, :, head], values[:, :, head])
                 for head in range(self.slots.heads)
@@ -141,7 +146,8 @@ class TorchKernel(Kernel):
     def _over_gathered(
         self, query: Tensor, sequences: Sequence[EvenSequence], layer: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The partial result `[group, head, row, width]` of each filled scratch buffer."""
+        """Gather segments in the scratch buffer and yield `out` `[group, head, row, width]` and `lse` of the attention
+        over them each time that it is full, and at the end."""
         key_place, value_place = self.slots.places(layer)
         keys, values = self._buffers()
         tokens, filled = self.slots.tokens, 0
@@ -163,8 +169,8 @@ class TorchKernel(Kernel):
         yield part()
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
-        """Scratch buffers `[group, head, token, width]` for keys and values. Padding columns are 0 and are never
-        written."""
+        """Scratch buffers `[group, head, token, width]` for keys and values. The columns that pad the narrower of both
+        to `width` are 0 and are never written."""
         if self._scratch is None:
             slots = self.slots
             per_segment = 2 * slots.groups * slots.heads * slots.tokens * self._width * self._size
@@ -174,14 +180,14 @@ class TorchKernel(Kernel):
         return self._scratch
 
     def _gather(self, buffer: Tensor, filled: int, segments: Tensor) -> None:
-        """Copy `segments` `[segment, group, head, token, dim]` into `buffer`, behind the `filled` segments."""
+        """Copy `segments` `[segment, group, head, token, dim]` into `buffer`, behind the `filled` segments in it."""
         count, tokens, dim = segments.shape[0], segments.shape[3], segments.shape[4]
         into = buffer[:, :, filled * tokens : (filled + count) * tokens, :dim]
         into.unflatten(2, (count, tokens)).copy_(segments.permute(1, 2, 0, 3, 4))
 
     def _tensor(self, sequence: EvenSequence, place: Place) -> Tensor:
-        """A view `[segment, group, head, token, dim]` of a sequence's slots. Its memory spans the bytes between the
-        slots too, which may be unmapped; the strides address the slots alone. Read-only."""
+        """A read-only view `[segment, group, head, token, dim]` of the keys or values at `place` in the sequence's
+        slots. Its memory range includes the bytes between the slots, which may be unmapped; its strides skip them."""
         step = sequence.step // self._size
         elements = (sequence.length - 1) * step + place.end - place.offset
         memory = (ctypes.c_uint8 * (elements * self._size)).from_address(sequence.start + place.offset * self._size)
@@ -198,15 +204,16 @@ def _merged(parts: Iterator[tuple[Tensor, Tensor]]) -> RunningMerge:
 
 
 def _compute_alone() -> None:
-    """Make torch compute in the calling thread alone. A thread adopts the process's number of threads when it first
-    asks for the number, hence the get before the set."""
+    """Make torch compute in the calling thread alone when this thread calls it. The number of threads is read before it
+    is set, because the first read of a thread sets it to the number of the process."""
     torch.get_num_threads()
     torch.set_num_threads(1)
 
 
 @contextmanager
 def _one_thread(alone: bool = True) -> Iterator[None]:
-    """torch computes in the calling thread alone within this block; costs under a microsecond."""
+    """Within this block torch computes in the calling thread alone, unless `alone` is False. Takes less than a
+    microsecond."""
     threads = torch.get_num_threads()
     if alone:
         torch.set_num_threads(1)

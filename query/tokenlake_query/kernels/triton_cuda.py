@@ -28,13 +28,13 @@ __all__ = ["TritonKernel"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_ROWS = 64
 SMALLEST = 16
-"""Least number of rows, tokens and columns of a block, which `tl.dot` demands."""
+"""Least number of rows, tokens and columns of a block that `tl.dot` accepts."""
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs per multiprocessor, unless there are fewer segments."""
+"""Triton programs that are launched per multiprocessor of the GPU; fewer where there are too few segments."""
 
 
 class TritonKernel(Kernel):
-    """Slots are uint8 tensors on `device`. torch allocates the partial results, for the duration of the call."""
+    """Slots are uint8 tensors on `device`. The partial results are tensors that torch allocates for each call."""
 
     def __init__(self, layout: Layout, shape: AttentionShape, device: str = "cuda") -> None:
         """See `Kernel`."""
@@ -45,8 +45,9 @@ class TritonKernel(Kernel):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def attend_there(self, queries: Tensor, slots: Sequence[Slot], layer: int) -> tuple[Tensor, Tensor]:
-        """As `attend`, unchecked, for queries on the device in the layout's dtype. `out` and `lse` are on the device
-        too. They are computed asynchronously in the device's stream: the caller holds the leases until then."""
+        """As `attend`, without its checks, for queries on the device in the layout's dtype. `out` and `lse` are on the
+        device too. They are computed asynchronously in the device's stream; the caller must hold the leases on the
+        segments until that is done."""
         shape, count = self.shape, len(queries)
         folded = queries.view(count, shape.kv_heads, shape.group, shape.key_dim).transpose(0, 1).contiguous()
         addresses = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64).to(self._device)
@@ -74,8 +75,8 @@ class TritonKernel(Kernel):
             )
 
     def _launch(self, query: Tensor, addresses: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """`query`: `[kv head, row, key dim]`. Returns partial results `[split, kv head, row, value dim]` and
-        `[split, kv head, row]`."""
+        """`query`: `[kv head, row, key dim]`. Returns one partial result per split of the segments: `out`
+        `[split, kv head, row, value dim]` and `lse` `[split, kv head, row]`."""
         shape, slots = self.shape, self.slots
         rows, segments = query.shape[1], len(addresses)
         block = min(BLOCK_ROWS, max(SMALLEST, triton.next_power_of_2(rows)))
@@ -86,7 +87,8 @@ class TritonKernel(Kernel):
         out = torch.empty(splits, shape.kv_heads, rows, shape.value_dim, device=self._device)
         lse = torch.empty(splits, shape.kv_heads, rows, device=self._device)
         keys, values = slots.places(layer)
-        # A power of two and the rest: 576 columns are 512 and 64, not 1,024.
+        # The columns of a block are a power of two. Key rows are read as two blocks, `main` and `rest`, so that 576
+        # columns take 512 and 64 and not 1,024.
         main = max(SMALLEST, 1 << (shape.key_dim.bit_length() - 1))
         rest = max(0, shape.key_dim - main)
         _attend_split[(blocks, shape.kv_heads, splits)](
@@ -114,7 +116,7 @@ class TritonKernel(Kernel):
             REST=max(SMALLEST, triton.next_power_of_2(rest)) if rest else 0,
             VALUES=max(SMALLEST, triton.next_power_of_2(shape.value_dim)),
             BLOCK_ROWS=block,
-            # Wide rows leave less room for tokens beside them.
+            # A multiprocessor's fast memory has room for fewer tokens per block where key rows are wide.
             BLOCK_TOKENS=16 if shape.key_dim > 256 else 64,
         )
         return out, lse
@@ -148,7 +150,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> Any:
-    """Offsets and strides are in elements. `scale` includes log2(e), because exponentials here are powers of two."""
+    """One program of the kernel. Offsets and strides are in elements. `scale` includes the factor log2(e), because the
+    program computes exp(x) as 2 ** (x * log2(e))."""
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     split = tl.program_id(2)
@@ -193,5 +196,5 @@ def _attend_split(  # type: ignore[no-untyped-def]
         acc / total[:, None],
         mask=a_row[:, None] & (column < VALUE_DIM)[None, :],
     )
-    # From a logarithm to base 2 to the natural one.
+    # The factor ln 2 converts the logarithm to base 2 into the natural one.
     tl.store(lse + at, (greatest + tl.log2(total)) * 0.6931471805599453, mask=a_row)

@@ -1,4 +1,5 @@
-"""Engines that live for one answer, each in a process forked from one that has imported vLLM already: 3 s, not 10."""
+"""Engines that live for one answer, each in a process forked from one that has imported vLLM already, so that each
+starts in 3 s instead of 10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damages stored segments, and looks at what engines log about it."""
+"""Damages stored segments, and finds tracebacks in the logs of engines that read them."""
 
 from __future__ import annotations
 

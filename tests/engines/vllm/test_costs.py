@@ -48,7 +48,7 @@ def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], e
     engine = weighs("async")
     assert run(engine, expected) == (0, 0)
     assert run(engine, expected) == (WHOLE, 0)
-    # Both times are known now.
+    # The engine has measured the times of prefills and loads by now.
     assert run(engine, expected) == (WHOLE, 0)
 
 
@@ -64,4 +64,4 @@ def test_loads_slower_than_a_prefill_are_skipped(
     before = cluster.totals()["tokenlake_stored_segments_total"]
     assert run(engine, expected) == (0, WHOLE)
     assert engine.call("flush")
-    assert cluster.totals()["tokenlake_stored_segments_total"] == before, "the pool has what was computed again"
+    assert cluster.totals()["tokenlake_stored_segments_total"] == before, "the pool had these segments already"

@@ -107,7 +107,7 @@ def test_corrupt_segments_are_recomputed(
 def test_unchecked_corrupt_segments_change_the_tokens(
     start: Callable[..., Engine], plain: Engine, cluster: Cluster
 ) -> None:
-    """The control: the engine computes with the loaded segments."""
+    """The control: without verification the engine computes with the corrupt segments that it loads."""
     engine = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
     tokens = prompt(1000, 4)
     expected = plain.generate([tokens])[0]

@@ -86,13 +86,13 @@ def test_an_override_changes_the_fingerprint(model: Path) -> None:
     overrides: list[Any] = [{"rms_norm_eps": 0.25}, {"rms_norm_eps": 0.5}, {"rope_parameters": rope}]
     layouts = [layout(model), *(layout(model, hf_overrides=override) for override in overrides)]
     assert len({one.fingerprint() for one in layouts}) == len(layouts)
-    assert layout(model, hf_overrides=other_function) == layouts[2], "the effective configuration counts"
+    assert layout(model, hf_overrides=other_function) == layouts[2], "equal effective configurations have equal layouts"
 
 
 def test_the_number_of_experts_changes_the_fingerprint(experts: Path) -> None:
     numbers = [layout(experts, hf_overrides={"num_experts_per_tok": number}).fingerprint() for number in (1, 2, 3)]
     assert len(set(numbers)) == 3
-    assert numbers[1] == layout(experts).fingerprint(), "what is in the file already is no override"
+    assert numbers[1] == layout(experts).fingerprint(), "an override with the value of the file is none"
 
 
 def test_another_configuration_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:

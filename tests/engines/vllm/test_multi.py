@@ -85,7 +85,7 @@ def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: 
     assert multi.generate([tokens])[0] == expected
     assert hits(multi, tokens, expected) == 768
     assert multi.call("forget")
-    # The control is above: no load fails while the segments are intact.
+    # The control are the hits above: no load fails while the segments are intact.
     assert multi.call("counts")["loads_failed"] == 0
     # One pool loses its last segment, which is recomputed; then the other pool loses all its segments.
     assert spoil(cluster, multi, tokens, salt="a", segments=1) == 1
@@ -124,7 +124,7 @@ def test_segments_of_a_killed_owner_are_recomputed(
 
 
 def test_rank_reports_are_merged_per_connector() -> None:
-    """As vLLM merges them: for each connector the slowest rank counts."""
+    """vLLM merges the reports of ranks so: for each connector the slowest rank counts."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 
     from tokenlake_client.engines.vllm.connector import StepOutcome

@@ -17,7 +17,7 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING
 LENGTHS = (250, 512, 513, 700, 1500)
 PROMPTS = [prompt(length, length) for length in LENGTHS]
 FULL = sum((length + 7) // 256 for length in LENGTHS)
-"""The number of segments, with those that decode completes."""
+"""The number of segments of all prompts, including those that decode completes."""
 HITS = 0 + 384 + 512 + 512 + 1280
 """The tokens that one rank finds when all segments were stored."""
 

@@ -1,4 +1,5 @@
-"""With the connector vLLM starts every model that it starts without it, and logs why the pool does not serve it."""
+"""With the connector, vLLM starts every model that it starts without it. For a model that the pool does not serve, it
+logs the reason."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_an_unserved_model_runs_as_without_the_connector(
 
 
 def within(cluster: Cluster) -> dict[str, Any]:
-    """Our connector alone in a `MultiConnector`, verifying what it reads."""
+    """A `MultiConnector` with our connector alone, which verifies its reads."""
     return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}])
 
 

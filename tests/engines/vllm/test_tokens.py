@@ -90,7 +90,7 @@ def test_many_at_once_with_preemption(first: Engine, second: Engine, plain: Engi
     # 8 prompts of up to 860 tokens and 150 more: 60 blocks, of which the first engine has 40.
     before = first.call("counts")["requests"]
     assert first.generate(many, 150) == expected
-    assert first.call("counts")["requests"] > before + len(many), "none was preempted"
+    assert first.call("counts")["requests"] > before + len(many), "no request was preempted"
     assert first.call("flush")
     assert first.call("forget")
     assert first.generate(many, 150) == expected

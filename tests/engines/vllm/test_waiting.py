@@ -49,7 +49,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def stored_and_hit(engines: Sequence[Engine]) -> tuple[int, int]:
-    """The sum of a count of both engines."""
+    """The tokens that were stored, and the tokens that were taken from the pool, each summed over both engines."""
     for engine in engines:
         engine.call("flush")
     counts = [engine.call("counts") for engine in engines]
@@ -94,7 +94,7 @@ def test_the_wait_for_a_stopped_engine_ends(
         while cluster.totals()[CLAIMS] == before[CLAIMS]:
             assert time.monotonic() < until
         waiting = threads.submit(second.generate, [tokens])
-        # The marker of a killed engine ends at once, so the other one must be waiting before.
+        # The marker of a killed engine ends at once, so that the other engine must wait before the kill.
         while cluster.totals()[WAITS] == before[WAITS] and not computing.done():
             assert time.monotonic() < until
         if ended == signal.SIGKILL and computing.done():

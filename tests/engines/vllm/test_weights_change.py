@@ -70,13 +70,13 @@ def test_new_weights_give_their_own_tokens(
     assert changing.call("reset", how=how)
     changing.call("reload", directory=str(trained), version=None)
     assert changing.generate([tokens])[0] == new
-    assert hits(changing) == before[0], "what the old weights computed was loaded"
+    assert hits(changing) == before[0], "a segment of the old weights was loaded"
     assert changing.call("flush")
     assert changing.call("forget")
     assert changing.generate([tokens])[0] == new
     assert hits(changing) - before[0] == HIT
     assert steady.generate([tokens])[0] == old
-    assert hits(steady) - before[1] == HIT, "other engines keep what the old weights computed"
+    assert hits(steady) - before[1] == HIT, "other engines keep the segments of the old weights"
     assert changing.call("counts")["failures"] == 0
 
 

@@ -65,7 +65,7 @@ def _page(rows: list[str]) -> str:
     reasons = "\n".join(f"- `{name}`: {reason}." for name, reason in MEANINGLESS.items())
     found = "\n".join(f"| {what} | `{test}` |" for what, test in FOUND)
     table = "\n".join(rows)
-    return f"""# Faults: what is promised, what was measured
+    return f"""# Faults: promises and measurements
 
 ```
 {COMMAND} --out docs/results/faults.md        # this page
@@ -73,20 +73,22 @@ python -m pytest tests/robustness/test_matrix.py            # the same scenarios
 ```
 
 Measured on {os.cpu_count()} CPU cores that other work used at the same time (load average {load:.1f} at the end),
-Python {platform.python_version()}, loopback. One run of each scenario; times say what a call cost there and then, the
-tests assert the rest. A segment has 16 KiB.
+Python {platform.python_version()}, loopback. One run of each scenario. The times are measured in
+this run; the tests assert everything else. A segment has 16 KiB.
 
-- **daemon**: the engine's own; **peer**: another node; **engine**: another engine of the same node.
-- **kill**: kill -9. **stop**: SIGSTOP, later SIGCONT. **slow**: a proxy passes a byte (daemon, engine) or 64 bytes
-  (peer) every 10 ms. **half**: five connections end in the middle of a frame's length (header) or of a frame or segment
-  (payload). **full**: every slot is leased (daemon, peer), the address space is used up (engine). **flip**: bits in the
-  arena, or of what passes the proxy (wire).
-- *longest call*: of one call of a `Pool`, from the fault to the end of the scenario. *waits*: per engine, the sum over
-  all requests that failed or found less than there was; engines that are not named had none. *time-outs*: calls that
-  their daemon left unanswered for a whole deadline. *lost*: segments found before and by nobody afterwards, of those
-  that only the subject held or the fault destroyed. *wrong*: of all segments read, each compared.
+- Subject: **daemon** is the daemon of the engine that calls; **peer** is another node; **engine** is another engine of
+  the same node.
+- Fault: **kill** is kill -9. **stop**: SIGSTOP, later SIGCONT. **slow**: a proxy passes a byte (daemon, engine) or 64
+  bytes (peer) every 10 ms. **half**: five connections end in the middle of a frame's length (header) or of a frame or
+  segment (payload). **full**: every slot is leased (daemon, peer), the address space is used up (engine). **flip**:
+  bits flip in the arena, or in the bytes that pass a proxy (wire).
+- *longest call*: the longest call of a `Pool` between the fault and the end of the scenario. *waits*: for each engine,
+  the time of all requests that failed or found fewer segments than the pool had; engines that are not named had none.
+  *time-outs*: calls that their daemon left unanswered for a whole deadline. *lost*: segments that engines found before
+  the fault and no engine afterwards, of those that only the subject held or the fault destroyed. *wrong*: segments with
+  wrong bytes, of all segments read.
 - Deadlines: a match {MATCH_S:.0f} s, other calls {PATIENT_S:.0f} s (defaults 20 and 250 ms), since other processes ran.
-- Each scenario ends with every engine storing and reading anew, and with every slot of every daemon accounted for.
+- At the end of each scenario every engine stores and reads a new prompt, and the slots of every daemon add up.
 
 | fault | promised | longest call | waits | time-outs | lost | wrong | seed | reproduce |
 |---|---|---|---|---|---|---|---|---|
@@ -96,9 +98,9 @@ No scenario:
 
 {reasons}
 
-## Found on the way
+## Defects that the matrix found
 
-| what was wrong | test, in `tests/robustness/test_findings.py` |
+| defect | test, in `tests/robustness/test_findings.py` |
 |---|---|
 {found}
 """

@@ -22,22 +22,22 @@ __all__ = ["MATCH_S", "Asker", "Outcome", "asking"]
 T = TypeVar("T")
 
 MATCH_S = 1.0
-"""How long a match waits for other nodes here; a busy machine misses the default of 20 ms without any fault."""
+"""The deadline of a match for other nodes: a busy machine would exceed the default of 20 ms without any fault."""
 
 
 @dataclass
 class Outcome:
-    """Of one scenario. Times are those of single calls of a `Pool`."""
+    """The measurements of one scenario. Times are those of single calls of a `Pool`."""
 
     longest_s: float = 0.0
     waited_s: dict[str, float] = field(default_factory=dict)
-    """Per engine, the sum over calls that failed or found less than there was."""
+    """Per engine, the time of all calls that failed or found fewer segments than the pool had."""
     timeouts: dict[str, int] = field(default_factory=dict)
     """Per engine, calls that its daemon left unanswered for their whole deadline."""
     lost: int = 0
-    """Segments that some engine found before, and none afterwards."""
+    """Segments that an engine found before the fault, and no engine afterwards."""
     may_lose: int = 0
-    """Segments that only the node in question held, or that the fault itself destroyed."""
+    """Segments that only the faulty node held, or that the fault itself destroyed."""
     wrong: int = 0
     """Segments read whose bytes are not those that were stored."""
     compared: int = 0
@@ -51,7 +51,7 @@ class Asker:
         self.name = name
         self.pool = pool
         self.misses: type[TokenLakeError] = Unreachable
-        """What a call may raise; for all else the scenario fails."""
+        """The errors that count as misses; any other error fails the scenario."""
         self.begin()
 
     def begin(self) -> None:
@@ -62,7 +62,7 @@ class Asker:
         self.failed = 0
         """Calls that raised."""
         self.missed = 0
-        """Requests that found less than there was."""
+        """Requests that found fewer segments than the pool had."""
         self.wrong = 0
         self.compared = 0
 
@@ -80,7 +80,7 @@ class Asker:
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def read(self, prompt: Prompt) -> int:
-        """Match, fetch, compare; how many segments came. What fails is a miss."""
+        """Match, fetch and compare a prompt. Returns the number of segments; 0 when a call failed."""
         began = time.monotonic()
         count = 0
         with suppress(self.misses):
@@ -109,7 +109,7 @@ class Asker:
         self.compared += len(arrays)
 
     def readable(self, prompts: Sequence[Prompt]) -> set[bytes]:
-        """Keys of the segments that it can fetch, each with a request of its own."""
+        """Keys of the segments that the engine can fetch, each with a request of its own."""
         found = set()
         for prompt in prompts:
             for index, key in enumerate(self.pool.prefix(prompt.tokens).keys):
@@ -123,23 +123,23 @@ class Asker:
         return found
 
     def answered(self) -> bool:
-        """True when its daemon answers."""
+        """Does the daemon answer the engine?"""
         with suppress(self.misses):
             self.pool.match([])
             return True
         return False
 
     def whole(self, prompts: Sequence[Prompt]) -> bool:
-        """True when it reads all segments of these prompts."""
+        """Does the engine read all segments of these prompts?"""
         return all(self.read(prompt) == prompt.segments for prompt in prompts)
 
 
 @contextmanager
 def asking(askers: Sequence[Asker], request: Callable[[Asker, int], object]) -> Iterator[Callable[[int], None]]:
     """Each engine makes `request(engine, number)` again and again in a thread of its own, until the block is left.
-    Gives a function that waits for so many more requests of each.
+    Yields a function that waits for so many more requests of each engine.
 
-    AssertionError when a call hangs, or raises what is no miss.
+    AssertionError when a call hangs, or raises an error that is no miss.
     """
     ended = threading.Event()
     made = [0] * len(askers)

@@ -53,7 +53,7 @@ def stopped(seed: int) -> Outcome:
 
 
 def slow(seed: int) -> Outcome:
-    """What the daemon says to one engine trickles; another engine of the same daemon is not held up."""
+    """The daemon's messages to one engine trickle; another engine of the same daemon is not held up."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -73,12 +73,12 @@ def slow(seed: int) -> Outcome:
 
 
 def cut_in_header(seed: int) -> Outcome:
-    """Five times the connection ends in the middle of an answer's length."""
+    """Five times the connection ends within the header of a reply, which has its length."""
     return _cut(seed, Cut("down", "header"))
 
 
 def cut_in_body(seed: int) -> Outcome:
-    """Five times the connection ends in the middle of an answer."""
+    """Five times the connection ends within the body of a reply."""
     return _cut(seed, Cut("down", "body"))
 
 
@@ -110,7 +110,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
 
 
 def full(seed: int) -> Outcome:
-    """Every slot is leased by one engine: another one's stores are refused, its reads are not."""
+    """One engine leases every slot: the daemon refuses the stores of another engine, and serves its reads."""
     with world(seed, 1, "1MiB", session_lease_share="1") as at:
         at.fill()
         mine, other = at.engines[0], at.engine(0, "engine that finds it full")
@@ -138,7 +138,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit of every second prompt's first segment flips; one reader verifies checksums, the other does not."""
+    """A bit flips in the first segment of every second prompt. One reader verifies checksums, another does not."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -151,7 +151,7 @@ def flipped_in_arena(seed: int) -> Outcome:
         assert counts == [0 if prompt in hit else prompt.segments for prompt in at.prompts]
         assert reader.pool.corrupt == len(hit)
         wait_until(lambda: at.metric(0, "tokenlake_confirmed_segments_total") == len(hit), "all were checked")
-        assert [at.engines[0].read(prompt) for prompt in hit] == [0] * len(hit), "who does not verify misses"
+        assert [at.engines[0].read(prompt) for prompt in hit] == [0] * len(hit), "the other reader misses"
         at.find_again(before, reader, may_lose=len(hit))
         for prompt in hit:
             at.engines[0].store(prompt)

@@ -19,7 +19,7 @@ HELD = 6
 
 
 def _reserved(at: World) -> int:
-    """Seed of the prompt that it has reserved."""
+    """The seed of the prompt whose segments the engine has reserved."""
     return 1000 * at.seed + 800
 
 
@@ -34,7 +34,7 @@ def _busy(at: World) -> Iterator[EngineProcess]:
 
 
 def killed(seed: int) -> Outcome:
-    """It has a lease and a reservation, and is storing."""
+    """The engine is killed while it has a lease and a reservation, and is storing."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -48,13 +48,14 @@ def killed(seed: int) -> Outcome:
             at.find_again(before)
             at.serves()
         assert outcomes(store(at.engines[0].pool, Prompt(_reserved(at), HELD))) == {Code.COMMITTED}, (
-            "nobody writes it now"
+            "the reserved segments can be stored"
         )
     return at.outcome
 
 
 def stopped(seed: int) -> Outcome:
-    """It sleeps past its deadlines and other engines take its slots; then it writes into them and reads its lease."""
+    """The engine is stopped past its deadlines, and other engines take its slots; when it continues, it writes into
+    them and reads its lease."""
     with world(seed, 1, "1MiB", lease_s="0.4", reservation_s="0.4") as at:
         at.fill()
         mine = at.engines[0]
@@ -63,7 +64,7 @@ def stopped(seed: int) -> Outcome:
             engine.freeze()
             wait_until(lambda: at.metric(0, "tokenlake_quarantined_slots") == HELD, "what it reserved is in quarantine")
             assert mine.store(Prompt(_reserved(at), HELD), patience=5.0) == {Code.COMMITTED}
-            # More than the arena holds: whatever is not kept for the sleeper gets new owners.
+            # More than the arena holds: all slots that are not kept for the stopped engine get new owners.
             for number in range(40):
                 assert mine.store(at.fresh(number), patience=5.0) == {Code.COMMITTED}
             at.prompts = [at.fresh(number) for number in range(30, 40)]
@@ -75,7 +76,7 @@ def stopped(seed: int) -> Outcome:
                 mine.check(prompt, lease.fetch())
                 lease.release()
             assert engine.ask("commit")["codes"] == [Code.EXPIRED] * HELD
-            assert engine.ask("compare") == {"hits": HELD, "wrong": 0}, "what it leased before it slept"
+            assert engine.ask("compare") == {"hits": HELD, "wrong": 0}, "its leased segments are unchanged"
             engine.ask("release")
             assert engine.ask("state")["connected"]
             at.find_again(before)
@@ -84,7 +85,7 @@ def stopped(seed: int) -> Outcome:
 
 
 def slow(seed: int) -> Outcome:
-    """Its requests arrive a byte at a time."""
+    """The requests of the engine arrive a byte at a time."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -103,12 +104,12 @@ def slow(seed: int) -> Outcome:
 
 
 def cut_in_header(seed: int) -> Outcome:
-    """Five times its connection ends in the middle of a request's length."""
+    """Five times the engine's connection ends within the header of a request, which has its length."""
     return _cut(seed, Cut("up", "header"))
 
 
 def cut_in_body(seed: int) -> Outcome:
-    """Five times its connection ends in the middle of a request."""
+    """Five times the engine's connection ends within the body of a request."""
     return _cut(seed, Cut("up", "body"))
 
 
@@ -133,7 +134,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
 
 
 def full(seed: int) -> Outcome:
-    """Its address space is used up: it can map no region, neither to store nor to read."""
+    """The engine's address space is used up: it can map no region, neither to store nor to read."""
     with world(seed, 1, "64MiB", "64MiB") as at, EngineProcess(at.nodes[0].socket) as engine:
         at.fill()
         before = at.found()
@@ -154,7 +155,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """It writes into committed segments: engines that verify, and those of other nodes, do not read them."""
+    """The engine writes into committed segments: neither verifying engines nor engines of other nodes read them."""
     with world(seed) as at:
         at.fill_partly_at(0)
         before, only_there = at.listed(), at.only_at(0)
@@ -173,7 +174,7 @@ def flipped_in_arena(seed: int) -> Outcome:
 
 
 def flipped_on_wire(seed: int) -> Outcome:
-    """A bit flips in one of three of its requests; it verifies what it reads."""
+    """A bit flips in one of three requests of the engine, which verifies checksums."""
     with world(seed, 1, lease_s="1") as at:
         at.fill()
         before = at.found()

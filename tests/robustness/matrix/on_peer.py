@@ -58,7 +58,7 @@ def stopped(seed: int) -> Outcome:
 
 
 def slow(seed: int) -> Outcome:
-    """What the node says and sends trickles."""
+    """The messages and bytes that the node sends trickle."""
     with world(seed, linked=True) as at:
         at.fill()
         before = at.listed()
@@ -74,12 +74,12 @@ def slow(seed: int) -> Outcome:
 
 
 def cut_in_header(seed: int) -> Outcome:
-    """Five times a connection between the nodes ends in the middle of a frame's length."""
+    """Five times a connection between the nodes ends within the header of a frame, which has its length."""
     return _cut(seed, Cut("down", "header"))
 
 
 def cut_in_payload(seed: int) -> Outcome:
-    """Five times a connection between the nodes ends in the middle of a segment's bytes."""
+    """Five times a connection between the nodes ends within the bytes of a segment."""
     return _cut(seed, Cut("down", "raw"))
 
 
@@ -99,7 +99,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
 
 
 def full(seed: int) -> Outcome:
-    """An engine of the node has leased all its slots: segments that it would own stay at their writer."""
+    """An engine of the node has leased all its slots: segments that the node would own stay at their writer."""
     with world(seed, memory="1MiB", session_lease_share="1") as at:
         mine, other = at.engines
         filled = 0
@@ -123,7 +123,7 @@ def full(seed: int) -> Outcome:
         wait_pushed(at.cluster)
         before = {key for prompt in at.prompts[:6] for key in map(bytes, mine.pool.prefix(prompt.tokens).keys)}
         at.find_again(before, mine)
-        assert at.metric(1, "tokenlake_received_segments_total") == received, "it took nothing"
+        assert at.metric(1, "tokenlake_received_segments_total") == received, "the node took no segment"
         for lease in leases:
             lease.release()
         assert other.answered()
@@ -132,7 +132,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit flips in every segment that the node has; recomputed segments are served again, by this node too."""
+    """A bit flips in every segment of the node. The segments are computed again and served, also by this node."""
     with world(seed) as at:
         at.fill_partly_at(1)
         before, only_there = at.listed(), at.only_at(1)
@@ -151,14 +151,14 @@ def flipped_in_arena(seed: int) -> Outcome:
         for prompt in at.prompts:
             mine.store(prompt)
         assert mine.whole(at.prompts), "recomputed"
-        assert other.whole(alone), "read there as well"
+        assert other.whole(alone), "also read at the node"
         at.serves()
     return at.outcome
 
 
 def flipped_on_wire(seed: int) -> Outcome:
-    """A bit flips in every second piece of a segment on its way, then in one of four frames, first of those that come
-    back, then of those that go out."""
+    """A bit flips in every second piece of a segment between the nodes, then in one of four frames from the node, then
+    in one of four frames to the node."""
     with world(seed, linked=True) as at:
         at.fill()
         before = at.listed()

@@ -1,4 +1,5 @@
-"""A proxy in front of a daemon's socket that trickles, cuts or flips, told to while connections are open."""
+"""A proxy in front of a daemon's socket. A test tells it to slow down, cut or flip what it forwards, also on open
+connections."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ MAX_DESCRIPTORS = 4
 Direction = Literal["up", "down"]
 """Up: from the process that connected to the one that accepted."""
 Part = Literal["hello", "header", "body", "raw"]
-"""Of the stream: its first frame, a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
+"""The part of the stream: its first frame, a frame's length, its MessagePack, or the bytes of segments that follow a
+`Pulled`."""
 Address = Path | tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Trickle:
-    """So many bytes every 10 ms."""
+    """Forward `nbytes` every 10 ms in one direction."""
 
     direction: Direction
     nbytes: int
@@ -40,7 +42,7 @@ class Trickle:
 
 @dataclass(frozen=True)
 class Cut:
-    """Both ways, in the middle of the next `part`."""
+    """Cut both directions within the next `part`."""
 
     direction: Direction
     part: Part
@@ -48,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of each piece of `part`, of which one in `every` is met."""
+    """Flip one bit in one of `every` pieces of `part`."""
 
     direction: Direction
     part: Part
@@ -59,7 +61,7 @@ Fault = Trickle | Cut | Flip
 
 
 class _Walk:
-    """Where in its frames a stream is."""
+    """The position of a stream within its frames."""
 
     def __init__(self) -> None:
         self._part: Part = "header"
@@ -91,7 +93,7 @@ class _Walk:
 
 
 def _raw_bytes(body: bytes) -> int:
-    """What follows a frame without being one."""
+    """The number of raw bytes that follow this frame."""
     try:
         pulled = decode(peer.pulled_decoder, body)
     except ProtocolRefused:
@@ -100,8 +102,8 @@ def _raw_bytes(body: bytes) -> int:
 
 
 class Proxy:
-    """Listens at `at` (a path, or a port of loopback) for `target`. A context manager. Without a fault it only
-    passes on, descriptors included."""
+    """Listens at `at` (a path, or a port of loopback) and connects to `target`. A context manager. Without a fault it
+    only forwards, descriptors included."""
 
     def __init__(self, target: Address, at: Path | None = None, seed: int = 0) -> None:
         self._target = target
@@ -121,7 +123,7 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        """Of an address in TCP."""
+        """The port of a TCP address."""
         assert isinstance(self.address, tuple)
         return self.address[1]
 
@@ -136,7 +138,7 @@ class Proxy:
     def cut(self) -> None:
         """End the connections that are open."""
         while self._open:
-            # Their threads close the sockets.
+            # The threads of these connections close the sockets.
             with contextlib.suppress(OSError):
                 self._open.pop().shutdown(socket.SHUT_RDWR)
 

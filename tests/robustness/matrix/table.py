@@ -16,8 +16,8 @@ ANY = 1 << 30
 
 @dataclass(frozen=True)
 class Cell:
-    """One scenario. `timeouts`: how many calls of an engine may wait for their whole deadline, by its name; none of all
-    others."""
+    """One scenario. `timeouts`: for each engine by name, how many calls may wait for their whole deadline; 0 for an
+    engine without a name here."""
 
     subject: str
     fault: str
@@ -36,7 +36,7 @@ class Cell:
         return 1 + CELLS.index(self)
 
     def check(self, outcome: Outcome) -> None:
-        """AssertionError for a promise that was not kept."""
+        """Raises AssertionError for a promise that was not kept."""
         assert outcome.compared > 0
         assert outcome.wrong == 0, "wrong bytes"
         assert outcome.lost <= outcome.may_lose, "segments lost"
@@ -46,14 +46,15 @@ class Cell:
 
 
 AT_ONCE = "calls fail at once, none waits for its deadline"
-RESUMED = "one call fails at once; the session goes on, what was leased stays leased and readable; nothing is lost"
+RESUMED = "one call fails at once; the session goes on, leased segments stay leased and readable; nothing is lost"
 UNNOTICED = "other engines notice nothing"
 
 CELLS = (
     Cell(
         "daemon",
         "kill",
-        f"{AT_ONCE}; arrays stay readable; lost is at most what only it held; its engine reconnects by itself",
+        f"{AT_ONCE}; arrays stay readable; at most the segments that only it held are lost; its engine reconnects by "
+        "itself",
         on_daemon.killed,
     ),
     Cell(
@@ -75,20 +76,20 @@ CELLS = (
     Cell(
         "daemon",
         "full",
-        "stores are refused at once with NO_SLOT; what is leased stays and is read; a released slot is given again",
+        "stores are refused at once with NO_SLOT; leased segments stay and are read; released slots are reused",
         on_daemon.full,
     ),
     Cell(
         "daemon",
         "flip-arena",
-        "an engine that verifies reads none of it, and its report rids the others of it; lost are the segments hit, "
-        "until recomputed",
+        "an engine that verifies reads no flipped segment; after its report other engines read none either; only the "
+        "flipped segments are lost, until recomputed",
         on_daemon.flipped_in_arena,
     ),
     Cell(
         "peer",
         "kill",
-        f"misses: {AT_ONCE}; lost is at most what only it held; copies elsewhere are found",
+        f"misses: {AT_ONCE}; at most the segments that only it held are lost; copies elsewhere are found",
         on_peer.killed,
     ),
     Cell(
@@ -99,26 +100,27 @@ CELLS = (
     ),
     Cell("peer", "slow", "a transfer ends at its deadline and is a miss; nothing is lost", on_peer.slow),
     Cell("peer", "half-header", "misses until the nodes are connected again; nothing is lost", on_peer.cut_in_header),
-    Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach nobody", on_peer.cut_in_payload),
+    Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach no engine", on_peer.cut_in_payload),
     Cell("peer", "full", "pushes are refused: every segment stays where it was written", on_peer.full),
     Cell(
         "peer",
         "flip-arena",
-        "bytes with a wrong checksum are a miss, for its own engines as well once they were reported; lost are the "
-        "segments that only it held, until recomputed",
+        "bytes with a wrong checksum are a miss, after the report for its own engines as well; only the segments that "
+        "only it held are lost, until recomputed",
         on_peer.flipped_in_arena,
     ),
     Cell(
         "peer",
         "flip-wire",
-        "bytes with a wrong checksum are a miss; damaged frames are refused, or what they ask misses; nothing is lost",
+        "bytes with a wrong checksum are a miss; damaged frames are refused, or their keys are misses; nothing is lost",
         on_peer.flipped_on_wire,
     ),
     Cell("engine", "kill", f"{UNNOTICED}; its leases and reservations come back", on_engine.killed),
     Cell(
         "engine",
         "stop",
-        f"{UNNOTICED}; its reservations expire into quarantine; awake, it harms nobody and reads what it had leased",
+        f"{UNNOTICED}; its reservations expire into quarantine; when it continues, it harms no other engine and reads "
+        "its leased segments",
         on_engine.stopped,
     ),
     Cell(
@@ -133,43 +135,45 @@ CELLS = (
     Cell(
         "engine",
         "full",
-        f"the call that cannot map raises, what it was granted is given back; {UNNOTICED}",
+        f"the call that cannot map raises an error, and its grants are given back; {UNNOTICED}",
         on_engine.full,
     ),
     Cell(
         "engine",
         "flip-arena",
-        "what it wrote over after its commit is a miss for engines that verify and for all of other nodes",
+        "segments that it overwrote after its commit are misses for engines that verify and for all engines of other "
+        "nodes",
         on_engine.flipped_in_arena,
     ),
     Cell(
         "engine",
         "flip-wire",
-        f"damaged requests are refused or miss; {UNNOTICED}; what it is granted ends with its session",
+        f"damaged requests are refused or miss; {UNNOTICED}; its grants end with its session",
         on_engine.flipped_on_wire,
         {"engine whose requests are damaged": ANY},
     ),
 )
-"""In the order of the page."""
+"""The cells in the order of the page."""
 
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
-    "one machine: a bit that flips there is one that flips in the engine. Frames that are malformed, either way: "
-    "`tests/server/test_noise.py`, `tests/rules/test_wire_messages.py`",
+    "one machine: a bit that flips there is a bit that flips in the engine. Malformed frames in both directions are "
+    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`",
 }
-"""Why there is no scenario."""
+"""The reason why a cell has no scenario."""
 
 FOUND = (
     (
-        "what was granted in an answer that was cut off stayed leased or reserved for as long as the engine lived",
+        "the leases and reservations of a reply that was cut off stayed until the engine's process ended",
         "test_an_answer_that_was_cut_off_grants_nothing",
     ),
     (
-        "a request whose answer never came was the last one: no other was sent until it came, no heartbeat either",
+        "after a request without a reply the client sent no further request, and no heartbeat",
         "test_an_answer_that_never_comes_ends_no_service",
     ),
     (
-        "a connection closed by one thread left another waiting, for a whole deadline, on the number of a new socket",
+        "one thread closed a connection while another one waited on it: that thread waited for a whole deadline on the "
+        "descriptor of a new socket",
         "test_a_broken_connection_is_closed_by_its_reader",
     ),
 )

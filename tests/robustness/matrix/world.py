@@ -1,4 +1,4 @@
-"""Where a scenario plays: daemons, an engine at each, and segments that some of them hold."""
+"""The setting of a scenario: daemons, an engine at each, and segments that some of them hold."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ __all__ = ["World", "world"]
 PROMPTS = 12
 SEGMENTS = 4
 FRESH = 24
-"""Further prompts, of which requests that store take turns: the arena has room for all."""
+"""The number of further prompts, which storing requests take in turn; the arena has room for all of them."""
 ENDED_S = 2 * LIMIT_S
-"""A lease between nodes of which the other never learned ends by itself, after 30 s."""
+"""A lease between nodes that the borrower never learned of ends by itself after 30 s."""
 
 
 class World:
-    """`engines[i]` asks the daemon of node `i`; `links[i]` stands before the port where node `i` hears others."""
+    """`engines[i]` uses the daemon of node `i`; `links[i]` is a proxy before the port where node `i` accepts other
+    nodes."""
 
     def __init__(self, cluster: Cluster, seed: int, stack: ExitStack) -> None:
         self.cluster = cluster
@@ -58,25 +59,26 @@ class World:
         return asker
 
     def fresh(self, number: int) -> Prompt:
-        """A prompt that no engine stored yet."""
+        """The prompt of this number, which no engine has stored yet."""
         return Prompt(1000 * self.seed + 100 + number, SEGMENTS)
 
     def read(self, asker: Asker, number: int) -> None:
-        """A request of one of the prompts."""
+        """Read one of the prompts, in turn."""
         asker.read(self.prompts[number % len(self.prompts)])
 
     def leave(self, asker: Asker) -> None:
-        """End its session. Its measurements count; it makes no more requests."""
+        """End the session of an engine. Its measurements count; it makes no more requests."""
         asker.pool.close()
         self.gone.append(asker)
 
     def proxy(self, number: int) -> Proxy:
-        """In front of the socket where node `number` hears its engines."""
+        """A proxy in front of the socket where node `number` accepts engines."""
         path = self.cluster.directory / f"proxy{number}.sock"
         return self._stack.enter_context(Proxy(self.nodes[number].socket, path, self.seed))
 
     def fill(self, *askers: Asker) -> None:
-        """Each of these, or without any the engine of each node, stores its share of the prompts; pushes are done."""
+        """Each of these engines, or the engine of each node, stores its share of the prompts; returns when pushes are
+        done."""
         by = askers or self.engines
         for number, prompt in enumerate(self.prompts):
             codes = by[number % len(by)].store(prompt, patience=LIMIT_S)
@@ -84,7 +86,7 @@ class World:
         wait_pushed(self.cluster)
 
     def read_and_store(self, asker: Asker, number: int) -> None:
-        """The same, and one that stores."""
+        """Read one of the prompts and store a fresh one."""
         self.read(asker, number)
         asker.store(self.fresh(number % FRESH))
 
@@ -94,8 +96,8 @@ class World:
         asker.read(self.fresh(number % FRESH))
 
     def fill_partly_at(self, number: int) -> None:
-        """The engine of this node stores all prompts, half of them while the other node is down: nobody else holds
-        those."""
+        """The engine of this node stores all prompts, half of them while the other node is down, so that no other node
+        holds that half."""
         here, other = self.engines[number], 1 - number
         self.nodes[other].kill()
         alone = self.prompts[: PROMPTS // 2]
@@ -112,16 +114,17 @@ class World:
         assert self.only_at(number) >= len(alone) * SEGMENTS
 
     def metric(self, number: int, name: str) -> float:
-        """Of one node, summed over its labels."""
+        """A metric of one node, summed over its labels."""
         return total(self.nodes[number], name)
 
     def begin(self) -> None:
-        """The fault comes: measure from here on."""
+        """Start to measure: the fault comes now."""
         for asker in self.askers:
             asker.begin()
 
     def found(self, *askers: Asker) -> set[bytes]:
-        """What any of these gets, asked for each segment alone; without any, the engines of all nodes."""
+        """The keys that at least one of these engines (without any, of all engines) can fetch, each with a request of
+        its own."""
         return set[bytes]().union(*(asker.readable(self.prompts) for asker in askers or self.engines))
 
     def listed(self) -> set[bytes]:
@@ -149,7 +152,7 @@ class World:
             wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up", ENDED_S)  # type: ignore[misc]
 
     def collect(self) -> None:
-        """What the engines measured becomes the outcome."""
+        """Put the measurements of the engines into the outcome."""
         outcome = self.outcome
         outcome.longest_s = max(asker.longest_s for asker in self.askers)
         outcome.waited_s = {asker.name: asker.waited_s for asker in self.askers}
@@ -165,8 +168,8 @@ DONE = {Code.COMMITTED, Code.EXISTS}
 def world(
     seed: int, nodes: int = 2, memory: str = "4MiB", region_size: str = "1MiB", *, linked: bool = False, **settings: str
 ) -> Iterator[World]:
-    """Its outcome is there when the block is left. `linked`: what nodes say to each other passes proxies. The daemons
-    end by kill -9, which is faster."""
+    """A world whose `outcome` is complete when the block is left. `linked`: proxies forward the messages between nodes.
+    The daemons are ended by kill -9, which is faster."""
     settings.setdefault("match_deadline_ms", f"{MATCH_S * 1e3:.0f}")
     with ExitStack() as stack:
         cluster = Cluster(nodes, memory, region_size, **settings)

@@ -19,6 +19,6 @@ PEERS = {
 
 
 def start_peer(mode: str, size: Size, python: Path | None) -> PeerProcess:
-    """`python`: an interpreter that has the peer's packages beside TokenLake's; None: this one. Raises `Unreachable`
-    with the missing part."""
+    """Start the process of a peer in one of its modes. `python`: an interpreter that has the peer's packages and
+    TokenLake; None: this one. Raises `Unreachable`, which names the missing package or server."""
     return PeerProcess(mode, size, str(python or sys.executable))

@@ -24,23 +24,25 @@ from tokenlake_testing.ports import free_port
 __all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
 KEPT_STORES = WINDOWS
-"""Stored segments are removed this many stores later, so that stores rotate over as much memory as the pool's."""
+"""Stored segments are removed after this number of further stores, so that stores rotate over as much memory as those
+of the pool."""
 FILLERS = WINDOWS + 2
-"""Windows that fill a peer's memory beside the windows that are read."""
+"""Number of windows that fill a peer's memory in addition to the windows that are read."""
 START_S = 30.0
 PAUSE_S = 0.001
-"""As between the pool's matches."""
+"""Seconds of pause between two calls, the same as between the pool's matches."""
 
 
 class Store(Protocol):
-    """A peer's client. The names of rows tell the path of the bytes: `fetch_many` is "fetch_tcp" or "copy"."""
+    """A peer's client. Its attributes name the rows by the path of the bytes: `fetch_many` is "fetch_tcp" for a peer
+    over TCP, "copy" for one with shared memory."""
 
     fetch_many: str
     fetch_one: str
     source: NDArray[np.uint8]
     """[WINDOWS, count, segment_bytes]; puts read it."""
     target: NDArray[np.uint8]
-    """The same shape; gets write it."""
+    """[WINDOWS, count, segment_bytes]; gets write it."""
 
     def exist(self, names: Sequence[str]) -> int:
         """Number of names that the store has, in one batch."""
@@ -65,13 +67,13 @@ class _Rows:
         store.target[:] = 1
         for window in range(WINDOWS):
             store.put(segment_names("read", window, size.count), window)
-        # Fill the memory once before anything is timed.
+        # The memory is filled once, so that no page of it is touched for the first time while the clock runs.
         fillers = [segment_names("old", number, size.count) for number in range(FILLERS)]
         for number, names in enumerate(fillers):
             store.put(names, number % WINDOWS)
         for names in fillers:
             store.remove(names)
-        # A process maps shared pages at its first access: make that access now.
+        # Read every window once before the clock runs, because a process maps shared pages at its first access.
         for window in range(WINDOWS):
             store.get(segment_names("read", window, size.count), window)
         self.rows: dict[str, Callable[[int], list[float]]] = {
@@ -133,12 +135,13 @@ def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
     try:
         serve({"start": start, "sample": lambda row, turn: rows[row](turn)})
     finally:
-        # End the servers, and this process with the threads of its client.
+        # Kills the process group: the peer's servers, and this process, whose client may have threads that never end.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def server(*command: str, **environment: str) -> subprocess.Popen[bytes]:
-    """A server in this process's group, which ends as a whole. It writes to this process's log."""
+    """Start a server of the peer in the process group of this process, which is killed as a whole. The server writes to
+    this process's log."""
     return start_child(command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env={**os.environ, **environment})
 
 

@@ -1,7 +1,7 @@
-"""LMCache's server over TCP. Run as a module: a client of it.
+"""LMCache's server over TCP. Run as a module, it is the client process that is measured.
 
 The server's own messages consist of nine native integers and, from the client, a key in 150 bytes. A put has no reply,
-so a query after the last one tells when all have been taken.
+so the client asks for the last key after a batch of puts, to know that the server has taken all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ UINT8: Final = 6
 
 
 class LMCacheStore:
-    """One connection; a batch is sent whole before its replies are read, where the replies are small."""
+    """One connection to the server. A batch of requests with small replies is sent as a whole before the replies are
+    read."""
 
     fetch_many = "fetch_tcp"
     fetch_one = "fetch"
@@ -67,7 +68,7 @@ class LMCacheStore:
             self._receive(self.target[window, index].data)
 
     def remove(self, names: Sequence[str]) -> None:
-        """The server has no such call: stored segments stay, as in its own use without an evictor."""
+        """Does nothing: the server has no such call, so that stored segments stay, as they do in normal use of it."""
 
     def _reply(self) -> tuple[int, ...]:
         head = bytearray(REPLY.size)
@@ -84,7 +85,7 @@ class LMCacheStore:
 
 
 def _request(command: int, name: str, length: int = 0) -> bytes:
-    # model @ world size @ worker @ hash of the chunk @ dtype
+    # The fields of a key are: model @ world size @ worker @ hash of the chunk @ dtype.
     digest = int.from_bytes(name.encode(), "big")
     key = f"bench@1@0@{digest:x}@uint8".encode()
     return REQUEST.pack(command, length, BINARY, UINT8, 0, length, 0, 0, 0, key.ljust(150))

@@ -26,10 +26,11 @@ TCP = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
 
 class MooncakeStore:
-    """In both modes the segment is in a `mooncake_client` process, as on a node where it outlives engines."""
+    """The client. In both modes the stored segments are in a process `mooncake_client`, as on a node where they outlive
+    the engines."""
 
     def __init__(self, size: Size, *, shared: bool) -> None:
-        """`shared`: put and get go through shared memory with that process."""
+        """`shared`: put and get use memory that is shared with the process of the segments; else TCP."""
         self.fetch_many = "copy" if shared else "fetch_tcp"
         self.fetch_one = "copy" if shared else "fetch"
         self._size = size
@@ -87,7 +88,8 @@ def _start_servers(package: Path, segment_bytes: int) -> tuple[int, int]:
         f"-metrics_port={free_port()}",
         "-rpc_thread_num=2",
         "-default_kv_lease_ttl=600000",
-        # Segments that are read were stored first, and would be evicted first.
+        # Evictions begin only when the memory is full: the segments to read were stored first and would be evicted
+        # first.
         "-eviction_high_watermark_ratio=1.0",
     )
     wait_for_port(master, process)

@@ -54,7 +54,7 @@ class BackgroundQueue(Generic[T]):
             return removed
 
     def oldest(self) -> T | None:
-        """The task under way, else the first that waits; None when there is neither."""
+        """The task that is being executed, else the first that waits; None when there is neither."""
         with self._changed:
             if self._busy:
                 return self._current
@@ -87,6 +87,7 @@ class BackgroundQueue(Generic[T]):
                 self._current, self._busy = self._waiting.popleft(), True
             self._execute(self._current)
             with self._changed:
-                # The task may own a cache, which must not live until the next task arrives.
+                # Drop the reference to the executed task, which may own a cache: it must not live until the next task
+                # arrives.
                 self._current, self._busy = None, False
                 self._changed.notify_all()

@@ -12,7 +12,8 @@ from tokenlake_client.engines.common.pool import CachePool
 __all__ = ["Connection"]
 
 RETRY_S = 1.0
-"""The pause between attempts to connect, and after a call that failed: a dead daemon delays one request a second."""
+"""The pause between attempts to connect, and after a call that failed, so that a dead daemon delays at most one request
+a second."""
 REFUSED_RETRY_S = 30.0
 """The pause after the daemon refused the connection; the reason of a refusal seldom goes away within seconds."""
 WAIT_S = 0.05
@@ -20,7 +21,8 @@ WAIT_S = 0.05
 
 
 class Connection:
-    """Owns the connection and its attempts. `get` blocks for at most `wait_s`. Thread-safe."""
+    """Owns the connection to the daemon, and connects again in the background after a failure. `get` blocks for at most
+    `wait_s`. Thread-safe."""
 
     def __init__(
         self,
@@ -31,8 +33,8 @@ class Connection:
         wait_s: float = WAIT_S,
     ) -> None:
         """`connect` opens a pool, which this object then owns; one attempt is made before the constructor returns.
-        `pool` is used instead of `connect`, and the caller owns it. `report` is called with the operation that failed
-        and its error."""
+        `pool`: an open pool to use instead of `connect`; the caller owns it. `report` is called with the operation that
+        failed and its error."""
         self._connect = connect
         self._clock = clock
         self._wait_s = wait_s
@@ -65,11 +67,12 @@ class Connection:
 
     @property
     def pool(self) -> CachePool | None:
-        """The pool that was opened or given, also during a pause."""
+        """The pool that was opened or given, also during the pause after a failure."""
         return self._pool
 
     def failed(self) -> None:
-        """A call on the pool failed: `get` returns None for `RETRY_S`. The pool reconnects by itself."""
+        """Record that a call on the pool failed: `get` returns None for `RETRY_S`, while the pool reconnects by
+        itself."""
         with self._lock:
             self._retry_at = self._clock() + RETRY_S
 

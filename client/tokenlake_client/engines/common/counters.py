@@ -15,8 +15,7 @@ class Counters(Generic[C]):
     """The counts of one engine. Each integration declares its counts as a dataclass of numbers. Thread-safe."""
 
     def __init__(self, counts: type[C]) -> None:
-        """`counts`: the dataclass that is counted in; each field is a number with a default, from which it is
-        counted up."""
+        """`counts`: the dataclass of the counts; each field is a number whose default is its first value."""
         self._lock = threading.Lock()
         self._counts: Any = counts()
 

@@ -1,7 +1,7 @@
 """The time that a match may wait for segments that another engine is computing (in-flight segments).
 
 Another engine may have begun a moment ago, and stores its segments a little later than it computes them. A match
-therefore waits for longer than this engine would need to compute the missing segments itself, by `FACTOR`. The
+therefore waits `FACTOR` times as long as this engine is predicted to take for the missing segments itself. The
 integrations decide whether a wait pays; this module turns their prediction into the two limits of a match.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 __all__ = ["FACTOR", "LEAST_S", "LONGEST_S", "NO_WAIT", "InFlightWait", "wait_for"]
 
 FACTOR = 1.5
-"""The wait as a multiple of the predicted time."""
+"""The limit of a wait, as a multiple of the predicted time."""
 LEAST_S = 0.02
 """An engine does not wait for a prefill that takes less than this."""
 LONGEST_S = 10.0
@@ -20,15 +20,15 @@ LONGEST_S = 10.0
 
 
 class InFlightWait(NamedTuple):
-    """The limits of one match's wait."""
+    """The limits of one match's wait, in seconds."""
 
     total_s: float
-    """The limit in any case; 0: the match does not wait."""
+    """The limit for any number of missing segments; 0: the match does not wait."""
     segment_s: float
     """The limit per missing segment."""
 
     def seconds(self, missing: int) -> float:
-        """The limit when `missing` segments are missing."""
+        """The limit of the wait, in seconds, when `missing` segments are missing."""
         return min(self.total_s, missing * self.segment_s)
 
 
@@ -36,6 +36,6 @@ NO_WAIT = InFlightWait(0.0, 0.0)
 
 
 def wait_for(predicted_s: float, segment_s: float) -> InFlightWait:
-    """The wait for a prefill that is predicted to take `predicted_s`, of which its last segment takes `segment_s`. The
-    last segment attends to all others, so no segment takes longer."""
+    """The limits of a wait for another engine's prefill, which is predicted to take `predicted_s`, and `segment_s` for
+    its last segment. The last segment attends to all others, so no segment takes longer."""
     return InFlightWait(min(FACTOR * predicted_s, LONGEST_S), FACTOR * segment_s)

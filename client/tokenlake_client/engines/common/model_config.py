@@ -1,7 +1,7 @@
 """The model configurations that the pool can serve, and their position encodings. Imports no engine.
 
-The accepted settings are listed. A setting whose name concerns attention and that is not listed is refused by name,
-because a cache whose meaning is unknown must not be shared.
+`UNDERSTOOD` lists the accepted settings about attention. A model with another setting whose name concerns attention is
+refused, with the name of the setting, because a cache whose meaning is unknown must not be shared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from tokenlake.errors import LayoutRefused
 __all__ = ["check_config", "position_of"]
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotations that depend on a token's position alone. `dynamic` and `longrope` also depend on the length of the
-sequence, so the cached keys of a prefix change as the sequence grows."""
+"""The supported kinds of rotary position encoding: their rotation depends on a token's position alone. That of
+`dynamic` and `longrope` also depends on the length of the sequence, so the cached keys of a prefix would change as the
+sequence grows."""
 
 OWN_POSITIONS = {
     "codegen": ("rotary", "rotary_dim"),
@@ -26,7 +27,8 @@ OWN_POSITIONS = {
     "gptj": ("rotary", "rotary_dim"),
     "opt": ("learned", "max_position_embeddings"),
 }
-"""Model types without rotation parameters: the kind of the position encoding, and the setting with its size."""
+"""Model types whose configuration has no rotation parameters: the kind of their position encoding, and the setting that
+holds its size."""
 
 ATTENTION_WORDS = re.compile(
     r"attn|attention|window|alibi|kv_|sparse|bidirect|causal|index_|indexer|local|conv|mamba|ssm|recurr|lsh"
@@ -47,8 +49,8 @@ UNDERSTOOD = frozenset((
     "sliding_window", "use_qkv_bias", "use_sliding_window",
 ))
 # fmt: on
-"""Settings that change the values in a cache but not their meaning (the weights digest covers the values), and settings
-that `check_config` or the cache's own layer types check."""
+"""Settings about attention that do not exclude a model: those that change the values in a cache but not their meaning
+(the weights digest covers the values), and those that `check_config` or the types of the cache's layers check."""
 
 
 def check_config(config: Any) -> None:

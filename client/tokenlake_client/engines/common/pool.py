@@ -104,16 +104,16 @@ class CachePool(Protocol):
 
 
 class RequestInfo(NamedTuple):
-    """What an engine tells the pool about the request for which it reads or stores segments."""
+    """The facts that an engine tells the pool about the request for which it reads or stores segments."""
 
     name: str | None = None
-    """Its name in logs and for `tokenlake explain`; None: the pool makes one up."""
+    """The request's name in logs and for `tokenlake explain`; None: the pool makes one up."""
     hints: Hints | None = None
     tokens: int = 0
-    """The length of its prompt."""
+    """The length of the request's prompt."""
 
     def match_options(self, wait: InFlightWait = NO_WAIT) -> MatchOptions:
-        """The options of a match for the request, which may wait for other engines."""
+        """The options of a match for the request. `wait`: how long the match may wait for other engines."""
         return MatchOptions(
             request=self.name,
             hints=self.hints,
@@ -148,13 +148,14 @@ class QueryPool(CachePool, Protocol):
     """A pool with query engines; `tokenlake_client.queries` states the contracts."""
 
     def open_view(self, lease: Any, heads: int, scale: float) -> PrefixView:
-        """Open a view of the leased segments. The view owns the lease afterwards, unless this call raises."""
+        """Open a view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key. The
+        view owns the lease afterwards, unless this call raises."""
         ...
 
     def init_query(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """A buffer for the queries of these (view, tokens), of the layout's dtype."""
+        """A buffer for the queries of `parts`, (view, number of query tokens) each, in the layout's dtype."""
         ...
 
     def query(self, buffer: Any, layer: int, *, deadline_s: float) -> Any:
-        """Send the queries in `buffer`. Returns a ticket, whose `wait` returns the attention."""
+        """Send the queries in `buffer`, for `layer`. Returns a ticket, whose `wait` returns the attention."""
         ...

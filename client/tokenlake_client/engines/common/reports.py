@@ -1,4 +1,5 @@
-"""Failures of the pool do not reach the engine: they are counted, and each distinct message is logged once."""
+"""The reports of failures of the pool, which do not reach the engine: each failure is counted, and each distinct
+message is logged once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ MAX_MESSAGES = 64
 
 
 class Reports:
-    """The messages of one engine. Several threads may use it."""
+    """The reports of one engine. Several threads may use this object."""
 
     def __init__(self, logger: logging.Logger, counters: Counters[Any], prefix: str = "") -> None:
         """`counters` has a field `failures`. Each message in the log begins with `prefix`."""

@@ -32,7 +32,7 @@ LayerPair = tuple[Any, Any]
 
 def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
     """Views (K, V) of all layers of the slot, each [group, layer, head in group, token, dim]. The views do not own the
-    memory: the caller keeps `slot` alive. They are writable even if `slot` is read-only; the caller must not write
+    memory: the caller must keep `slot` alive. They are writable even if `slot` is read-only, and must not be written
     then."""
     elements = slot_flat(slot, layout).view(layout.shards, layout.layers, -1)
     keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
@@ -52,6 +52,7 @@ def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
     slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
-    # torch has no read-only tensors and warns about read-only arrays; memory given by its address has no such flag.
+    # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
+    # read-only tensors.
     memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
     return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])

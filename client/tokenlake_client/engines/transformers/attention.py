@@ -1,6 +1,7 @@
-"""The attention function of a model whose prefixes are not in its cache.
+"""The attention function of a model while the prefixes of its prompts are not in its cache.
 
-It is registered with transformers under one name, and calls the `Attending` object that `attending` set.
+The function is registered with transformers under `NAME`, and calls the `Attending` object of the current `attending`
+context.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _current: ContextVar[Attending] = ContextVar("attending")
 
 @contextlib.contextmanager
 def attending(model: Any, by: Attending) -> Iterator[None]:
-    """In this context `model` computes its attention with `by`, and builds no mask."""
+    """A context in which `model` computes its attention with `by`. transformers builds no attention mask then."""
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     token = _current.set(by)
@@ -63,8 +64,9 @@ def attending(model: Any, by: Attending) -> Iterator[None]:
 
 
 def query_shape(model: Any, shape: CacheShape) -> QueryShape:
-    """The shape of the model's queries, from a forward pass of a few tokens. Compares the logits under our attention
-    with the model's own. Raises ValueError that names the unsupported property of the model's attention."""
+    """The shape of the model's queries, found by a forward pass of a few tokens with plain attention in place of the
+    model's own. Raises ValueError with the unsupported property of the model's attention, also when the logits differ
+    from those of the model's own attention."""
     tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.vocab_size
     probe = _Probe(shape)
 
@@ -78,7 +80,10 @@ def query_shape(model: Any, shape: CacheShape) -> QueryShape:
         with attending(model, probe):
             got = logits()
     if probe.layers != list(range(len(shape.devices))):
-        raise ValueError(f"its attention of {len(shape.devices)} layers calls the attention interface {probe.layers}")
+        raise ValueError(
+            f"each of its {len(shape.devices)} layers should call the attention interface once; it was called by the "
+            f"layers {probe.layers}"
+        )
     if len(probe.seen) != 1:
         raise ValueError(f"its layers' queries differ: (heads, scale) in {sorted(probe.seen)}")
     tolerance = 1e-3 if shape.dtype == torch.float32 else 0.1
@@ -88,7 +93,7 @@ def query_shape(model: Any, shape: CacheShape) -> QueryShape:
 
 
 class _Probe:
-    """Plain attention that records its calls."""
+    """Plain causal attention that records its calls, and raises ValueError for arguments that it does not support."""
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
@@ -100,7 +105,9 @@ class _Probe:
             if name not in UNCONCERNED and value is not None:
                 raise ValueError(f"its attention takes '{name}', whose meaning is not known")
         if query.dtype != self._shape.dtype or query.shape[1] % keys.shape[1] or query.shape[3] != keys.shape[3]:
-            raise ValueError(f"its queries are {query.dtype} {tuple(query.shape)}, its keys {tuple(keys.shape)}")
+            raise ValueError(
+                f"its queries are {query.dtype} of shape {tuple(query.shape)}, its keys of shape {tuple(keys.shape)}"
+            )
         if not scale > 0:
             raise ValueError(f"its attention has a scale of {scale}")
         self.layers.append(module.layer_idx)

@@ -5,8 +5,8 @@ The tokens of a row of the storage::
     0        padding      hit              prompt - 1        length        capacity
     | zeroed | from the pool | computed by prefill | decode appends | free |
 
-A position is written once. Therefore the background writer may read the positions below the length at its submission
-while decode appends behind them.
+Each position is written once. Therefore the background writer may read the positions that were written when its task
+was submitted, while decode appends behind them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenlake_client.engines.transformers.segment_copy import LayerPair
 __all__ = ["CacheShape", "RoomyCache", "RoomyLayer", "allocate", "row_cache"]
 
 SPARE_TOKENS = 256
-"""The least capacity in tokens that is added to a full layer."""
+"""The least capacity, in tokens, that is added when a layer is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,12 @@ class CacheShape:
     value_dim: int
     dtype: Any
     devices: tuple[Any, ...]
-    """One per layer."""
+    """The device of each layer."""
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """`keys` and `values` are views [rows, heads, :length, dim] of storage [rows, heads, capacity, dim]."""
+    """A layer whose `keys` and `values` are views [rows, heads, :length, dim] of larger storage [rows, heads, capacity,
+    dim]."""
 
     keys: Any
     values: Any
@@ -57,8 +58,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append [rows, heads, tokens, dim]. Returns views of all keys and values."""
         if self.keys is not self._shown:
-            # Other code cropped, reordered or replaced the tensors. The storage may hold tokens that are still read
-            # elsewhere, so it is not written any more.
+            # Other code cropped, reordered or replaced the tensors. The background writer may still read the storage,
+            # so it is not written any more.
             self._storage = None
         if self._storage is None:
             joined: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
@@ -104,8 +105,8 @@ def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
 
 
 def row_cache(storage: Sequence[LayerPair], row: int, padding: int, stop: int) -> list[LayerPair]:
-    """Views [1, heads, stop - padding, dim] of one row. Zeroes the padding before them: attention multiplies it by
-    zero, and a NaN in uninitialised memory would remain a NaN."""
+    """Views [1, heads, stop - padding, dim] of one row. Zeroes the padding before them: attention multiplies masked
+    values by zero, and a NaN in uninitialised memory would remain a NaN."""
     views = []
     for keys, values in storage:
         keys[row, :, :padding].zero_()

@@ -9,22 +9,23 @@ __all__ = ["Counts"]
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the engine was made. `tokens_asked == tokens_hit + tokens_shipped + tokens_computed`. In mode `ship` a
-    request is counted at its end, each token by the way it was served at last."""
+    """Sums since the engine was made. `tokens_asked == tokens_hit + tokens_shipped + tokens_computed`. A request is
+    counted at its end. In mode `ship` the cache of a token may have come from several sources in turn: the last one
+    counts."""
 
     requests: int = 0
     """Rows of batches whose prompt was looked up."""
     requests_without_pool: int = 0
-    """Calls served by the model alone: not servable, no daemon, or a failure."""
+    """Calls that the model served alone, because the pool cannot serve them, had no daemon, or failed."""
     tokens_asked: int = 0
     tokens_hit: int = 0
     """Tokens whose cache was copied from the pool."""
     tokens_shipped: int = 0
-    """Tokens whose cache stayed where it lies, on this node or another, to the end of the request."""
+    """Tokens whose cache stayed in an arena, of this node or another, to the end of the request."""
     tokens_computed: int = 0
     tokens_skipped: int = 0
-    """Tokens among `tokens_computed` that the pool had: in mode `auto` the planner predicted that computing them is
-    faster."""
+    """Tokens among `tokens_computed` that the pool had, and that mode `auto` did not use, because it predicted that
+    computing them is faster."""
     tokens_stored: int = 0
     tokens_not_stored: int = 0
     """New tokens whose segment was refused or present already, or did not fit into the writer's queue."""

@@ -40,22 +40,22 @@ __all__ = ["Prefill", "TokenLakeEngine"]
 logger = logging.getLogger("tokenlake.transformers")
 
 MAX_EXPECTED_TOKENS = 1024
-"""The largest capacity that is allocated for decode; a longer answer enlarges the cache later."""
+"""The largest number of new tokens that the cache has capacity for at the start; a longer answer enlarges it later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The cache of all but the last token of a prompt: `past_key_values` for `model.generate(ids, ...)`."""
+    """The cache of all but the last token of a prompt, to be passed to `model.generate` as `past_key_values`."""
 
     cache: RoomyCache
     tokens_hit: int
     tokens_computed: int
-    """With the last token, which the caller computes."""
+    """The number of tokens that were not found in the pool, including the last one, which the caller computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A call of `generate` that the pool serves."""
+    """A call of `generate` whose prompts are prefilled with the pool."""
 
     pool: CachePool
     request: Request
@@ -65,7 +65,7 @@ class _Batch:
 
 
 class TokenLakeEngine:
-    """`prefill` and `generate` of a model with the pool.
+    """Wraps a model: its `prefill` and `generate` read known prefixes from the pool and store new segments there.
 
     An error of the pool does not reach the caller: it is logged once and counted, and the tokens are computed. A model
     that the pool cannot serve is named in the log once, and runs without the pool. As with the model itself, one thread
@@ -99,7 +99,7 @@ class TokenLakeEngine:
         self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
         self._placed: tuple[Any, Any] | None = None
-        """Device and dtype of the model when its shape was read."""
+        """The model's device and dtype when the shape of its cache was measured."""
         self._shipping: Shipping | None = None
         self._planner: BatchPlanner | None = None
         self._base_digest = ""
@@ -114,9 +114,9 @@ class TokenLakeEngine:
         return self._counters.read()
 
     def prefill(self, token_ids: Sequence[int], *, request: str | None = None, hints: Hints | None = None) -> Prefill:
-        """The cache of all `token_ids` (at least one) but the last, complete also in mode `ship`. New segments are
-        stored in the background. `request`: the name of the request in the logs of all nodes and for `tokenlake
-        explain`. `hints`: hints of the request (`tokenlake.hints`).
+        """The cache of all `token_ids` (at least one) but the last. It holds the whole prefix, also in mode `ship`. New
+        segments are stored in the background. `request`: the name of the request in the logs of all nodes and for
+        `tokenlake explain`. `hints`: hints of the request (`tokenlake.hints`).
 
         Without a pool, or with a model that it cannot serve, the cache is computed. Raises the errors of the model, and
         ValueError for an empty prompt.
@@ -186,8 +186,9 @@ class TokenLakeEngine:
         return output
 
     def hint(self, token_ids: Sequence[int], hints: Hints) -> None:
-        """Send hints about a conversation with these tokens: that it goes on, or is over. They are sent after the
-        segments that were computed so far were stored. Without a pool they are lost. Never raises."""
+        """Send hints about a conversation with these tokens, for example that it goes on or is over. The hints are sent
+        in the background, after the segments that were computed before were stored. Without a pool they are lost. Never
+        raises."""
         try:
             pool, layout = self._connection.get(), self.layout
             if pool is not None and layout is not None:
@@ -197,8 +198,8 @@ class TokenLakeEngine:
             self._pool_failed("sending hints", error)
 
     def new_weights(self, version: str, pool: CachePool | None = None) -> None:
-        """The model's weights were changed in place. From now on segments are shared with engines that started from the
-        same weights and have the same `version`.
+        """To be called when the model's weights were changed in place. From now on segments are shared with engines
+        that started from the same weights and have the same `version`.
 
         An engine that was given a pool instead of a socket needs a `pool` of the new layout (see `layout`), and serves
         without a pool until it has one.
@@ -227,7 +228,7 @@ class TokenLakeEngine:
         self.close()
 
     def _open(self, weights_digest: str | None, *, keep_base: bool = False) -> None:
-        """Find the layout and connect. After an error the engine has no pool."""
+        """Find the model's layout and connect to the pool. After an error the engine has no pool."""
         source, options = self._source, self.options
         given = None if isinstance(source, (str, Path)) else source
         try:
@@ -277,12 +278,12 @@ class TokenLakeEngine:
             self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
 
     def _segment_tokens(self, given: CachePool | None) -> int:
-        """The segment length of the given pool, else the one used so far, else the option."""
+        """The tokens per segment of the `given` pool, else of the present layout, else of the options."""
         known = self.layout if given is None else given.layout
         return self.options.segment_tokens if known is None else known.segment_tokens
 
     def _connect(self, socket: str | Path) -> CachePool:
-        # Imported here, so that this module does not need the client's connection code.
+        # The import is here, because an engine that is given a pool does not need the client's connection code.
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
@@ -293,7 +294,8 @@ class TokenLakeEngine:
         return pool
 
     def _usable_pool(self) -> CachePool | None:
-        """The pool, if there is one and the state of the model allows its cache to be shared."""
+        """The pool; None while there is no connection, or while the state of the model does not allow its cache to be
+        shared."""
         try:
             pool = self._connection.get()
             if pool is not None:
@@ -313,7 +315,7 @@ class TokenLakeEngine:
     def _prepare(
         self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any], info: RequestInfo
     ) -> _Batch | None:
-        """The caches of all prompts but for their last tokens; None: the model alone serves the call."""
+        """Fill the cache of all prompts except for their last tokens. None: the model alone must serve the call."""
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
             return None
@@ -356,7 +358,8 @@ class TokenLakeEngine:
 
     def _pool_failed(self, operation: str, error: BaseException) -> None:
         self._reports.failure(operation, error)
-        # A refusal comes at once from a daemon that works. Any other error may have cost a deadline.
+        # A refusal comes at once, from a daemon that works. After any other error, which may have cost a deadline, the
+        # pool is not used for a while.
         if not isinstance(error, Refused):
             self._connection.failed()
 

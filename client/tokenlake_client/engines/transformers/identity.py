@@ -1,8 +1,8 @@
-"""The identity of the cache that a model computes: its layout, and the digest of its weights.
+"""The identity of the cache that a model computes: the cache's layout, which includes the digest of the weights.
 
-A model that was loaded from a directory, and whose configuration and weights still equal the directory's, has the
-digest of the directory, so that it shares segments with every engine that loads the same files. Any other model has the
-digest of its tensors.
+A model that was loaded from a directory, and whose configuration and weights still equal those in the directory, has
+the digest of the directory, so that it shares segments with every engine that loads the same files. Any other model has
+the digest of its tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tokenlake_client.weights import digest_of_directory, digest_of_tensors, wei
 __all__ = ["cache_shape", "check_model", "layout_of", "weights_digest_of"]
 
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Settings that do not change the results of the weights (the dtype has its own field in the layout)."""
+"""Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
+own in the layout."""
 PIECE = 1 << 18
 """The number of elements that are compared at a time, chosen to stay in the processor's cache."""
 PROBE_TOKENS = 2
@@ -149,7 +150,7 @@ def _contents(state: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, .
 
 def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
     """Are configuration and weights equal to those in `directory`, bit for bit? Weights that the files hold under other
-    names, or not at all, count as different; the digest of the tensors, which is used then, is always valid."""
+    names, or not at all, count as different: the caller then uses the digest of the tensors, which is always valid."""
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
@@ -161,7 +162,8 @@ def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
         if names is None:
             return False
         compared |= names
-    # A file holds tied weights once, under one of their names.
+    # A file holds tied weights once, under one of their names: a tensor that shares its memory with a compared one
+    # counts as compared.
     places = {_place(state[name]) for name in compared}
     return all(name in compared or _place(tensor) in places for name, tensor in state.items())
 
@@ -171,7 +173,7 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 
 def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
-    """The names in `path`; None if one of its tensors differs from the one in `state`."""
+    """The names of the tensors in the file `path`; None if one of them differs from the one in `state`."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         # The file is memory-mapped, so a tensor is read only while it is compared.
@@ -181,8 +183,8 @@ def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
 
 
 def _equal(stored: Any, loaded: Any) -> bool:
-    """Does `stored`, converted to the dtype of `loaded`, have the same bits? Compares a piece at a time, so that
-    converted or copied pieces stay small."""
+    """Does `stored`, converted to the dtype of `loaded`, have the same bits? Compares `PIECE` elements at a time, so
+    that the converted copies stay small."""
     if stored.shape != loaded.shape:
         return False
     one, other = stored.reshape(-1), loaded.detach().reshape(-1)
@@ -194,6 +196,7 @@ def _equal(stored: Any, loaded: Any) -> bool:
 
 
 def _bits(tensor: Any) -> NDArray[np.uint8]:
-    """The bytes, because equal numbers may have different bytes (-0.0 and 0.0), and a NaN does not equal itself."""
+    """The tensor's bytes. They are compared instead of the numbers, because equal numbers may have different bytes
+    (-0.0 and 0.0), and a NaN does not equal itself."""
     content: NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
     return content

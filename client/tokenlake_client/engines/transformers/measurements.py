@@ -1,4 +1,4 @@
-"""The measurements of an engine while it serves, for the planner (`docs/planner.md`)."""
+"""Measures an engine's work while it serves: the inputs of the planner (`docs/planner.md`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Measurements"]
 
 
 class Measurements:
-    """Adds samples to `rates`. For one thread."""
+    """Adds measured times to `rates`, from which the planner predicts. For one thread."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
 
     def in_flight_wait(self, layout: Layout, found: int, count: int) -> InFlightWait:
         """How long a match may wait for another engine that computes segments [found, count) of a prompt. `NO_WAIT`:
-        compute them here.
+        this engine should compute them itself.
 
         Another engine that began earlier has computed the segments by the time this engine would have. It then stores
-        them, and this engine reads them. The wait does not pay where storing and reading take longer than computing,
-        or where the whole would take longer than the daemon allows. Without enough samples there is no wait, because a
-        guess may be wrong by a factor of thousands.
+        them, and this engine reads them. The wait does not pay where storing and reading take longer than computing, or
+        where all of it takes longer than the daemon lets a match wait. Without enough measurements there is no wait,
+        because a guess may be wrong by a factor of thousands.
         """
         if count <= found or not self.rates.prefill.known:
             return NO_WAIT
@@ -48,7 +48,8 @@ class Measurements:
 
     @contextmanager
     def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:
-        """Measures a forward pass of one row whose cache is all in the engine."""
+        """A context that measures a prefill: one forward pass of `new` tokens of one prompt, behind `prefix` tokens
+        whose cache is in the engine."""
         began = time.perf_counter()
         yield
         if device.type == "cuda":
@@ -57,35 +58,38 @@ class Measurements:
         self.rates.prefill.add(new, prefix, now - began, now)
 
     def answered(self, steps: int) -> None:
-        """A batch ended after this many decode steps."""
+        """Add a batch that ended after `steps` decode steps."""
         self.rates.answer_tokens.add(steps, time.perf_counter())
 
     def decode(self, rows: int, cached: int, steps: int, seconds: float) -> None:
-        """A batch of `rows`, whose cache is all in the engine, took `seconds` for `steps`. `cached`: the tokens of a
-        row at half of the steps."""
+        """Add a batch that took `seconds` for `steps` decode steps. It has `rows` rows, whose cache is all in the
+        engine: `cached` tokens per row after half of the steps."""
         if steps:
             self.rates.decode.add(rows, cached, seconds / steps, time.perf_counter())
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """A match and the copy of its prefix, which lay on this node, out of the arena took `seconds`."""
+        """Add a load of `nbytes` that lay on this node: the match, and the copy out of the arena, took `seconds`
+        together."""
         if nbytes:
             self.rates.copy.add(nbytes, seconds, time.perf_counter())
 
     def fetched(self, nodes: Sequence[str], segment_bytes: int, seconds: float) -> None:
-        """A fetch of segments from these other nodes, one node per segment, took `seconds` and lost none. Several nodes
-        send at the same time, so the whole time counts for each."""
+        """Add a fetch that took `seconds` and lost no segment. `nodes`: for each segment that lay on another node, the
+        node. The nodes send at the same time, so the whole time counts for each of them."""
         now = time.perf_counter()
         for node, count in Counter(nodes).items():
             self.rates.peer(NodeId(node)).fetch.add(count * segment_bytes, seconds, now)
 
     def opened(self, nodes: Sequence[str], seconds: float) -> None:
-        """The opening of a view of segments on these other nodes took `seconds`."""
+        """Add the opening of a view, which took `seconds`. `nodes`: the other nodes that have segments of the view."""
         for node in dict.fromkeys(nodes):
             self.rates.peer(NodeId(node)).open_s.add(seconds, time.perf_counter())
 
     def queried(self, nodes: Sequence[str], tokens: int, queries: int, nbytes: int, seconds: float) -> None:
-        """One layer took `seconds` longer because its queries went to segments of `tokens` tokens on these other nodes,
-        one node per segment. Several nodes compute at the same time, as in `fetched`."""
+        """Add a layer that took `seconds` longer because its queries were sent to other nodes. `nodes`: for each
+        segment that was attended to on another node, the node. `tokens`: per segment. `queries`: the number of query
+        tokens. `nbytes`: the bytes sent and received. The nodes compute at the same time, so the whole time counts for
+        each."""
         now = time.perf_counter()
         shares = Counter(nodes)
         for node, count in shares.items():

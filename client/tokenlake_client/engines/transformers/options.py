@@ -15,7 +15,7 @@ Mode = Literal["auto", "fetch", "ship"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The use of the pool by an engine. Raises `ConfigurationError` for an unknown mode."""
+    """The options of an engine that uses the pool. Raises `ConfigurationError` for an unknown mode."""
 
     credential: str | None = None
     daemon_uid: int | None = None
@@ -27,8 +27,8 @@ class EngineOptions:
     salt: str | None = None
     """Part of every key: requests share only with requests of the same salt."""
     mode: Mode = "auto"
-    """`auto`: the planner (`tokenlake.planner`) chooses between the other two for each batch, and recomputes segments
-    that take longer to fetch. It uses this engine's own measurements.
+    """`auto`: the planner (`tokenlake.planner`) chooses between the other two modes for each batch, and lets the engine
+    recompute segments that would take longer to fetch. It predicts from this engine's own measurements.
 
     `fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves the prefix on its node:
     `generate` sends the queries of each layer to the query engine of that node. If no query engine runs, or it does not
@@ -40,14 +40,15 @@ class EngineOptions:
     window: int = 32
     """The number of segments that are fetched at a time."""
     prefill_chunk: int = 2048
-    """The largest number of tokens of one forward pass; bounds the memory of a long prompt."""
+    """The largest number of tokens of one forward pass of a prefill; it bounds the memory that a long prompt needs."""
     write_queue: int = 64
     """The largest number of prompts that wait to be stored; each keeps its cache alive. Further ones are not stored."""
     write_patience: float = 1.0
     """How many seconds the background writer waits for the pool's write budget."""
     query_deadline: float = 2.0
-    """Mode `ship`: the deadline in seconds of attention over the prefixes in one layer, per started 4 Mi pairs of a new
-    and a cached token. After it the forward pass is void, and repeated with the prefix fetched or computed."""
+    """Mode `ship`: the deadline of attention over the prefixes in one layer: this many seconds for each started 4 Mi
+    pairs of a query token and a prefix token. When it is missed, the forward pass is void, and is repeated after the
+    prefix was fetched or computed."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

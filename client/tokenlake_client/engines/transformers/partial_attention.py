@@ -1,8 +1,8 @@
-"""Attention over a part of the tokens, with the log-sum-exp that merges it with attention over the other tokens.
+"""Attention over a part of the tokens, with the log-sum-exp by which it is merged with attention over the other tokens.
 
-The torch side of `tokenlake.attention`: queries are [rows, heads, tokens, dim], keys and values [rows, KV heads,
-tokens, dim] with heads a multiple of KV heads; the output of a part is float32. All functions but `merge_rows` return
-new tensors.
+This module does in torch what `tokenlake.attention` does in numpy. Queries are [rows, heads, tokens, dim], keys and
+values [rows, KV heads, tokens, dim] with heads a multiple of KV heads; the output of a part is float32. All functions
+but `merge_rows` return new tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Part(NamedTuple):
 
 
 def attend(query: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Part:
-    """Attention of all queries over all tokens; there is at least one. `mask`: bool [rows, 1, tokens, cached tokens],
-    True where a query sees a token; each query must see at least one."""
+    """Attention of all queries over all tokens of `keys`, at least one. `mask`: bool [rows, 1, query tokens, tokens of
+    `keys`], True where a query sees a token; each query must see at least one."""
     rows, heads, tokens, dim = query.shape
     group = heads // keys.shape[1]
-    # The query heads that share a KV head become further queries of that head: 9 times faster for one bfloat16 query.
+    # The query heads that share a KV head are passed to the kernel as several queries of one head, which is 9 times
+    # faster for one bfloat16 query token.
     folded = query.reshape(rows, keys.shape[1], group * tokens, dim)
     if mask is not None and tokens > 1:
         mask = mask.repeat(1, 1, group, 1)
@@ -40,8 +41,8 @@ def attend(query: Any, keys: Any, values: Any, scale: float, mask: Any = None) -
 
 
 def attend_own(query: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Part:
-    """Causal attention: the queries' own tokens are the last of `keys`. `mask`: as in `attend`; it replaces the causal
-    mask."""
+    """Causal attention, where the tokens of the queries are the last ones of `keys`. `mask`: as in `attend`; it
+    replaces the causal mask."""
     tokens = query.shape[2]
     if mask is not None or tokens == 1:
         return attend(query, keys, values, scale, mask)
@@ -53,14 +54,14 @@ def attend_own(query: Any, keys: Any, values: Any, scale: float, mask: Any = Non
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Attention over the tokens of both parts (design section 8). Neither part is empty."""
+    """Attention over the tokens of both parts, merged by their log-sum-exps. Neither part may be empty."""
     lse = torch.logaddexp(one.lse, other.lse)
     out = one.out * (one.lse - lse).exp().unsqueeze(-1) + other.out * (other.lse - lse).exp().unsqueeze(-1)
     return Part(out, lse)
 
 
 def merge_rows(whole: Part, rows: list[int], part: Part) -> Part:
-    """`whole` with `part` merged into its `rows`. May change `whole`."""
+    """`whole` with `part` merged into its rows `rows`. May change the tensors of `whole`."""
     if rows == list(range(len(whole.lse))):
         return merge(whole, part)
     merged = merge(Part(whole.out[rows], whole.lse[rows]), part)
@@ -71,7 +72,7 @@ def merge_rows(whole: Part, rows: list[int], part: Part) -> Part:
 def _attend(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, causal: bool) -> tuple[Any, Any]:
     if query.device.type != "cpu" or keys.shape[-1] != values.shape[-1]:
         return _materialised(query, keys, values, scale, mask, causal=causal)
-    # The kernel gives a wrong result, without an error, for an input whose last stride is not 1.
+    # For an input whose last stride is not 1 the fused kernel returns a wrong result without an error.
     query, keys, values = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
     )
@@ -81,7 +82,8 @@ def _attend(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, caus
 
 
 def _materialised(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, causal: bool) -> tuple[Any, Any]:
-    """For inputs that the fused kernel does not support: other devices, and value dimensions other than the key's."""
+    """Attention that materialises the logits, for inputs that the fused kernel does not support: devices other than a
+    CPU, and values with another dimension than the keys."""
     rows, heads, tokens, _ = query.shape
     group = heads // keys.shape[1]
     keys, values = (tensor.float().repeat_interleave(group, dim=1) for tensor in (keys, values))

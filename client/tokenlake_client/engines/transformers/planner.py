@@ -20,7 +20,7 @@ from tokenlake_client.engines.transformers.rows import Row
 __all__ = ["BatchPlanner"]
 
 RETRY_S = 30.0
-"""The pause in seconds before queries are shipped again after no query engine was found."""
+"""The pause in seconds before plans ship queries again, after no query engine was found."""
 
 
 class BatchPlanner:
@@ -34,7 +34,8 @@ class BatchPlanner:
         counters: Counters[Counts],
         pool_failed: Callable[[str, BaseException], None],
     ) -> None:
-        """`shape`: the shape of the model's queries; None if they cannot be shipped."""
+        """`shape`: the shape of the model's queries; None if query engines do not support it, so that no query is
+        shipped."""
         self._layout = layout
         self._ship_from = 0.0 if shape is not None else math.inf
         self._model = Model.of(layout, shape or AttentionShape.of(layout, layout.kv_heads))
@@ -43,18 +44,20 @@ class BatchPlanner:
         self._pool_failed = pool_failed
 
     def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
-        """Set each row's `limit` and `found`. True: queries are shipped to the prefixes; False: prefixes are fetched.
+        """Choose how the prefixes of the rows are used, and set each row's `limit` and `found`. True: queries are
+        shipped to the prefixes; False: prefixes are fetched.
 
-        The `lease` of a batch of one row is kept for its load. The leases of several rows are released, because
-        together they could exceed the limit of a session. The plan sets no in-flight markers and waits for no other
-        engine: rows are computed one after the other, and each load waits for itself."""
+        If the batch has one row, its `lease` is kept for its load. The leases of several rows are released, because
+        together they could exceed the limit of a session. Planning sets no in-flight markers and waits for no other
+        engine, because rows are computed one after the other: the load of each row does that itself."""
         started = time.perf_counter()
         ship = False
         try:
             ship = self._plan(pool, rows, new_tokens)
         except Exception as error:
             for row in rows:
-                # The loads do not ask a pool that failed again, so that it delays the batch by one deadline only.
+                # After an error of the pool the rows load nothing (limit 0), so that a pool that failed delays the
+                # batch by one deadline only.
                 row.limit = 0 if isinstance(error, TokenLakeError) else None
                 with suppress(Exception):
                     row.release_lease()
@@ -63,7 +66,8 @@ class BatchPlanner:
         return ship
 
     def could_not_ship(self) -> None:
-        """No query engine was found for the queries of a plan: plan without shipping for `RETRY_S`."""
+        """To be called when no query engine was found for the queries of a plan: plans ship no queries for
+        `RETRY_S`."""
         self._ship_from = time.monotonic() + RETRY_S
 
     def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
@@ -96,7 +100,8 @@ class BatchPlanner:
                 for number in decision.requests:
                     limits[number] = start + count
             if decision.way is Way.FETCH and ship:
-                # Fetched into this node's arena first: the view that is opened later uses the cached copy.
+                # Other sequences of the batch are shipped, so this one is fetched into this node's arena now: the view
+                # that is opened later finds the cached copy.
                 keys = tree.requests[decision.requests[0]].keys[: start + count]
                 with pool.match(keys) as lease:
                     lease.fetch(start, start + count)

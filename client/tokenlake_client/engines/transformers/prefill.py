@@ -31,9 +31,9 @@ from tokenlake_client.engines.transformers.writer import Writer, task_of
 __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
-"""Runs a forward pass with a cache whose prefix is not stored in it."""
+"""A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
 LEAST_WAIT_S = 0.005
-"""A match that took longer than this has waited for another engine."""
+"""A match that took longer than this counts as one that waited for another engine."""
 
 
 class PartialLoad(Exception):
@@ -57,11 +57,12 @@ def load(
     """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its length in
     tokens. Fetches `window` segments at a time, and releases them after their copy.
 
-    `found`: the number of segments that the pool had a moment ago; None: unknown. The match waits for another engine
-    that computes the segments behind them (`Measurements.in_flight_wait`). If there is none, other engines wait for the
-    caller, who has to compute and store these segments at once.
+    `found`: the number of segments that the pool had a moment ago; None: unknown. Where it pays
+    (`Measurements.in_flight_wait`), the match waits for another engine that is computing the following segments. If no
+    engine is, in-flight markers are set: other engines then wait for the caller, which must compute and store these
+    segments at once.
 
-    `held`: a lease of the segments that were found, of which the first are `keys`. This call releases it.
+    `held`: an earlier lease of the first `found` segments of the prompt. This call releases it.
 
     Raises `PartialLoad` from an error of the pool.
     """
@@ -88,10 +89,11 @@ def load(
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
                 if not lost:
-                    # A fetch with lost segments may end at once, which says nothing about the node's speed.
+                    # A fetch that lost segments is not measured: it may have ended at once, which says nothing about
+                    # the speed of the nodes.
                     remote = [node for node in nodes[loaded:stop] if node != pool.node]
                     measurements.fetched(remote, layout.segment_bytes, seconds)
-                # Views keep their segments leased, so they are dropped before the release.
+                # The arrays keep their segments leased, so they are dropped before the release.
                 del segments
                 lease.release(loaded, loaded + count)
                 loaded += count
@@ -107,8 +109,8 @@ def load(
 def _lease(
     pool: CachePool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: CacheLease | None
 ) -> CacheLease | None:
-    """A lease of the segments to read, in place of `held`. Sets in-flight markers for the missing segments if other
-    engines may wait for them."""
+    """A lease of the segments to read: `held` itself, or one of a new match, after which `held` is released. Sets
+    in-flight markers for the missing segments if the wait for them is worthwhile for other engines."""
     if wait is NO_WAIT and keys and held is not None:
         return held
     lease = None
@@ -116,12 +118,14 @@ def _lease(
         if keys:
             lease = pool.match(keys, info.match_options(wait))
     finally:
-        # Not earlier: the segments would count as used when they are released, and again when they are matched.
+        # `held` is released after the match, not before: otherwise the segments would count as used twice, when they
+        # are released and when they are matched.
         if held is not None:
             held.release()
     marker_s = wait.seconds(len(keys) - lease.hits) if lease is not None else 0.0
     if lease is not None and marker_s >= LEAST_S:
-        # The match set the marker of the first missing segment. These markers also end with this process.
+        # The match itself has marked only the first missing segment. The daemon removes all markers when this process
+        # ends.
         pool.claim(keys[lease.hits :], marker_s)
     return lease
 
@@ -134,12 +138,12 @@ def compute(
     measurements: Measurements,
     run: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> None:
-    """Extend `cache`, which holds the first of `tokens`, by the others, with forward passes of one row and at most
-    `chunk` tokens. `run` executes a forward pass; None: the pass is called directly and measured."""
+    """Compute the cache of `tokens` into `cache`, which holds their beginning already, with forward passes of one row
+    and at most `chunk` tokens. `run` executes a forward pass; None: the pass is called directly and measured."""
     known = cache.get_seq_length()
     if known == len(tokens):
         return
-    # The logits of a whole prompt would be vocabulary x tokens numbers, which are not needed.
+    # The logits are not needed, and those of a whole prompt would be vocabulary x tokens numbers.
     accepts = inspect.signature(model.forward).parameters
     extras = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
     ids = torch.tensor([list(tokens[known:])], dtype=torch.long, device=model.device)
@@ -162,7 +166,8 @@ def compute(
 
 
 class Prefiller:
-    """Fills the rows of batches of one model. Errors of the pool are reported, and the tokens are computed."""
+    """Fills the caches of the prompts of a batch (its rows). After an error of the pool, which is reported, the tokens
+    are computed. For one model."""
 
     def __init__(
         self,
@@ -191,11 +196,11 @@ class Prefiller:
         self._counters.add(pool_seconds=time.perf_counter() - started)
 
     def fill(self, pool: CachePool | None, rows: list[Row], forward: Forward | None = None) -> None:
-        """Fill the rows' layers with all but their last tokens and queue the new segments. `forward`: runs the forward
-        passes of rows with a `shared` prefix. Raises the errors of the model.
+        """Fill the rows' layers with the cache of all but their last tokens, and queue the new segments to be stored.
+        `forward`: runs the forward passes of rows with a `shared` prefix. Raises the errors of the model.
 
-        The new segments of a row are queued before the next row is looked up: if that row begins with the same
-        segments, it waits for them as another engine would."""
+        The new segments of a row are queued before the next row is looked up: if the next row begins with the same
+        segments, its match waits for them as that of another engine would."""
         chunk = self._options.prefill_chunk
         for row in rows:
             if forward is not None and row.shared is not None:
@@ -213,9 +218,10 @@ class Prefiller:
     def store_decoded(
         self, pool: CachePool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
     ) -> None:
-        """Queue the segments that decode completed. They cover the tokens of each sequence up to its end that were fed
-        to the model; the last token was not. The segments carry the hints of the request's end. The segments of the
-        prompt get them in one message; with several sequences per row, those of the first sequence's end."""
+        """Queue the segments that decode completed, to be stored with the hints of the request's end. They cover those
+        tokens of each sequence, up to its end, that were fed to the model; the last token was not. The segments of the
+        prompt are stored already and get the hints by a message; if a row has several sequences, the hints are those of
+        the first sequence's end."""
         for index, sequence in enumerate(sequences):
             row = rows[index // request.copies]
             if row.chain is None:
@@ -260,9 +266,9 @@ class Prefiller:
         *,
         hint_prompt: bool = False,
     ) -> None:
-        """Queue the full segments behind the first `known` tokens of a sequence that begins as `row`. Its first
-        `tokens` tokens are in `layers`, except the `row.start` tokens before them. `hint_prompt`: send the row's hints
-        for the segments before these as well."""
+        """Queue the full segments among tokens [`known`, `tokens`) of a sequence that begins with the prompt of `row`.
+        `layers` hold its tokens [`row.start`, `tokens`). `hint_prompt`: also send the row's hints for the segments
+        before them."""
         first = known // pool.layout.segment_tokens
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
         hinted = chain.keys[:first] if hint_prompt else ()

@@ -22,7 +22,7 @@ OWN_ARGUMENTS = frozenset((
 
 
 class NotServed(Exception):
-    """The model alone serves the call; the message states the reason."""
+    """The pool cannot serve the call, so the model alone must. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Request:
 
 
 def check_state(model: Any, adapter: str | None) -> None:
-    """Raises `NotServed` while the cache of `model` does not have the meaning that its layout states."""
+    """Raise `NotServed` while the state of `model` (training, autocast, adapters) gives its cache another meaning than
+    its layout states."""
     if model.training:
         raise NotServed("the model is in training mode")
     if torch.is_autocast_enabled(model.device.type):

@@ -18,44 +18,46 @@ __all__ = ["Row", "cache_of_rows", "place_rows"]
 
 @dataclass(slots=True)
 class Row:
-    """One prompt. `layers` are views [1, heads, prompt - 1 - start, dim] of the batch's storage."""
+    """One prompt of a batch. `layers`: per layer, views [1, heads, prompt - 1 - start, dim] of the batch's storage, for
+    the prompt's tokens from `start` on, except the last."""
 
     tokens: list[int]
     padding: int = 0
     name: str | None = None
-    """The request's name in logs."""
+    """The name of the prompt's request in logs."""
     hints: Hints | None = None
-    """The hints of the caller."""
+    """The hints that the caller gave for the request."""
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
-    """The keys of its segments; None until they are hashed."""
+    """The keys of the prompt's segments; None until they are hashed."""
     limit: int | None = None
-    """The number of segments of its prefix to use; None: all."""
+    """The number of segments, from the first on, that may be read from the pool; None: all."""
     found: int | None = None
-    """The number of segments of its prefix that the last match found; None: there was no match."""
+    """The number of segments, from the first on, that the last match found; None: there was no match."""
     lease: CacheLease | None = None
     """A lease of the segments that were found, for the load that follows."""
     shared: SharedPrefix | None = None
-    """Its first tokens, which are not in `layers`."""
+    """The prefix whose tokens are not in `layers`, because queries are sent to it; None: `layers` begin with the
+    prompt."""
     loaded: int = 0
     """The number of tokens at the beginning of `layers` that came from the pool."""
 
     def keys_to_use(self, segment_tokens: int) -> Sequence[SegmentKey]:
-        """The keys of the segments to read. At least the last token is left to compute."""
+        """The keys of the segments that may be read. At least the last token of the prompt is left to compute."""
         if self.chain is None:
             return ()
         whole = (len(self.tokens) - 1) // segment_tokens
         return self.chain.keys[: whole if self.limit is None else min(whole, self.limit)]
 
     def keys_to_match(self, segment_tokens: int) -> Sequence[SegmentKey]:
-        """As `keys_to_use`. If all segments found are to be used, the keys behind them follow, because other engines
-        may be computing these segments now."""
+        """The keys to look up: `keys_to_use`, and, if these are all segments that were found, also the keys of the
+        following segments, which other engines may be computing now."""
         if self.limit is not None and self.limit == self.found:
             return replace(self, limit=None).keys_to_use(segment_tokens)
         return self.keys_to_use(segment_tokens)
 
     def take_lease(self) -> CacheLease | None:
-        """The lease, which the caller owns from now on."""
+        """Return the lease, if there is one. The caller owns it from now on."""
         lease, self.lease = self.lease, None
         return lease
 
@@ -67,12 +69,12 @@ class Row:
 
     @property
     def info(self) -> RequestInfo:
-        """The request, as the pool is told."""
+        """The facts about the request that the pool is told."""
         return RequestInfo(self.name, self.hints, len(self.tokens))
 
     @property
     def start(self) -> int:
-        """The first token in `layers`."""
+        """The index of the first token in `layers`."""
         return 0 if self.shared is None else len(self.shared.tokens)
 
     @property
@@ -81,7 +83,7 @@ class Row:
         return self.start + self.loaded
 
     def counts(self) -> dict[str, int]:
-        """The counts of its tokens, by the way each was served."""
+        """The prompt's part of the engine's counts: its tokens by the source of their cache."""
         shared = self.shared
         shipped = self.start if shared is not None and shared.view is not None else 0
         hit = self.loaded if shared is None else shared.loaded
@@ -96,15 +98,15 @@ class Row:
 
 
 def place_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, stop: int) -> None:
-    """Set the rows' layers to their part of `storage`, up to column `stop` of the padded rows. The first column of
-    `storage` is column `before` of the padded rows."""
+    """Set the rows' layers to their parts of `storage`, up to column `stop` of the padded batch. The first column of
+    `storage` is column `before` of the padded batch."""
     for index, row in enumerate(rows):
         row.layers = row_cache(storage, index, row.padding + row.start - before, stop - before)
 
 
 def cache_of_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, length: int) -> ShippedCache:
-    """The cache of `rows` with their `shared` prefixes. `storage` holds the columns of the padded rows from `before`
-    on; those up to `length` are valid."""
+    """The cache of `rows` with their `shared` prefixes. `storage` holds the columns of the padded batch from column
+    `before` on; those before column `length` are valid."""
     shared: dict[int, tuple[SharedPrefix, list[int]]] = {}
     for index, row in enumerate(rows):
         if row.shared is not None:

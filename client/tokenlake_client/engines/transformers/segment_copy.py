@@ -34,7 +34,7 @@ def read_segments(
 
 
 def write_segment(slot: NDArray[np.uint8], layout: Layout, cache: Sequence[LayerPair], start: int) -> None:
-    """Fill `slot` with tokens [start, start + segment_tokens) of `cache`. No reference to it is kept."""
+    """Fill `slot` with tokens [start, start + segment_tokens) of `cache`. No reference to `slot` is kept."""
     for (keys, values), (slot_keys, slot_values) in zip(cache, slot_tensors(slot, layout), strict=True):
         slot_keys.copy_(_grouped(keys, start, layout))
         slot_values.copy_(_grouped(values, start, layout))

@@ -1,6 +1,6 @@
-"""The cache of prompts whose known prefix stays on its node: it holds only the tokens behind the prefix.
+"""The cache of prompts whose known prefix stays on its node: it stores only the tokens behind the prefix.
 
-A row of the storage; all rows have the same number of columns::
+A row of the batch. The storage begins with column `before`, for all rows::
 
     0               before         start                 length     capacity
     | not stored here | zeroed      | computed            | free     |
@@ -25,22 +25,22 @@ __all__ = ["SharedPrefix", "ShippedCache", "ShippedLayer"]
 
 @dataclass(slots=True, eq=False)
 class SharedPrefix:
-    """Whole segments at the beginning of one or several rows. While there is a `view`, queries attend to them on their
-    nodes. After the view was lost, `local` holds their keys and values [1, heads, tokens, dim] per layer."""
+    """Whole segments at the beginning of one or several rows. While there is a `view`, queries attend to the segments
+    on their nodes. After the view was lost, `local` holds their keys and values [1, heads, tokens, dim] per layer."""
 
     tokens: list[int]
     keys: Sequence[SegmentKey]
     view: PrefixView | None
     elsewhere: Sequence[str] = ()
-    """The nodes of the segments that lay on other nodes when the view was opened, one per segment."""
+    """For each segment that lay on another node when the view was opened, that node."""
     local: list[LayerPair] | None = None
     loaded: int = 0
     """The number of tokens of `local` that came from the pool; the others were computed."""
 
 
 class ShippedLayer(RoomyLayer):
-    """`keys` and `values` begin with column `before` of the padded rows. `get_seq_length` counts the columns before it
-    too."""
+    """A layer whose `keys` and `values` begin with column `before` of the padded batch. `get_seq_length` also counts
+    the columns before it, which are not stored here."""
 
     def __init__(self, keys: Any, values: Any, length: int, before: int) -> None:
         """Takes ownership of the storage, whose first `length` columns are valid."""
@@ -48,7 +48,7 @@ class ShippedLayer(RoomyLayer):
         self.before = before
 
     def get_seq_length(self) -> int:
-        """The length with the columns that are not stored here."""
+        """The number of the batch's columns so far, including the first `before`, which are not stored here."""
         return int(self.before + self.keys.shape[-2])
 
     def shorten(self, length: int) -> None:
@@ -68,7 +68,8 @@ class ShippedCache(RoomyCache):
     def __init__(
         self, layers: Sequence[ShippedLayer], prefixes: Sequence[tuple[SharedPrefix, list[int]]], starts: list[int]
     ):
-        """`prefixes`: each with its rows, ascending. `starts`: the first stored column of each row."""
+        """`prefixes`: each with the ascending indices of its rows. `starts`: for each row, the column of its first
+        token behind its prefix."""
         super().__init__(layers)
         self.prefixes = list(prefixes)
         self.starts = starts
@@ -76,7 +77,8 @@ class ShippedCache(RoomyCache):
         self._mask: tuple[tuple[int, int], Any] = ((0, 0), None)
 
     def row(self, row: int, start: int = 0) -> list[LayerPair]:
-        """As `RoomyCache.row`; `start` is not before the row's first stored column."""
+        """As `RoomyCache.row`, for the columns from `start` on; `start` must not be before the row's first stored
+        token."""
         return super().row(row, start - self._before)
 
     def shorten(self, length: int) -> None:
@@ -94,8 +96,8 @@ class ShippedCache(RoomyCache):
         ]
 
     def mask(self, queries: int, columns: int, device: Any) -> Any:
-        """The stored columns that each of the last `queries` tokens sees: bool [rows, 1, queries, columns]. None for
-        causal attention over all columns."""
+        """The attention mask of the last `queries` tokens over the stored columns: bool [rows, 1, queries, columns],
+        True where a token sees a column. None: causal attention over all columns."""
         if all(start == self._before for start in self.starts):
             return None
         shape, mask = self._mask

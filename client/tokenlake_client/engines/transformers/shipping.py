@@ -3,10 +3,10 @@
 In each layer the queries are sent first. Attention over the batch's own tokens is computed meanwhile, and both results
 are merged.
 
-When a part of a prefix is LOST, the step is *void*: an exception ends the forward pass, the cache is cut to its length
-before the step, and each lost prefix is brought to this engine (the segments that the pool still has are fetched, the
-others computed). Then the forward pass is called again with the same arguments. The caller, for example `generate`,
-sees one pass that took longer: no token, random number or call of a streamer happens in between.
+When the result for a prefix is LOST, the forward pass is *void*: the exception `Void` ends it, the cache is cut to its
+length before the pass, and each lost prefix is brought to this engine (the segments that the pool still has are
+fetched, the others computed). Then the forward pass is called again with the same arguments. The caller, for example
+`generate`, sees one pass that took longer: in between it samples no token and calls no streamer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ Report = Callable[[str, BaseException], None]
 T = TypeVar("T")
 
 PAIRS = 1 << 22
-"""The number of pairs of a query token and a prefix token, in one layer, per `deadline_s`."""
+"""The deadline of one layer's queries is `deadline_s` for each started 4 Mi pairs of a query token and a prefix
+token."""
 
 
 class Void(Exception):
-    """The forward pass is void because these prefixes are lost."""
+    """The forward pass is void, because the results for `prefixes` are lost."""
 
     def __init__(self, prefixes: Sequence[SharedPrefix]) -> None:
         super().__init__(f"{len(prefixes)} prefixes are lost")
@@ -53,7 +54,7 @@ class Void(Exception):
 
 @dataclass(slots=True)
 class _Sent:
-    """Queries without an answer yet."""
+    """The queries of one layer that were sent, with the prefixes they attend to and the rows of each."""
 
     prefixes: list[tuple[SharedPrefix, list[int]]]
     ticket: Any
@@ -75,8 +76,8 @@ class Shipment:
         recover: Callable[[SharedPrefix], None],
         report: Callable[[str, BaseException], None],
     ) -> None:
-        """`recover` closes the view of a prefix and sets its `local`; it raises only errors of the model. `report` is
-        called with failures of the query engine."""
+        """`recover` must close the view of a prefix and set its `local`; it raises only errors of the model. `report`
+        is called with failures of the query engine."""
         self._model = model
         self._pool = pool
         self._shape = shape
@@ -115,7 +116,7 @@ class Shipment:
 
     @contextlib.contextmanager
     def serving(self, cache: ShippedCache) -> Iterator[None]:
-        """In this context all forward passes of the model with `cache` go through `run`."""
+        """A context in which all forward passes of the model with `cache` go through `run`."""
         own = self._model.__dict__.get("forward")
         forward = self._model.forward
 
@@ -143,7 +144,8 @@ class Shipment:
                 prefix.view = None
 
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
-        """Attention over the prefixes and the own tokens. Raises `Void`."""
+        """Attention over the rows' prefixes and over the batch's own tokens, merged (see `Attending`). Raises
+        `Void`."""
         assert self._cache is not None
         began = time.perf_counter()
         sent = self._send(self._cache, module.layer_idx, query)
@@ -183,7 +185,8 @@ class Shipment:
             raise Void([prefix for prefix, _ in shipped]) from error
 
     def _receive(self, sent: _Sent, query: Any) -> Iterator[tuple[list[int], Part]]:
-        """The rows of each prefix and their attention over it. Raises `Void`, but only before the first item."""
+        """Wait for the answer, and yield for each prefix its rows and their attention over it. Raises `Void` before the
+        first item, and not later."""
         answer = sent.ticket.wait()
         sent.nbytes = answer.sent_bytes + answer.received_bytes
         self._counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
@@ -199,9 +202,10 @@ class Shipment:
             at = stop
 
     def _measure(self, sent: _Sent, count: int, seconds: float) -> None:
-        """Record that a layer took `seconds` longer than attention over its own tokens."""
+        """Count the queries that were sent to other nodes, and measure their cost: a layer of `count` tokens per row
+        took `seconds` longer than attention over its own tokens."""
         elsewhere = [node for prefix, _ in sent.prefixes for node in prefix.elsewhere]
-        # Nothing is sent once the query engine has fetched the segments of nodes that did not answer.
+        # `nbytes` is 0 once the query engine has fetched the segments, because their nodes did not answer.
         if elsewhere and sent.nbytes:
             tokens = count * sum(len(rows) * len(set(prefix.elsewhere)) for prefix, rows in sent.prefixes)
             self._counters.add(queries_sent=tokens)
@@ -209,8 +213,8 @@ class Shipment:
             self._measurements.queried(elsewhere, self._pool.layout.segment_tokens, queries, sent.nbytes, seconds)
 
     def _prepare(self, parts: list[tuple[Any, int]]) -> None:
-        """Set the query buffer for these (view, tokens). The buffer of the previous step is used again if they are the
-        same."""
+        """Set `_buffer` to a query buffer for `parts`, (view, number of query tokens) each. The buffer of the previous
+        layer or step is used again if its parts were the same."""
         if self._buffer is None or parts != self._parts or self._buffer.spent:
             self._drop_buffer()
             self._buffer = self._pool.init_query(parts)
@@ -247,8 +251,9 @@ class Shipping:
         self._pool_failed = pool_failed
 
     def begin(self, pool: QueryPool, rows: Sequence[Row]) -> Shipment | None:
-        """Open a view of the known prefix of each row (at least the last token is left to compute), and set the row's
-        `shared`. Rows with the same prefix share a view. None if no row has a known prefix."""
+        """Open a view of the known prefix of each row (at least the last token is left to compute), set the row's
+        `shared`, and return the shipment that owns the views. Rows with the same prefix share a view. None if no view
+        was opened."""
         started = time.perf_counter()
         shipment = Shipment(
             self._model,
@@ -275,12 +280,14 @@ class Shipping:
         row: Row,
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
-        """Set the row's `shared`. False after an error: further rows would probably fail too. `opened`: the prefixes so
-        far, by the keys that were found and by the keys that were matched."""
+        """Find the prefix of `row`, open a view of it and set the row's `shared`. False after an error: further rows
+        would probably fail too. `opened`: the prefixes with a view so far, each under the keys that were matched and
+        under the keys that were found. Adds the new prefix to it."""
         size = pool.layout.segment_tokens
         matched = tuple(row.keys_to_use(size))
         if not matched or matched in opened:
-            # A second match might find fewer segments, because the open view uses a part of the session's leases.
+            # An earlier row had the same keys: its view is shared. A second match could find fewer segments, because
+            # the open view uses a part of the session's limit of leases.
             row.shared = opened.get(matched)
             return True
         try:
@@ -335,7 +342,7 @@ class Shipping:
 
 
 def _over_local(query: Any, pair: tuple[Any, Any], scale: float) -> Part:
-    """Attention of several rows over one prefix: all queries become queries of one row."""
+    """Attention of several rows over one prefix, computed as that of one row with the queries of all rows."""
     rows, heads, tokens, dim = query.shape
     folded = query.transpose(0, 1).reshape(1, heads, rows * tokens, dim)
     out, lse = attend(folded, *pair, scale)

@@ -1,4 +1,4 @@
-"""Stores segments in the background: requests do not wait for it."""
+"""Stores segments in a background thread, so that requests do not wait for the pool."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["StoreTask", "Writer", "task_of"]
 
 @dataclass(frozen=True, slots=True)
 class StoreTask:
-    """Segments [first, first + len(keys)) of one prompt.
+    """The task to store segments [first, first + len(keys)) of one prompt.
 
-    The task owns references to `layers`, whose tokens up to the last segment's end are not written any more. Their
-    first token is token `start` of the prompt, which is not behind the first segment's begin.
+    The first token of `layers` is token `start` of the prompt, at or before the beginning of the first segment. The
+    task keeps references to `layers`; their tokens up to the end of the last segment must not be written any more.
     """
 
     pool: CachePool
@@ -37,10 +37,11 @@ class StoreTask:
     layers: Sequence[LayerPair]
     start: int
     computed: tuple[Any, ...]
-    """Events of the accelerators that compute `layers`."""
+    """CUDA events: once all have occurred, the values of `layers` are computed."""
     info: RequestInfo = UNNAMED
     hinted: Sequence[SegmentKey] = ()
-    """Earlier segments of the request, which get the hints of `info` after these segments were stored."""
+    """Earlier segments of the request, for which the hints of `info` are sent after the segments of `keys` were
+    stored."""
 
 
 def task_of(
@@ -53,7 +54,8 @@ def task_of(
     info: RequestInfo = UNNAMED,
     hinted: Sequence[SegmentKey] = (),
 ) -> StoreTask:
-    """A task made by the thread that has just computed `layers`."""
+    """Make a task. To be called in the thread that has just queued the computation of `layers`, whose end the task
+    waits for."""
     devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
     events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
     return StoreTask(pool, layout, keys, first, layers, start, events, info, hinted)
@@ -128,7 +130,7 @@ class Writer:
                 tokens_refused=len(refused) * size,
             )
             if done < len(task.keys):
-                # Removes the in-flight markers of segments that will not be stored; present segments have none.
+                # Remove the in-flight markers of the segments that were not stored. Segments in the pool have none.
                 task.pool.claim(task.keys, 0.0)
         for code in refused:
             if code not in self._refused:

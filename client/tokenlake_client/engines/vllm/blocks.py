@@ -1,4 +1,4 @@
-"""vLLM's paged cache as keys and values: the table of known memory layouts.
+"""vLLM's paged cache as keys and values, with a table of the memory layouts that are known.
 
 vLLM gives each layer a tensor [blocks, KV heads, tokens, 2 * head dim] for every order in memory: NHD and HND differ in
 the strides only. The contents of the last two dimensions depend on the attention backend.
@@ -39,11 +39,13 @@ BLOCK_VIEWS: dict[str, BlockViews] = {
     "FLASH_ATTN": _side_by_side,
     "FLASHINFER": _side_by_side,
 }
-"""By attention backend; on a CPU also by instruction set, because the kernels pack the cache differently."""
+"""The function for each attention backend whose layout is known. On a CPU the name also states the instruction set,
+because the kernels for different sets pack the cache differently."""
 
 
 def block_views(backend: str) -> BlockViews:
-    """The function for an attention backend. Raises `LayoutRefused` that names a backend with an unknown layout."""
+    """The function that splits a block of an attention backend into keys and values. Raises `LayoutRefused` that names
+    the backend if its layout is unknown."""
     if backend not in BLOCK_VIEWS:
         raise LayoutRefused(
             f"attention backend {backend!r} keeps its cache in an unknown layout; known: {', '.join(BLOCK_VIEWS)}"
@@ -52,7 +54,7 @@ def block_views(backend: str) -> BlockViews:
 
 
 class PagedLayers:
-    """Consecutive layers of the cache as one tensor."""
+    """One tensor over consecutive layers of vLLM's paged cache."""
 
     def __init__(self, tensor: Any, first: int, blocks: int, views: BlockViews) -> None:
         """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on. `blocks`:
@@ -60,7 +62,7 @@ class PagedLayers:
         self.tensor = tensor
         self.layers = slice(first, first + tensor.shape[0])
         self.parts = tensor.shape[1] // blocks
-        """Kernel blocks per block."""
+        """The number of kernel blocks per block."""
         self.part_tokens = int(tensor.shape[3])
         self._views = views
 

@@ -48,15 +48,15 @@ from tokenlake_client.pool import Pool
 
 __all__ = ["TokenLakeConnector"]
 
-# vLLM formats and prints only the lines of loggers below its own, "vllm".
+# A name below "vllm", because vLLM formats and prints only the lines of its own logger and of those below it.
 logger = init_logger("vllm.tokenlake")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Decorates a hook of `TokenLakeConnector`: an error is reported and the hook returns `default()`. The time of the
-    hook is counted."""
+    """A decorator for hooks of `TokenLakeConnector`: after an error, which is reported, the hook returns `default()`.
+    The hook's time is added to the counts."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -77,14 +77,14 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The message from the scheduler's side to each rank."""
+    """The message of a step from the scheduler's side to each rank, which vLLM transports."""
 
     plan: StepPlan
 
 
 @dataclass
 class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The message from each rank to the scheduler's side."""
+    """The message of a step from each rank to the scheduler's side, which vLLM transports."""
 
     report: StepReport
 
@@ -110,14 +110,15 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self.settings = _settings_of(transfer.kv_connector_extra_config)
         _send_client_log_to_vllm()
-        # A lost segment must cost a recompute, not the request, whatever vLLM's default is. The scheduler reads this
-        # after it has made its connector.
+        # With this policy, whatever vLLM's default is, the tokens of a lost segment are recomputed, and its request
+        # does not fail. vLLM's scheduler reads the policy after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
         self.counters = Counters(Counts)
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
-        # A rank that cannot serve must report it: the scheduler's side may have promised loads to vLLM.
+        # Until `register_kv_caches` has succeeded, a rank reports that it cannot serve: the scheduler's side may have
+        # promised loads to vLLM, whose blocks must then be recomputed.
         self._worker: WorkerSide | UnservedWorker | None = UnservedWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
@@ -135,19 +136,19 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False. vLLM calls this where CUDA graphs are in use, in the process that the user started, so the settings
-        are checked here before a model is loaded. Raises `ConfigurationError`."""
+        """Always False. Also checks the settings, and raises `ConfigurationError`: where CUDA graphs are in use, vLLM
+        calls this method in the process that the user started, before a model is loaded."""
         _settings_of(extra_config)
         return False
 
     @property
     def counts(self) -> Counts:
-        """A copy of this side's counts."""
+        """A copy of the counts of this side of the connector (the scheduler's, or a rank's)."""
         return self.counters.read()
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a segment that is not stored is a miss later."""
+        """False: the connector stores segments as best effort; one that is not stored is a miss later."""
         return False
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -158,7 +159,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived."""
+        """vLLM's hook for a request that has arrived."""
         if self._scheduler is None:
             return
         reason = _not_served(request)
@@ -170,7 +171,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens to load, None while it is not known, and whether the load is asynchronous."""
+        """(the number of tokens to load behind the computed ones, or None while it is not known; whether the load is
+        asynchronous)."""
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
@@ -178,7 +180,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has blocks, also where nothing is to be loaded."""
+        """vLLM's hook for a request that was given blocks, also where nothing is to be loaded: plan its load."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -197,7 +199,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
-        """The outcome of a step on all ranks."""
+        """vLLM's hook for the outcome of a step on all ranks."""
         if self._scheduler is not None:
             outcome = connector_output.kv_connector_worker_meta
             self._scheduler.worker_output(
@@ -208,7 +210,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """(are the request's blocks still read, nothing): the request has finished."""
+        """vLLM's hook for a request that has finished. Returns (True while the ranks still have to read its blocks,
+        None)."""
         if self._scheduler is None:
             return False, None
         end = end_of(request.status.name, request.num_output_tokens)
@@ -218,31 +221,33 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, with the blocks of each group of layers; vLLM calls this hook."""
-        # The pool serves models with one group only. For other models there is no scheduler's side.
+        """As `request_finished`, with the blocks of each group of layers. vLLM calls this hook instead."""
+        # The first group is enough: for a model with several groups, which the pool does not serve, `_scheduler` is
+        # None.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep a reference to vLLM's own cache, whose blocks `reset_cache` counts."""
+        """Keep a reference to the block pool of vLLM's own cache: `reset_cache` counts its used blocks."""
         self._gpu_blocks = gpu_block_pool
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """Begin an epoch of the weights, which may have changed: segments that were stored before are not loaded any
-        more. False: some requests still have blocks, whose cache vLLM continues to use."""
+        """vLLM's hook for a reset of the caches, after which the weights may have changed: segments that were stored
+        before are not loaded any more (a new epoch of the weights). False: some requests still have blocks, whose cache
+        vLLM continues to use."""
         if self._scheduler is None or self._epoch is None:
             return True
         blocks = self._gpu_blocks
-        # vLLM calls this after it tried to empty its own cache, which succeeds if only the null block is used.
+        # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 
     @guarded(lambda: None)
     def new_weights(self, version: str) -> None:
-        """The weights were changed in place to the trainer's `version`: segments are shared with engines that started
-        from the same weights and have the same version. To be called on the scheduler's side, after a reset and before
-        anything is computed."""
+        """To be called when the weights were changed in place to the trainer's `version`: from now on segments are
+        shared with engines that started from the same weights and have the same version. Only for the scheduler's side,
+        after a reset and before anything is computed."""
         if self._scheduler is None or self._epoch is None:
             return
         digest = self._epoch.named(version)
@@ -265,7 +270,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """vLLM has allocated its cache."""
+        """vLLM's hook for its allocated cache: the rank begins to serve, if it can read and write the cache."""
         if self.layout is None:
             return
         try:
@@ -275,13 +280,14 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step: vLLM calls this before any block is written."""
+        """Begin a step. vLLM calls this hook first in each step, before any block is written."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.begin(kv_connector_metadata.plan)
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load: vLLM calls this before the forward pass if the step waits for loads, otherwise after it."""
+        """Execute the loads of the step. vLLM calls this hook before the forward pass if the step waits for loads, else
+        after it."""
         if self._worker is not None:
             self._worker.load()
 
@@ -289,7 +295,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Does nothing: loads are complete when `start_load_kv` returns."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: whole segments are copied out behind the step."""
+        """Does nothing: whole segments are copied out of the blocks after the step."""
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
@@ -299,22 +305,22 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(finished requests whose blocks may be freed, requests whose loads ended)."""
+        """(finished requests whose blocks may be freed, requests whose loads ended), since the last call."""
         return self._worker.finished() if self._worker is not None else (None, None)
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that were not filled."""
+        """The blocks that loads should have filled and did not, since the last call."""
         return self._worker.errors() if self._worker is not None else set()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report."""
+        """This rank's report on the step, for the scheduler's side."""
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
-        """Leave the session."""
+        """Store the waiting segments for a limited time, release all leases, and leave the session."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -396,13 +402,15 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def hook_failed(self, hook: str, error: Exception) -> None:
         """Report an error of a hook."""
         self._reports.failure(f"hook {hook}", error)
-        # A refusal comes at once from a daemon that works. Any other error may have cost a deadline.
+        # A refusal comes at once, from a daemon that works. After any other error, which may have cost a deadline, the
+        # pool is not used for a while.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
 
 
 def _send_client_log_to_vllm() -> None:
-    """Give the client's logger vLLM's handlers: without a handler Python prints its warnings without time and level."""
+    """Give the client's logger the handlers of vLLM's logger, because a logger without handlers prints its warnings
+    without time and level."""
     client, vllm = logging.getLogger("tokenlake_client"), logging.getLogger("vllm")
     if not client.hasHandlers():
         for handler in vllm.handlers:
@@ -438,8 +446,9 @@ def _check_failure_policy() -> None:
     """Raise `ConfigurationError` where vLLM's scheduler would end a request whose segment is lost.
 
     A connector within another one, such as `MultiConnector`, gets a configuration of its own, but the scheduler reads
-    the outer one. The outer configuration is current while a rank makes its connector. The scheduler's side does not
-    see it, and a rank may be in another process than the scheduler: the rank can check the policy but not set it.
+    the policy in the outer one. vLLM's current configuration is the outer one while a rank makes its connector. A rank
+    can therefore check the policy, but not set it, because it may run in another process than the scheduler. The
+    scheduler's side does not see the outer configuration.
     """
     outer = get_current_vllm_config_or_none()
     transfer = outer.kv_transfer_config if outer is not None else None

@@ -2,8 +2,8 @@
 
 A save gathers a segment into a buffer on the GPU in the order of the slot, with one kernel per block and side (keys or
 values), and then copies the buffer over the bus. A load does the reverse. Each thread uses its own CUDA stream. The
-mapping of the arena is page-locked, so that copies need neither staging memory nor a CPU; a lock belongs to one mapping
-and ends before it (`tokenlake_client.mapped_memory`).
+mapping of the arena is page-locked, so that copies need neither staging memory nor a CPU. A page lock belongs to one
+mapping and ends before the memory is unmapped (`tokenlake_client.mapped_memory`).
 
 ::
 
@@ -31,7 +31,7 @@ from tokenlake_client.mapped_memory import mapped_memory_of
 __all__ = ["CudaCopy"]
 
 READ_ONLY = 8
-"""cudaHostRegisterReadOnly: a read-only mapping cannot be locked for writing."""
+"""cudaHostRegisterReadOnly, which locks a read-only mapping; CUDA cannot lock such a mapping for writing."""
 PORTABLE = 1
 
 
@@ -47,7 +47,7 @@ class CudaCopy:
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
         """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
-        # This call comes first, because it sets the device of this thread.
+        # `_mine` comes first, because it sets the CUDA device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -57,8 +57,9 @@ class CudaCopy:
         stream.synchronize()
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
-        """Fill `blocks` with the segment's tokens from token `skip` on. The copy is complete after `finish`."""
-        # This call comes first, because it sets the device of this thread.
+        """Fill `blocks` with the tokens of the segment in `slot`, from its token `skip` on. The copy is complete after
+        `finish`."""
+        # `_mine` comes first, because it sets the CUDA device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -67,16 +68,17 @@ class CudaCopy:
                 theirs.copy_(mine)
 
     def finish(self) -> None:
-        """Wait until all copies of this thread are complete; their slots may be released then."""
+        """Wait until all copies of this thread are complete. The slots that they read may be released afterwards."""
         self._mine()[0].synchronize()
 
     def computed(self) -> Callable[[], None]:
-        """Called by the step's thread: a function that the saving thread calls before it reads the step's results."""
+        """To be called in the thread that runs the step. Returns a function that the saving thread calls before it
+        reads the results of the step."""
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: self._mine()[0].wait_event(event)
 
     def mark(self) -> Any:
-        """A timestamp in the step's stream, for `between`."""
+        """Record a timestamp in the CUDA stream of the step, for `between`."""
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def between(self, first: Any, last: Any) -> float | None:
@@ -117,8 +119,8 @@ class CudaCopy:
         return pairs
 
     def _lock_pages(self, slot: NDArray[np.uint8]) -> None:
-        """Page-lock the mapping of `slot`, once. Without a lock, copies go through the driver's staging memory, and are
-        slower."""
+        """Page-lock the mapping in which `slot` lies, unless it was done before. If the lock fails, copies go through
+        the driver's staging memory and are slower."""
         pages = mapped_memory_of(slot)
         if pages is not None:
             pages.register("cuda", partial(_lock, self._device))
@@ -133,6 +135,6 @@ def _lock(device: Any, address: int, nbytes: int) -> Callable[[], None] | None:
 
 
 def _unlock(runtime: Any, device: Any, address: int) -> None:
-    # The mapping may end in any thread. Without its device the call would initialise another GPU.
+    # The lock may end in any thread. Without `device` the call would initialise the thread's default GPU.
     with torch.cuda.device(device):
         runtime.cudaHostUnregister(address)

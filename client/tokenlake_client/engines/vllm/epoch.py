@@ -1,6 +1,6 @@
-"""The epoch of the weights: it names the weights in the keys of all prompts, where they change in place.
+"""The epoch of the weights: a weights digest in the keys of all prompts, for engines whose weights change in place.
 
-An epoch is a weights digest::
+The digest of an epoch depends on the event that began it::
 
     start          the digest of the layout
     reset          a digest with a random version: nothing is shared with earlier epochs or with other engines
@@ -27,19 +27,19 @@ _WRAPPED = "_tokenlake_reports_versions"
 
 
 class WeightsEpoch:
-    """The epochs of one engine. For the scheduler's thread."""
+    """Makes the weights digest of each epoch of one engine. For the scheduler's thread."""
 
     def __init__(self, base: str) -> None:
         """`base`: the digest of the weights that the engine started with."""
         self._base = base
         self._clean = False
-        """The engine's own cache is empty, and nothing was computed since it was emptied."""
+        """True: the engine's own cache is empty, and nothing was computed since it was emptied."""
 
     def reset(self, *, empty: bool) -> str:
         """Begin an epoch with a random version, because the weights may have changed. Returns the digest for the keys.
         `empty`: the engine's own cache is empty."""
         self._clean = empty
-        # A counter would repeat in another engine, or after a restart.
+        # The version is random, because the values of a counter would repeat in another engine or after a restart.
         return digest_of_version(self._base, f"random {secrets.token_hex(RANDOM_BYTES)}")
 
     def named(self, version: str) -> str | None:
@@ -47,13 +47,13 @@ class WeightsEpoch:
         return digest_of_version(self._base, version) if self._clean else None
 
     def computes(self) -> None:
-        """The engine computes a step."""
+        """Record that the engine computes a step: `named` accepts no version until the next reset."""
         self._clean = False
 
 
 def on_weight_version(report: Callable[[Any, str], None]) -> None:
-    """Call `report(connector, version)` for each connector of an engine whose weight version is set. A second call of
-    this function does nothing.
+    """From now on, when the weight version of an engine is set, call `report(connector, version)` for each connector of
+    the engine. A second call of this function does nothing.
 
     vLLM keeps the version that a trainer sets (`finish_weight_update(weight_version)`, `update_weight_version`) in the
     scheduler's process and has no hook for it, so the method that sets it is wrapped. In a version of vLLM without that
@@ -71,7 +71,7 @@ def on_weight_version(report: Callable[[Any, str], None]) -> None:
     def set_weight_version(self: Any, weight_version: str) -> Any:
         result = original(self, weight_version)
         connector = getattr(getattr(self, "scheduler", None), "connector", None)
-        # vLLM's MultiConnector keeps its connectors in a list.
+        # The connector may be vLLM's MultiConnector, which keeps the connectors within it in the list `_connectors`.
         for one in (connector, *getattr(connector, "_connectors", ())):
             report(one, weight_version)
         return result

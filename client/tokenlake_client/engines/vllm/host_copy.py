@@ -32,7 +32,8 @@ class HostCopy:
             mine.copy_(theirs)
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
-        """Fill `blocks` with the segment's tokens from token `skip` on, a multiple of the block size."""
+        """Fill `blocks` with the tokens of the segment in `slot`, from its token `skip` on, which is a multiple of the
+        block size."""
         for mine, theirs in self._pairs(slot, blocks, skip):
             theirs.copy_(mine)
 

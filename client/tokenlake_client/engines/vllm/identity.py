@@ -1,12 +1,13 @@
 """The identity of the cache that vLLM computes: its layout, and the digest of the weights that vLLM loads.
 
-For a model directory that is started without overrides, the layout equals that of the transformers integration, so both
-share segments. The weights digest is then that of the directory. A configuration that differs from the directory's
+For a model directory that vLLM serves without overrides, the layout equals that of the transformers integration, so
+both share segments. The weights digest is then that of the directory. A configuration that differs from the directory's
 (overrides, the path of another configuration, a window that is switched off) changes the digest, and so does the load
-format where the directory holds weights in several formats. Weights that cannot be named, and everything else that the
-pool cannot serve, are refused by name.
+format where the directory holds weights in several formats. Models whose weights cannot be identified, and all others
+that the pool cannot serve, are refused with the name of the setting.
 
-vLLM is imported where it is used: another version of vLLM without one of these names is served without the pool.
+vLLM's names are imported in the functions that use them: an engine whose version of vLLM lacks one of them runs without
+the pool.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from tokenlake_client.weights import digest_of_changes, digest_of_directory, wei
 __all__ = ["block_tokens_of", "digest_of_checkpoint", "layout_of"]
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
-"""Load formats that read the weight files of the directory unchanged. `npcache` reads a converted copy."""
+"""The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
+copy."""
 CONSOLIDATED = "consolidated"
 """The prefix of files in Mistral's format, which `auto` prefers to all other formats."""
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Settings that do not change the results of the weights (the dtype has its own field in the layout)."""
+"""Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
+own in the layout."""
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) -> Layout:
-    """`vllm_config`: vLLM's configuration of the engine. `kv_cache_config`: vLLM's description of its cache. Raises
-    `LayoutRefused` for a model or a setting of vLLM that the pool cannot serve, `ConfigurationError` for a segment
-    length that does not fit the block size."""
+    """The layout of vLLM's cache. `vllm_config`: vLLM's configuration of the engine. `kv_cache_config`: vLLM's
+    description of its cache. Raises `LayoutRefused` for a model or a setting of vLLM that the pool cannot serve,
+    `ConfigurationError` for a segment length that does not fit the block size."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -53,7 +56,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     check_config(model.hf_config)
     block = block_tokens_of(kv_cache_config)
     if settings.segment_tokens % block:
-        # Not a LayoutRefused: the user asked for this length, and would get an engine without the pool.
+        # The user set this length, so the start fails; after a LayoutRefused the engine would run without the pool.
         raise ConfigurationError(
             "segment_tokens", settings.segment_tokens, f"a multiple of vLLM's block size, {block}, such as {8 * block}"
         )
@@ -76,7 +79,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
 
 
 def block_tokens_of(kv_cache_config: Any) -> int:
-    """The number of tokens of a block, as vLLM's scheduler counts blocks."""
+    """The number of tokens of one block of vLLM's scheduler; a kernel may use smaller blocks."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
@@ -103,7 +106,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def digest_of_checkpoint(vllm_config: Any) -> str:
     """The hex digest of the weights. `vllm_config`: vLLM's configuration of the engine. Raises `LayoutRefused` for
-    weights that cannot be named."""
+    weights that cannot be identified."""
     model, load = vllm_config.model_config, vllm_config.load_config
     _check_loader(load)
     if model.model_weights:
@@ -121,7 +124,7 @@ def digest_of_checkpoint(vllm_config: Any) -> str:
 def _check_loader(load: Any) -> None:
     from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
-    # A plug-in may have registered its own loader under the name of one of vLLM's.
+    # The loader's class is checked too, because a plug-in may have registered its own loader under one of vLLM's names.
     if load.load_format not in FORMATS or type(get_model_loader(load)) is not DefaultModelLoader:
         raise _unnamed("load_format", load.load_format, f"supported: {', '.join(FORMATS)}, with vLLM's own loader")
 
@@ -136,7 +139,7 @@ def _directory_of(model: Any, load: Any) -> Path:
         raise _unnamed(
             "model", model.model, "the directory of ModelScope is not known; give the path of the model's directory"
         )
-    # vLLM has downloaded the weights by now.
+    # The local cache of Hugging Face is enough, because vLLM has downloaded the weights before.
     from huggingface_hub import snapshot_download
 
     try:
@@ -149,16 +152,18 @@ def _directory_of(model: Any, load: Any) -> Path:
 
 
 def _changed_settings(model: Any, directory: Path) -> dict[str, object]:
-    """The settings of the effective configuration that differ from the directory's `config.json`; None: removed."""
+    """By name, the settings of vLLM's effective configuration whose value differs from the directory's `config.json`;
+    a setting that vLLM's lacks has the value None."""
     from vllm.transformers_utils.config import get_config
 
     try:
-        # vLLM's own reader is used, so that the settings that vLLM adds to every configuration do not differ.
+        # The file is read by vLLM's own function, so that the settings which vLLM adds to every configuration are equal
+        # on both sides.
         stated = _settings(get_config(directory, model.trust_remote_code, config_format="hf"))
     except Exception as error:
         raise LayoutRefused(f"the configuration in {directory} cannot be read: {error}") from error
     effective = _settings(model.hf_config)
-    # A setting may be None on one side and absent on the other.
+    # A setting that is None on one side and absent on the other does not count as a difference.
     return {
         name: effective.get(name)
         for name in sorted({*stated, *effective})
@@ -172,9 +177,9 @@ def _settings(config: Any) -> dict[str, object]:
 
 
 def _kinds(directory: Path) -> int:
-    """The number of sets of weights that the directory may hold; the load format chooses one of them."""
+    """The number of formats in which the directory holds the weights; the load format chooses one of them."""
     return len({(path.suffix, path.name.startswith(CONSOLIDATED)) for path in weight_files(directory)})
 
 
 def _unnamed(field: str, value: object, reason: str) -> LayoutRefused:
-    return LayoutRefused(f"vLLM setting '{field}' is {value!r}: the weights cannot be named; {reason}")
+    return LayoutRefused(f"vLLM setting '{field}' is {value!r}: the weights cannot be identified; {reason}")

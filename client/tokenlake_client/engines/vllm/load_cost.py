@@ -1,4 +1,5 @@
-"""The cost of loading against the cost of computing, both as measured while the engine serves. Imports no engine.
+"""Weighs the time of loading a hit against that of computing it, both as measured while the engine serves. Imports no
+engine.
 
 vLLM computes the end of a prompt, not its middle, so a load covers the hit up to the end of one of its segments::
 
@@ -24,36 +25,37 @@ from tokenlake_client.engines.vllm.step_plan import LoadTime
 __all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart"]
 
 LOCAL = ""
-"""Stands for the name of this node."""
+"""Stands for the name of this node among the sources of a load."""
 RETRY_S = 60.0
-"""After this time without a load from a source, one hit is loaded from it whatever the prediction says: it may have
-become faster."""
+"""After this time without a load from a source (a node), one hit is loaded from it even if the prediction says that
+computing is faster: the source may have become faster."""
 FAR = 2.0
-"""A sample this many times above or below the prediction is a surprise."""
+"""A measured time that is this many times longer or shorter than predicted counts as a surprise."""
 MAX_STEPS = 16
-"""The number of steps whose time is awaited; older ones are forgotten."""
+"""Limit of the steps whose measured time is awaited; older steps are forgotten."""
 
 
 class LoadCosts:
     """Predicts the time of loads and prefills, and chooses how much of a hit is loaded. Not thread-safe."""
 
     def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
-        """Adds the measured loads to `rates`."""
+        """`rates`: the measurements from which the times are predicted; this object adds those of loads."""
         self._rates = rates
         self._segment = segment_tokens
         self._bytes = segment_bytes
         self._clock = clock
         self._tried: dict[str, float] = {}
-        """By source, when a hit was last loaded whatever the prediction said. One entry per node at most."""
+        """By source, the time of the last load that was made whatever the prediction said. One entry per node at
+        most."""
         self._surprises: dict[str, int] = {}
-        """By source, the number of surprises in a row."""
+        """By source, the number of its last samples in a row that were surprises (`FAR`)."""
 
     def cheapest_stop(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
-        """The token up to which tokens [start, until) of a prompt of `total` tokens are loaded; `start` where no load
-        pays. `owners`: the node of each segment of the hit, or `LOCAL`.
+        """The token up to which a hit, tokens [start, until) of a prompt of `total` tokens, should be loaded; `start`
+        where no load is faster than computing. `owners`: the node of each segment of the hit, or `LOCAL`.
 
-        Returns `until` while the time of a prefill is not known. A source with too few samples is predicted to take no
-        time, so that it is used and measured.
+        Returns `until` while the time of a prefill is not known. A source with too few measurements is predicted to
+        take no time, so that it is used and measured.
         """
         first, last = start // self._segment, -(-until // self._segment)
         needed = owners[first:last]
@@ -68,8 +70,8 @@ class LoadCosts:
         return fit.seconds(total - local, local) if fit.known else None
 
     def pays(self, total: int) -> bool:
-        """Is a load of all segments of a prompt, from the slowest known node, faster than computing them? Requires that
-        `prefill_s` is known."""
+        """Is a load of all segments of a prompt of `total` tokens, from the slowest known node, faster than computing
+        them? Requires that `prefill_s` is known."""
         until = total - total % self._segment
         nbytes = until // self._segment * self._bytes
         begin, byte_s = self._coefficients(LOCAL)
@@ -78,17 +80,18 @@ class LoadCosts:
         return load_s <= prefill.seconds(total, 0) - prefill.seconds(total - until, until)
 
     def add_load(self, owners: Sequence[str], time: LoadTime) -> None:
-        """Add a load of segments from these nodes.
+        """Add the measured time of a load. `owners`: the node of each of its segments, or `LOCAL`.
 
-        A load that lost segments counts only if that makes its nodes slower than predicted: it was ended by its
-        deadline, and nodes that are always too slow would otherwise have no samples. Its time is extrapolated by the
-        ratio of all segments to the fetched ones plus one.
+        A load that lost segments was ended by its deadline. It counts only if it was slower than predicted: nodes that
+        are always too slow would otherwise have no samples. Its time is extrapolated by the ratio of all segments to
+        the fetched ones plus one.
         """
         now = self._clock()
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
         if not time.lost:
             self._add(LOCAL, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
-        # All nodes sent at the same time. The time is divided in proportion to the predictions.
+        # All nodes sent at the same time, so the share of each in the fetch time is not known: the time is divided in
+        # proportion to the predictions.
         expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
         fetch_s = time.fetch_s * len(owners) / min(len(owners), len(owners) - time.lost + 1)
         ratio = fetch_s / sum(expected.values()) if remote else 0.0
@@ -116,7 +119,7 @@ class LoadCosts:
         return self._rates.copy if source == LOCAL else self._rates.peer(NodeId(source)).fetch
 
     def _coefficients(self, source: str) -> tuple[float, float]:
-        """Seconds to begin, and seconds per byte; zeros for a source with too few samples."""
+        """(seconds to begin a transfer from `source`, seconds per byte); zeros for a source with too few samples."""
         fit = self._fit(source)
         if not fit.known:
             return 0.0, 0.0
@@ -124,8 +127,9 @@ class LoadCosts:
         return begin, per_byte
 
     def _add(self, source: str, nbytes: int, seconds: float, now: float) -> None:
-        """Add a sample. After a change of the source its old samples would dominate for a long time. They are forgotten
-        when the first sample after `RETRY_S` is far below the prediction, or `ENOUGH` samples in a row are surprises.
+        """Add a measured transfer from `source`. If the speed of a source has changed, its old samples would dominate
+        the prediction for a long time. They are forgotten when the first sample after a pause of `RETRY_S` is `FAR`
+        times shorter than predicted, or when `ENOUGH` samples in a row are surprises.
         """
         fit = self._fit(source)
         expected, age = fit.seconds(nbytes), fit.age(now)
@@ -139,7 +143,8 @@ class LoadCosts:
             self._surprises[source] = 0
 
     def _retry(self, owners: Sequence[str]) -> bool:
-        """Has one of the sources been neither used nor retried for `RETRY_S`? Records the retry."""
+        """Has one of the sources been neither used nor retried for `RETRY_S`? Then the caller loads from it, and this
+        method records that."""
         now = self._clock()
         found = False
         for source in {LOCAL: None, **dict.fromkeys(owners)}:
@@ -155,19 +160,19 @@ class StepPart(Protocol):
 
     @property
     def new(self) -> int:
-        """The tokens that the step computes."""
+        """The number of tokens that the step computes."""
         ...
 
     @property
     def computed(self) -> int:
-        """The tokens that are computed before the step."""
+        """The number of tokens that were computed before the step."""
         ...
 
 
 class PrefillSteps:
-    """Chooses the steps that are samples of the prefill time: at least half of their tokens belong to prompts. A
-    request that decodes in such a step counts as a prefill of one token, because all terms of the fit are sums over the
-    requests of a step. For the scheduler's thread."""
+    """Chooses the steps whose time is a sample of the prefill time: those with at least half of their tokens in
+    prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
+    sums over the requests of a step. For the scheduler's thread."""
 
     def __init__(self, fit: PrefillFit, clock: Callable[[], float]) -> None:
         self._fit = fit
@@ -175,7 +180,7 @@ class PrefillSteps:
         self._steps: dict[int, list[tuple[int, int]]] = {}
 
     def begin(self, step: int, parts: Sequence[StepPart]) -> None:
-        """`step` computes these parts, one per request."""
+        """Record that `step` computes these parts, one per request."""
         prompts = sum(part.new for part in parts if part.new > 1)
         if prompts and 2 * prompts >= sum(part.new for part in parts):
             self._steps[step] = [(part.new, part.computed) for part in parts]
@@ -183,7 +188,7 @@ class PrefillSteps:
                 del self._steps[next(iter(self._steps))]
 
     def end(self, step: int, seconds: float) -> None:
-        """`step` took this long. Only the first time reported for a step counts."""
+        """Record that `step` took `seconds`. Only the first call for a step counts."""
         parts = self._steps.pop(step, None)
         if parts is not None:
             self._fit.add_step(parts, seconds, self._clock())

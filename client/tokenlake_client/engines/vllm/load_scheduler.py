@@ -1,4 +1,5 @@
-"""The loads that the ranks execute, from the promise to vLLM until they end. Imports no engine."""
+"""The loads that the ranks execute: from the time that their tokens are promised to vLLM until they end. Imports no
+engine."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ class _Load:
     lease: MatchedLease | None
     owners: tuple[str, ...]
     step: int = 0
-    """The step in which the ranks get the plan; 0 before that."""
+    """The step in which the ranks got the plan; 0 before that."""
     time: LoadTime | None = None
-    """The time on the slowest rank so far."""
+    """The longest duration of this load that a rank has reported; None before the first report."""
 
 
 class ScheduledLoads:
-    """At most one load per request. Owns the leases of the loads. For the scheduler's thread."""
+    """The loads that have not ended, at most one per request. Owns their leases. For the scheduler's thread."""
 
     def __init__(self, measured: Callable[[tuple[str, ...], LoadTime], None]) -> None:
-        """`measured` is called with the nodes of a load's segments and the time it took."""
+        """`measured` is called when a load ends, with the node of each of its segments and the time that it took."""
         self._measured = measured
         self._loads: dict[str, _Load] = {}
 
@@ -40,12 +41,13 @@ class ScheduledLoads:
     def add(self, plan: LoadPlan, lease: MatchedLease | None = None, owners: tuple[str, ...] = ()) -> None:
         """Add a load that was promised to vLLM. `lease` is released when the load ends. `owners`: the node of each
         segment that the load reads."""
-        # A request that lost its blocks in the step that loaded them returns before the outcome of that step.
+        # End the request's previous load: the request may have lost its blocks in the step that loaded them, and be
+        # given new ones before the outcome of that step is known.
         self.end(plan.request)
         self._loads[plan.request] = _Load(plan, lease, owners)
 
     def hand_out(self, step: int) -> tuple[LoadPlan, ...]:
-        """The plans that the ranks do not have yet; they get them in `step`."""
+        """The plans that the ranks do not have yet. The caller passes them to the ranks in `step`."""
         new = [load for load in self._loads.values() if not load.step]
         for load in new:
             load.step = step
@@ -59,7 +61,8 @@ class ScheduledLoads:
                 load.time = time if load.time is None else time.slower(load.time)
 
     def fail(self, blocks: set[int]) -> list[str]:
-        """The requests whose loads were to fill one of these `blocks`, which were not filled."""
+        """The requests whose loads should have filled some of `blocks`, which were not filled. These loads count as
+        having lost segments."""
         failed = {name: load for name, load in self._loads.items() if not blocks.isdisjoint(load.plan.blocks)}
         for load in failed.values():
             if load.time is not None:
@@ -67,7 +70,7 @@ class ScheduledLoads:
         return list(failed)
 
     def end(self, request: str) -> None:
-        """Release the lease of the load of `request`, if there is one."""
+        """End the load of `request`, if there is one: release its lease and report its time."""
         load = self._loads.pop(request, None)
         if load is not None and load.lease is not None:
             load.lease.release()
@@ -80,6 +83,6 @@ class ScheduledLoads:
             self.end(request)
 
     def close(self) -> None:
-        """Release all leases."""
+        """End all loads."""
         for request in list(self._loads):
             self.end(request)

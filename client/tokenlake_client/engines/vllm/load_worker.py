@@ -43,8 +43,8 @@ class Loaded:
 
 
 def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int, block: int) -> Loaded:
-    """Fill the blocks of `plan`; only the first of them if segments were lost or corrupt. Raises the errors of the
-    pool; the contents of the blocks are undefined then."""
+    """Fill the blocks of `plan`, up to the first segment that was lost or corrupt. `segment`, `block`: their numbers of
+    tokens. Raises the errors of the pool; the contents of the blocks are undefined then."""
     began = time.perf_counter()
     lease = pool.attach(LeaseId(plan.lease), request=plan.request)
     first, last = plan.start // segment, -(-plan.stop // segment)
@@ -66,7 +66,7 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
                 if len(arrays) < stop - start:
                     break
     except BaseException:
-        # Copies under way still read slots and write blocks, which are about to be given to other requests.
+        # Wait for the copies under way: they read slots and write blocks that are about to be given to other requests.
         with contextlib.suppress(Exception):
             copy.finish()
         raise

@@ -24,14 +24,15 @@ from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, P
 __all__ = ["MAX_WAITING", "InFlightWaits", "Lookup", "Lookups"]
 
 MAX_WAITING = 16
-"""The number of lookups that may wait for other engines at a time: the segments found stay leased meanwhile."""
+"""Limit of the lookups that may wait for other engines at a time: the segments that a lookup has found stay leased
+while it waits."""
 SILENT_S = 1.0
-"""A daemon that has owed an answer for this long is reported as silent."""
+"""A daemon that has not answered a lookup for this long after its deadline is reported as silent."""
 
 
 class Lookup:
-    """One lookup and its answer: a lease, and the node of each leased segment. The nodes are asked for in a second
-    question, only if some segments lie on other nodes."""
+    """One lookup and its answer: a lease, and the node of each leased segment. The daemon is asked for the nodes by a
+    second request, only if some segments lie on other nodes."""
 
     def __init__(
         self,
@@ -53,10 +54,10 @@ class Lookup:
         self._pending_nodes: PendingNodes | None = None
         self.started = clock()
         self.due = self.started + deadline_s
-        """The time at which the answer is late, unless the lookup waits for another engine."""
+        """The time from which the answer counts as late, unless the lookup waits for another engine."""
         self.lease: MatchedLease | None = None
         self.owners: tuple[str, ...] = ()
-        """The node of each segment that is leased and not given back; `LOCAL` for this node."""
+        """For each segment that is still leased, the node that has it; `LOCAL` for this node."""
         self.hits = 0
         """The number of segments that were found."""
         self._done = False
@@ -68,7 +69,8 @@ class Lookup:
 
     @property
     def marker_s(self) -> float:
-        """The lifetime of in-flight markers for the missing segments."""
+        """How long in-flight markers for the missing segments should last: as long as another engine would wait for
+        these segments."""
         return self.wait.seconds(len(self.keys) - self.hits)
 
     def poll(self) -> bool:
@@ -105,9 +107,10 @@ class Lookup:
 
 
 class Lookups:
-    """Starts lookups. A lookup that was given up is overdue: no other is started until the daemon answers it, so that a
-    frozen daemon delays one request by one deadline and not every request. A lookup that waits for another engine is
-    given up as soon if the daemon gives no sign of life. For the scheduler's thread."""
+    """Starts lookups and gives up those whose answer is late. After that no lookup is started until the daemon has
+    answered the late one, so that a frozen daemon delays one request by one deadline and not every request. A lookup
+    that waits for another engine is given up as early if the daemon does not answer heartbeats. For the scheduler's
+    thread."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
@@ -117,7 +120,7 @@ class Lookups:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon owed an answer for more than `SILENT_S`?"""
+        """Has the daemon not answered a late lookup for more than `SILENT_S`?"""
         return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
 
     def begin(
@@ -129,8 +132,8 @@ class Lookups:
         tokens: int = 0,
         wait: InFlightWait = NO_WAIT,
     ) -> Lookup | None:
-        """Start a lookup for `keys`; None while a lookup is overdue. `request`: the request's name in logs. `tokens`:
-        the length of the prompt. Raises `TokenLakeError`."""
+        """Start a lookup for `keys`; None while a lookup that was given up has no answer. `request`: the request's name
+        in logs. `tokens`: the length of the prompt. Raises `TokenLakeError`."""
         if self._overdue is not None and not self._settled(self._overdue):
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
@@ -140,12 +143,13 @@ class Lookups:
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
 
     def give_up_late(self, lookup: Lookup) -> bool:
-        """Give `lookup` up if its time is over. True: it was given up. Raises `TokenLakeError`."""
+        """Give `lookup` up if its answer is late. Returns whether it was given up. Raises `TokenLakeError`."""
         now = self._clock()
         if now < lookup.due:
             return False
         if lookup.waiting and self._heartbeat.alive():
-            # The daemon looks the segments that were stored meanwhile up again before it answers: one deadline more.
+            # One deadline more than the wait: before it answers, the daemon looks up the segments that were stored
+            # meanwhile.
             if now < lookup.due + lookup.wait.total_s + self._deadline_s:
                 return False
             lookup.drop()
@@ -167,7 +171,8 @@ class Lookups:
 
 
 class _Heartbeat:
-    """Asks the daemon for signs of life while a lookup waits for longer than a deadline, once per deadline."""
+    """Sends a heartbeat per deadline to the daemon while a lookup waits for longer than a deadline, to notice that the
+    daemon is frozen."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
@@ -177,13 +182,14 @@ class _Heartbeat:
         self._begun = 0.0
 
     def begin(self, pool: SchedulerPool) -> None:
-        """Ask `pool` for a sign of life, unless one is outstanding. Raises `TokenLakeError`."""
+        """Send a heartbeat over `pool`, unless the reply to an earlier one is outstanding. Raises `TokenLakeError`."""
         if not self._outstanding():
             self._pool, self._begun = pool, self._clock()
             self._beat = pool.begin_heartbeat()
 
     def alive(self) -> bool:
-        """False: a sign of life has been outstanding for a deadline. Raises `TokenLakeError`."""
+        """False: the reply to a heartbeat has been outstanding for a deadline. Sends the next heartbeat when it is due.
+        Raises `TokenLakeError`."""
         now = self._clock()
         if self._outstanding():
             return now < self._begun + self._deadline_s
@@ -196,7 +202,7 @@ class _Heartbeat:
             if self._beat is not None and not self._beat.poll():
                 return True
         except TokenLakeError:
-            # The connection ended. The lookup over it raises the same.
+            # The connection has ended. The lookup, which uses the same connection, raises that error too.
             pass
         self._beat = None
         return False
@@ -206,7 +212,7 @@ class InFlightWaits:
     """Decides whether and how long a lookup waits for another engine. For the scheduler's thread."""
 
     def __init__(self, costs: LoadCosts, segment_tokens: int, *, stores: bool) -> None:
-        """`stores`: this engine stores what it computes."""
+        """`stores`: True where this engine stores the segments that it computes."""
         self._costs = costs
         self._segment = segment_tokens
         self._stores = stores
@@ -216,8 +222,8 @@ class InFlightWaits:
         """The requests whose lookup may wait and was not answered yet."""
 
     def begin(self, request: str, keys: Sequence[SegmentKey], total: int, local: int) -> InFlightWait:
-        """The wait of a new lookup of `request`, whose prompt has `total` tokens and these keys. vLLM's own cache has
-        the first `local` tokens."""
+        """How long a new lookup of `request` may wait. The prompt has `total` tokens and these keys; vLLM's own cache
+        has the first `local` tokens."""
         if len(self._waiting) >= MAX_WAITING or self.computed_here(keys):
             return NO_WAIT
         wait = self.wait(total, local)
@@ -226,27 +232,27 @@ class InFlightWaits:
         return wait
 
     def answered(self, request: str) -> None:
-        """The lookup of `request` waits no longer."""
+        """Record that the lookup of `request` waits no longer."""
         self._waiting.pop(request, None)
 
     def wait(self, total: int, local: int) -> InFlightWait:
-        """The wait for the tokens of a prompt behind its first `local`. `NO_WAIT` until the time of a prefill is known,
-        where a load takes longer than the prefill, and where this engine stores nothing."""
+        """How long a lookup may wait for the tokens of a prompt behind its first `local`. `NO_WAIT` until the time of a
+        prefill is known, where a load takes longer than the prefill, and where this engine stores nothing."""
         prefill_s = self._costs.prefill_s(total, local)
         if not self._stores or prefill_s is None or prefill_s < LEAST_S or not self._costs.pays(total):
             return NO_WAIT
         return wait_for(prefill_s, self._costs.prefill_s(total, max(0, total - self._segment)) or 0.0)
 
     def computes(self, request: str, index: int, key: SegmentKey) -> None:
-        """`request` computes its segment `index`, which has this key, because the pool does not have it."""
+        """Record that `request` computes its segment `index`, which has this key, because the pool does not have it."""
         self._computing[request] = index, key
 
     def ended(self, request: str) -> None:
-        """`request` has finished."""
+        """Record that `request` has finished: it neither waits nor computes."""
         self.answered(request)
         self._computing.pop(request, None)
 
     def computed_here(self, keys: Sequence[SegmentKey]) -> bool:
-        """Does a request of this engine compute a segment of the prompt with these keys? It may be the request itself,
-        if it lost its blocks."""
+        """Does a request of this engine compute a segment of the prompt with these keys? That request may be the one
+        that has the prompt, if it has lost its blocks."""
         return any(index < len(keys) and keys[index] == key for index, key in self._computing.values())

@@ -50,7 +50,7 @@ class MatchedLease(Protocol):
         ...
 
     def begin_nodes(self) -> PendingNodes:
-        """Ask for the node of each segment."""
+        """Ask the daemon for the node of each segment, without waiting for the answer."""
         ...
 
     def release(self, start: int = 0) -> None:
@@ -71,19 +71,19 @@ class PendingMatch(Protocol):
 
 
 class PendingNodes(Protocol):
-    """The question for the nodes of a lease's segments."""
+    """A request for the nodes of a lease's segments, whose answer is polled."""
 
     def poll(self) -> list[str] | None:
         """The node of each segment, once the answer has arrived. Raises `TokenLakeError`."""
         ...
 
     def cancel(self) -> None:
-        """Release the lease."""
+        """Give the request up: the caller does not need the answer any more."""
         ...
 
 
 class PendingHeartbeat(Protocol):
-    """A request for a sign of life of the daemon."""
+    """A heartbeat that was sent and whose reply is polled."""
 
     def poll(self) -> bool:
         """Has the daemon answered? Raises `TokenLakeError`."""

@@ -12,14 +12,15 @@ __all__ = ["RankShards", "rank_shards"]
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """The cache of the rank holds shards [first, stop), in the order of its heads."""
+    """The shards of a segment that one rank reads and writes: the rank's cache holds shards [first, stop), in the order
+    of its heads."""
 
     first: int
     stop: int
     writers: int
-    """The number of ranks that store; each stores its own shards."""
+    """The number of ranks of the engine that store; each stores its own shards."""
     writes: bool
-    """The first of several ranks with the same heads stores them."""
+    """True: this rank stores its shards. Of several ranks with the same heads, the first one does."""
 
     @property
     def mask(self) -> int:

@@ -62,11 +62,12 @@ class ScheduledPart:
 
     request: str
     computed: int
-    """Tokens that are computed before the step."""
+    """The number of tokens that were computed before the step."""
     new: int
-    """Tokens that the step computes."""
+    """The number of tokens that the step computes."""
     blocks: Sequence[int]
-    """The blocks that the request was given for this step; with `whole`, all its blocks, shared ones first."""
+    """The blocks that the request was given for this step; with `whole`, all its blocks, first those that vLLM's own
+    cache shares with other requests."""
     whole: bool
 
 
@@ -79,30 +80,32 @@ class RequestState:
     hints: Hints | None = None
     """The hints that came with the request."""
     weights: str | None = None
-    """The digest of weights that were changed in place, for the keys; None: the layout's digest."""
+    """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """The incarnation of the daemon whose secret `prefix` was hashed with."""
     lookup: Lookup | None = None
     placed: bool = False
-    """The request has blocks. If vLLM asks for matched tokens again, the request lost them and begins anew."""
+    """True: the request has blocks. If vLLM then asks for its matched tokens again, the request has lost its blocks and
+    begins anew."""
     may_store: bool = True
     """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
     may_load: bool = True
     """False: a lookup was late or a load failed; the request does not use the pool again."""
     local: int = 0
-    """Tokens in vLLM's own cache, at the last lookup."""
+    """The number of tokens in vLLM's own cache when vLLM last asked for matched tokens."""
     skipped: int = 0
-    """Tokens that the pool has and that are faster to compute than to load, at the last lookup."""
+    """The number of tokens that the pool has and that are not loaded, because they are faster to compute."""
     gap: int | None = None
-    """The first segment that this engine computes and other engines wait for; None: there is none."""
+    """The index of the first segment that this engine computes and for which it sets in-flight markers; None: there is
+    none."""
     marker_s: float = 0.0
-    """How long the in-flight markers behind `gap` are to last, if the prompt takes several steps; 0: they are set, or
-    are not needed."""
+    """How long the in-flight markers from `gap` on should last, if the prompt takes several steps; 0: they are set
+    already, or not needed."""
 
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
-        """The keys of all full segments of the known tokens. Hashes only tokens that were not hashed before, or all of
-        them for another daemon, which may have another secret. `salt`: the engine's."""
+        """The keys of all full segments of the known tokens. Only tokens that were not hashed before are hashed, or all
+        tokens after a restart of the daemon, which may have another secret then. `salt`: the engine's."""
         if self.prefix is None or self.incarnation != pool.incarnation:
             self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
             self.incarnation = pool.incarnation
@@ -112,7 +115,7 @@ class RequestState:
         return self.prefix.keys
 
     def drop_lookup(self) -> None:
-        """Give back what the lookup found or will find."""
+        """Give the lookup up: the segments that it found or will find are released."""
         if self.lookup is not None:
             self.lookup.drop()
             self.lookup = None
@@ -133,34 +136,34 @@ class SavedTokens:
     def __init__(self, segment_tokens: int) -> None:
         self._segment = segment_tokens
         self.segments = 0
-        """Segments that were handed out."""
+        """The number of segments, from the first on, that were handed out to be stored or need not be stored."""
         self._confirmed = 0
         self._steps: deque[tuple[int, int]] = deque()
-        """(step, computed tokens at its end) of the steps whose outcome is not known."""
+        """For each step whose outcome is not known: (step, number of computed tokens at its end)."""
 
     def add_step(self, step: int, computed: int) -> None:
-        """At the end of `step`, `computed` tokens of the request are computed."""
+        """Record that `computed` tokens of the request are computed at the end of `step`."""
         self._steps.append((step, computed))
 
     def confirm(self, step: int) -> None:
-        """No load failed in the steps up to `step`."""
+        """Record that no load failed in the steps up to `step`."""
         while self._steps and self._steps[0][0] <= step:
             self._confirmed = self._steps.popleft()[1]
 
     def void(self) -> None:
-        """A load failed: the outcome of the steps under way is unknown, and loaded segments may have to be stored
-        again."""
+        """To be called when a load failed: the steps under way confirm no tokens, and all segments may be handed out
+        again, because loaded ones may have to be stored again."""
         self._steps.clear()
         self.segments = 0
 
     def restart(self) -> None:
-        """The request lost its blocks and begins again."""
+        """To be called when the request has lost its blocks and begins again."""
         self._steps.clear()
         self._confirmed = 0
 
     def take(self, known: int, *, certain: bool) -> range:
-        """The segments to store now, of a request whose first `known` tokens are known. They count as handed out
-        afterwards. `certain`: no step that waits for loads is under way."""
+        """The indices of the segments to store now, which count as handed out afterwards. `known`: the number of the
+        request's tokens whose ids are known. `certain`: no step that waits for loads is under way."""
         computed = self._steps[-1][1] if certain and self._steps else self._confirmed
         end = max(min(computed, known) // self._segment, self.segments)
         segments = range(self.segments, end)
@@ -169,10 +172,10 @@ class SavedTokens:
 
 
 class RequestEnd(NamedTuple):
-    """The end of a request."""
+    """The facts about the end of a request."""
 
     complete: bool
-    """The request was not aborted: all its tokens but the last are computed."""
+    """True: the request was not aborted, and all its tokens but the last are computed."""
     stop_reason: str = ""
     """As in `tokenlake.hints`; empty if the request was refused."""
     output_tokens: int = -1
@@ -180,14 +183,15 @@ class RequestEnd(NamedTuple):
 
 
 def end_of(status: str, output_tokens: int) -> RequestEnd:
-    """The end of a request with vLLM's `status` and this length of its answer."""
+    """The facts about the end of a request, from vLLM's `status` of the request and the length of its answer."""
     reason = _STOP_REASONS.get(status, "")
     return RequestEnd(reason in ("stop", "length"), reason, output_tokens if reason else -1)
 
 
 def loadable_until(hits: int, total: int, segment: int, block: int) -> int:
-    """The end of a load of the first `hits` segments of a request of `total` tokens. It is a multiple of the block
-    size, and leaves at least one token to compute, because vLLM needs its logits::
+    """The token at which a load ends, of a request of `total` tokens whose first `hits` segments the pool has. It is a
+    multiple of the block size, and leaves at least one token to compute, because vLLM needs the logits of the last
+    token::
 
         0      local hit            hits * segment      total
         |------|---------------------|------------------|
@@ -198,7 +202,7 @@ def loadable_until(hits: int, total: int, segment: int, block: int) -> int:
 
 
 def loadable_segments(total: int, segment: int, block: int) -> int:
-    """The number of segments, from the first on, that a load could use at most."""
+    """The largest number of segments, from the first on, that a load of a request of `total` tokens could use."""
     return -(-loadable_until(total // segment, total, segment, block) // segment)
 
 
@@ -233,7 +237,7 @@ def hints_of(params: Mapping[str, Any] | None) -> Hints | None:
 
 
 def _joined(ours: str | None, theirs: str | None) -> str | None:
-    """One salt from the engine's and the request's. Different pairs give different salts."""
+    """One salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts."""
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     return f"{len(ours)}:{ours}{theirs}"

@@ -1,5 +1,5 @@
-"""The jobs in which the ranks store segments, the blocks that the jobs read, and the slots reserved for them. Imports
-no engine."""
+"""The jobs in which the ranks store segments (saves), the blocks that the jobs read, and the slots reserved for them.
+Imports no engine."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["ScheduledSaves"]
 
 
 class ScheduledSaves:
-    """The jobs under way. For the scheduler's thread."""
+    """The save jobs that the ranks have not finished. For the scheduler's thread."""
 
     def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool) -> None:
-        """`shared`: several ranks fill one segment, so the scheduler's side reserves its slot. Otherwise the rank
-        reserves the slot, behind the step."""
+        """`shared`: several ranks fill one segment, so this object reserves its slot for all of them. Otherwise the one
+        rank reserves the slot itself, in the background."""
         self._settings = settings
         self._blocks_per_segment = settings.segment_tokens // block_tokens
         self._shared = shared
         self._last_job = 0
         self._blocks: dict[int, frozenset[int]] = {}
-        """The blocks that each job under way reads."""
+        """By job, the blocks that it reads, until all ranks have finished it."""
         self._reservations: dict[int, Reservation] = {}
         """The reservation of each job."""
 
     def plan(
         self, pool: SchedulerPool, state: RequestState, segments: range, table: Callable[[str], Sequence[int]]
     ) -> list[SavePlan]:
-        """A job that stores `segments` of a request; no job if no slot was granted. `table` returns the blocks of a
-        request. Raises the errors of the pool and of `table`."""
+        """Plan the job that stores `segments` of a request: a list of one plan, or an empty list if no slot was
+        granted. `table` returns the blocks of a request, by its name. Raises the errors of the pool and of `table`."""
         name = state.request.request_id
         keys = state.keys(pool, self._settings.salt)[segments.start : segments.stop]
         reservation = None
@@ -41,7 +41,7 @@ class ScheduledSaves:
             deadline_s = self._settings.match_ms / 1e3
             reservation = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, hints=state.hints)
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))
-            # The refused segments are offered again with the request's next segment.
+            # The segments from the first refused one on are offered again in the request's next step.
             state.saved.segments = segments.start + granted
             keys = keys[:granted]
             if not reservation.id:
@@ -61,15 +61,16 @@ class ScheduledSaves:
 
     @property
     def jobs(self) -> tuple[int, ...]:
-        """All jobs under way."""
+        """The numbers of the jobs that the ranks have not finished."""
         return tuple(self._blocks)
 
     def reading(self, blocks: set[int]) -> tuple[int, ...]:
-        """The jobs that read any of these blocks."""
+        """The jobs that may still read any of these blocks."""
         return tuple(job for job, read in self._blocks.items() if not read.isdisjoint(blocks))
 
     def done(self, job: int) -> None:
-        """No rank reads the blocks of the jobs up to this one: each rank has filled its part or given it up."""
+        """Record that all ranks have finished the jobs up to `job`: each has filled its part or given it up, and reads
+        the blocks no more."""
         for number in [number for number in self._blocks if number <= job]:
             del self._blocks[number]
         for number in [number for number in self._reservations if number <= job]:

@@ -1,4 +1,4 @@
-"""Stores segments from vLLM's blocks, on a rank, behind the steps. Imports no engine."""
+"""Stores segments from vLLM's blocks, on a rank, in a background thread. Imports no engine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _Task:
 
 
 class _BlocksTaken(Exception):
-    """vLLM handed the blocks of the job out again."""
+    """The job ends, because vLLM has given its blocks to another request."""
 
 
 class SaveWriter:
-    """Executes save jobs in their order. A job reads its blocks until it counts as `done`, or until `take_back` has
-    returned. One thread calls all methods; the jobs run in a thread of their own."""
+    """Executes save jobs in their order, in a thread of its own. A job may read its blocks until it counts as `done`,
+    or until `take_back` has returned for it. All methods are for one thread."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class SaveWriter:
         tokens: int,
         queue: int,
     ) -> None:
-        """`store` stores the segments of a plan in a pool and returns a `Code` for each. `tokens`: of one segment.
-        `queue`: the largest number of jobs that wait."""
+        """`store(pool, plan, fill)` stores the segments of a plan and returns a `Code` for each. `tokens`: the number
+        of tokens of a segment. `queue`: the largest number of jobs that wait."""
         self._reader = reader
         self._store = store
         self._counters = counters
@@ -64,29 +64,29 @@ class SaveWriter:
         self._copying = threading.Lock()
         """Held while one segment is copied out of its blocks."""
         self._taken: frozenset[int] = frozenset()
-        """The unfinished jobs whose blocks were taken back. Written by the caller's thread only."""
+        """The unfinished jobs whose blocks were taken back. Only the thread that calls the methods writes it."""
         self._last = 0
-        """The last job that was submitted or skipped."""
+        """The number of the last job that was submitted or skipped."""
 
     @property
     def done(self) -> int:
-        """The jobs up to this one read no block any more."""
+        """The number of the newest job such that this job and all earlier ones read no block any more."""
         oldest = self._queue.oldest()
         return oldest.plan.job - 1 if oldest is not None else self._last
 
     def submit(self, plan: SavePlan, pool: Callable[[], Any], ready: Callable[[], None]) -> None:
-        """Store `plan` in the background. `pool` returns the pool or None, and may wait. `ready` returns once the
-        blocks hold the results of the step."""
+        """Store the segments of `plan` in the background. `pool` returns the pool or None, and may wait. `ready`
+        returns once the blocks hold the results of the step. Both are called in the background."""
         self._last = max(self._last, plan.job)
         if not self._queue.submit(_Task(plan, pool, ready)):
             self._count_lost(plan)
 
     def skip(self, job: int) -> None:
-        """This rank does not execute the jobs up to `job`."""
+        """Count the jobs up to `job` as done, for a rank that does not execute them."""
         self._last = max(self._last, job)
 
     def take_back(self, jobs: Sequence[int]) -> None:
-        """The blocks of these jobs are not read after this call. Waits for the copy of one segment at most."""
+        """Give up these jobs: their blocks are not read after this call. Waits for the copy of one segment at most."""
         if not jobs:
             return
         done = self.done
@@ -94,7 +94,7 @@ class SaveWriter:
         for task in self._queue.withdraw(lambda task: task.plan.job in jobs):
             self._count_lost(task.plan)
         with self._copying:
-            # The next copy sees that its blocks were taken.
+            # The copy that was under way has ended, and each later one sees that the blocks were taken.
             pass
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -43,12 +43,12 @@ from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan
 __all__ = ["SchedulerSide"]
 
 EARLY_LOOKUPS = 16
-"""The number of waiting requests whose lookup begins on arrival. The lookup of each further request begins when vLLM
+"""Limit of the waiting requests whose lookup begins on arrival. The lookup of each further request begins when vLLM
 asks for its matched tokens, so that a long queue does not lease segments long before they are loaded."""
 
 
 class SchedulerSide:
-    """One per engine. Not thread-safe: vLLM's scheduler calls it."""
+    """The scheduler's side of the connector: one per engine, called by vLLM's scheduler. Not thread-safe."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SchedulerSide:
         self._report = report
         self._clock = clock
         self.rates = Rates()
-        """The measurements of this engine."""
+        """The measured times of this engine's loads and prefills."""
         self._prefills = PrefillSteps(self.rates.prefill, clock)
         self._costs = LoadCosts(self.rates, self._segment, segment_bytes, clock)
         self._lookups = Lookups(settings.match_ms / 1e3, clock)
@@ -81,27 +81,28 @@ class SchedulerSide:
         self._loads = ScheduledLoads(self._costs.add_load)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
         self._last_saves: list[SavePlan] = []
-        """The saves of finished requests, for the next step."""
+        """The saves of requests that have finished since the last step, for the plan of the next step."""
         self._held: list[tuple[str, int]] = []
-        """(request, job): finished requests whose blocks are kept, for the next step."""
+        """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
+        next step."""
         self._step = 0
         self._weights: str | None = None
-        """The digest of weights that were changed in place, for the keys; None: the layout's digest."""
+        """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
         self._stopped = False
-        """A rank cannot serve the pool."""
+        """True: a rank has reported that it cannot read or write the cache, so the pool is not used any more."""
 
     @property
     def silent(self) -> bool:
-        """Has the daemon owed an answer for a while?"""
+        """Has the daemon not answered a late lookup for a while (`Lookups.silent`)?"""
         return self._lookups.silent
 
     @property
     def waits(self) -> bool:
-        """Do steps wait for their loads?"""
+        """Does a step wait for its loads (setting `load` = sync)?"""
         return self._settings.load == "sync"
 
     def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
-        """A request that the pool can serve has arrived, with these hints."""
+        """To be called when a request that the pool can serve has arrived. `hints`: those that came with it."""
         state = self._requests[request.request_id] = RequestState(
             request, SavedTokens(self._segment), hints, self._weights
         )
@@ -110,7 +111,7 @@ class SchedulerSide:
             self._begin_lookup(state)
 
     def matched(self, request: EngineRequest, computed: int) -> int | None:
-        """The number of tokens behind the first `computed` that can be loaded; None: not known yet."""
+        """The number of tokens to load behind the first `computed`; None: not known yet, and vLLM asks again."""
         state = self._requests.get(request.request_id)
         if state is None or not state.may_load:
             return 0
@@ -134,7 +135,7 @@ class SchedulerSide:
         return self._choose_load(state, lookup)
 
     def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
-        """The result of `matched` before the answer has arrived."""
+        """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or waits in vain."""
         if lookup.waiting and self._wait_is_useless(state, lookup):
             state.drop_lookup()
             self._begin_lookup(state, may_wait=False)
@@ -155,11 +156,11 @@ class SchedulerSide:
         return state.local > 0 and self._clock() - lookup.started > limit_s
 
     def _choose_load(self, state: RequestState, lookup: Lookup) -> int:
-        """The number of tokens to load of the hit. The lease of the remaining segments is released. The skipped tokens
-        are counted when the request gets its blocks, because vLLM may ask again until then."""
+        """The number of tokens to load of the hit. The lease of the remaining segments is released. The tokens that are
+        not loaded are counted when the request gets its blocks, because vLLM may ask again until then."""
         total, start = state.request.num_tokens, state.local
         found = max(start, loadable_until(lookup.hits, total, self._segment, self._block))
-        # Segments that an earlier call released are not available any more.
+        # Without the segments that an earlier call for this lookup has released.
         until = max(start, min(found, len(lookup.owners) * self._segment))
         stop = self._costs.cheapest_stop(lookup.owners, start, until, total) if self._settings.weigh_loads else until
         if stop < found:
@@ -168,8 +169,9 @@ class SchedulerSide:
         return stop - start
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
-        """`request` has `blocks`, and `external` tokens are to be loaded into them. These tokens were promised to vLLM:
-        if an error occurs here, the ranks get a load without a lease, and report its blocks as errors."""
+        """To be called when vLLM has given `blocks` to `request`, into which `external` tokens are to be loaded. These
+        tokens were promised to vLLM: if an error occurs here, the ranks get a load without a lease, and report its
+        blocks as errors."""
         try:
             self._allocated(request, blocks, external)
         except Exception as error:
@@ -203,7 +205,7 @@ class SchedulerSide:
         self._counters.add(tokens_hit=external)
 
     def step(self, scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]) -> StepPlan:
-        """The plan of the next step. `table` returns the blocks of a scheduled request."""
+        """The plan of the next step. `table` returns the blocks of a scheduled request, by its name."""
         self._step += 1
         loads = self._loads.hand_out(self._step)
         self._prefills.begin(self._step, scheduled)
@@ -239,8 +241,8 @@ class SchedulerSide:
         )
 
     def worker_output(self, report: StepReport | None, received: Sequence[str], invalid: set[int]) -> None:
-        """The outcome of a step. `report`: the combined report of all ranks. `received`: the requests whose
-        asynchronous loads ended. `invalid`: the blocks that were not filled."""
+        """Take the outcome of a step. `report`: the combined report of all ranks. `received`: the requests whose
+        asynchronous loads ended. `invalid`: the blocks that loads should have filled and did not."""
         if report is not None:
             self._loads.add_times(report.loaded)
         if invalid:
@@ -250,13 +252,15 @@ class SchedulerSide:
         if report is not None:
             self._end_steps(report, filled=not invalid)
         for state in self._requests.values():
-            # Segments on other nodes take a second question, which should begin as early as possible.
+            # If a lookup has found segments on other nodes, its poll asks for the nodes, which should begin as early as
+            # possible.
             if state.lookup is not None:
                 with contextlib.suppress(TokenLakeError):
                     state.lookup.poll()
 
     def _end_steps(self, report: StepReport, *, filled: bool) -> None:
-        """All ranks have reached the state of `report`. `filled`: no load of these steps failed."""
+        """Take the combined report of all ranks on the steps up to `report.step`. `filled`: no load of these steps
+        failed."""
         for step, seconds in report.computed.items():
             self._prefills.end(step, seconds)
         if not report.serves:
@@ -269,7 +273,8 @@ class SchedulerSide:
         self._saves.done(report.done)
 
     def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> bool:
-        """`request` has finished. True: vLLM must keep its blocks until the ranks report it."""
+        """To be called when `request` has finished. True: vLLM must keep its blocks until the ranks report that its
+        saves are done."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
@@ -287,11 +292,12 @@ class SchedulerSide:
         return bool(saves)
 
     def new_weights(self, digest: str) -> None:
-        """The weights have changed: keys are hashed with this digest from now on. Segments that were handed out before
-        were computed with the old weights and keep their keys. A request that has blocks stores nothing more until it
-        loses them; a request without blocks begins a new lookup."""
+        """To be called when the weights have changed: keys are hashed with this digest from now on. Saves that were
+        handed out before store results of the old weights, under the old keys. A request that has blocks stores nothing
+        more until it loses them; a request without blocks begins a new lookup."""
         self._weights = digest
-        # All first: a marker stays while a request of this engine computes the segment, and none does any more.
+        # This loop ends before any marker is removed, because `_mark_in_flight` keeps the markers of segments that a
+        # request of this engine counts as computing.
         for name in self._requests:
             self._waits.ended(name)
         for state in self._requests.values():
@@ -311,8 +317,8 @@ class SchedulerSide:
         self._requests.clear()
 
     def _begin_lookup(self, state: RequestState, *, may_wait: bool = True) -> None:
-        """Set `state.lookup`; it stays None if there is no pool or no segment to look up. `may_wait`: the lookup may
-        wait for another engine that computes the prompt."""
+        """Begin a lookup and set `state.lookup`, which stays None if there is no pool or no segment to look up, or
+        while the daemon owes an answer. `may_wait`: the lookup may wait for another engine that computes the prompt."""
         pool = None if self._stopped else self._pool()
         total = state.request.num_tokens
         count = loadable_segments(total, self._segment, self._block)
@@ -325,8 +331,8 @@ class SchedulerSide:
         state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
 
     def _mark_in_flight(self, state: RequestState, seconds: float) -> None:
-        """Set in-flight markers for the segments of a prompt that the pool lacks; they last for `seconds`. 0 removes
-        them, unless another request of this engine computes the same segments."""
+        """Set in-flight markers, which last for `seconds`, for the segments of the prompt that the pool lacks. 0
+        removes the markers, unless another request of this engine computes the same segments."""
         pool = self._pool()
         if pool is None or self._stopped or state.gap is None:
             return
@@ -338,7 +344,8 @@ class SchedulerSide:
             self._report("setting in-flight markers", error)
 
     def _send_hints(self, state: RequestState, hints: Hints) -> None:
-        """Send the final hints for the segments that are stored. Segments that are stored later carry them."""
+        """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
+        Segments that are stored later carry them."""
         pool = self._pool()
         known, state.hints = state.hints or NO_HINTS, hints
         if pool is None or self._stopped or state.prefix is None or hints == known or not state.saved.segments:
@@ -351,8 +358,9 @@ class SchedulerSide:
     def _plan_saves(
         self, state: RequestState, known: int, table: Callable[[str], Sequence[int]], *, certain: bool
     ) -> list[SavePlan]:
-        """The saves of one request in this step, as in `SavedTokens.take`. Never raises: a step goes on without them.
-        Segments whose save could not be planned are offered again in the request's next step."""
+        """The plans that store the segments of one request that `SavedTokens.take` returns for `known` and `certain`.
+        `table`: as of `step`. Never raises: after an error the step goes on without them, and the segments are offered
+        again in the request's next step."""
         if not state.may_store:
             return []
         segments = state.saved.take(known, certain=certain)
@@ -369,7 +377,8 @@ class SchedulerSide:
             return []
 
     def _blocks_written(self, scheduled: Sequence[ScheduledPart], loads: Sequence[LoadPlan]) -> set[int]:
-        """The blocks that were handed out for this step and that it may write."""
+        """The blocks that the step may write: those that loads fill, and those that requests were given for this step,
+        except the ones that they share in vLLM's own cache."""
         written: set[int] = set()
         if not self._saves.jobs:
             return written
@@ -384,7 +393,7 @@ class SchedulerSide:
     def _fail_loads(self, invalid: set[int]) -> None:
         for name in self._loads.fail(invalid):
             if name in self._requests:
-                # A second attempt would read the same segment again.
+                # The request loads nothing more, because a second attempt would read the same segment again.
                 self._requests[name].may_load = False
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():

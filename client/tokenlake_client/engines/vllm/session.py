@@ -12,15 +12,16 @@ from tokenlake_client.engines.vllm.pool import RankPool
 __all__ = ["RankSession"]
 
 WAIT_S = 0.05
-"""How long a step waits for the attempt to join a session. The attempt continues in the background."""
+"""How long a step waits for the attempt to join a session. The attempt then continues in the background."""
 RETRY_S = 1.0
-"""The pause between attempts to join one session."""
+"""The pause before a session that could not be joined is tried again."""
 
 P = TypeVar("P", bound=RankPool)
 
 
 class RankSession(Generic[P]):
-    """Joins the session that the plan of a step names, and leaves the previous one. Thread-safe."""
+    """A rank's membership in the scheduler's session: joins the session that the plan of a step names, and leaves the
+    previous one. Thread-safe."""
 
     def __init__(self, join: Callable[[int], P], report: Callable[[str, BaseException], None]) -> None:
         """`join` opens a connection in a session. `report` is called with the operation that failed and its error."""
@@ -34,8 +35,8 @@ class RankSession(Generic[P]):
         self._closed = False
 
     def get(self, session: int, incarnation: int, wait_s: float = WAIT_S) -> P | None:
-        """The connection in `session` of the daemon with this incarnation; None where there is none within `wait_s`
-        seconds."""
+        """The connection to the daemon with this incarnation in its session `session`. Joins the session if necessary;
+        None if that has not succeeded within `wait_s` seconds."""
         target = (session, incarnation)
         with self._lock:
             if not session or self._closed:

@@ -17,7 +17,7 @@ __all__ = ["EngineSettings", "read_settings"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Made by `read_settings`, which checks the values. Names end in their unit."""
+    """The connector's settings. `read_settings` makes this object and checks the values. Names end in their unit."""
 
     socket: Annotated[
         str,
@@ -160,8 +160,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
-    """`extra` wins over `environ`. Raises `ConfigurationError` for the first setting that is unknown or invalid, also
-    for one that `extra` replaces."""
+    """The settings in `extra` (`kv_connector_extra_config`) and `environ` (variables of the environment); `extra` takes
+    precedence. Raises `ConfigurationError` for the first setting that is unknown or invalid, also for a variable that
+    `extra` overrides."""
     given = [
         *of_environment(environ, ENGINE_PREFIX),
         *((str(name), value, "kv_connector_extra_config") for name, value in extra.items()),

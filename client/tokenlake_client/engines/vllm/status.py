@@ -1,4 +1,4 @@
-"""The state of the connection to the pool: each change is logged once. Imports no engine."""
+"""Logs each change of the state of the connection to the pool. Imports no engine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class _State(enum.Enum):
 
 
 class PoolStatus:
-    """Compares the connection with its state at the previous call. For the scheduler's thread."""
+    """Logs when the connection is made, lost, silent or back. For the scheduler's thread."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._state = _State.NEVER_CONNECTED
 
     def update(self, pool: StatusPool | None, *, silent: bool) -> None:
-        """Log the state if it has changed. `pool`: the connection, None before the first one. `silent`: the daemon owes
-        an answer that is overdue."""
+        """Log the state if it has changed since the last call. `pool`: the connection, None before the first one.
+        `silent`: the daemon owes an answer that is overdue."""
         state = _state_of(pool, silent=silent)
         if pool is None or state is self._state:
             return

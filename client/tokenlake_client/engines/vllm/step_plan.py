@@ -12,24 +12,26 @@ __all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Tokens [start, stop) of a request, to be copied from the segments of a lease into its blocks."""
+    """A load: tokens [start, stop) of a request are copied from the segments of a lease into the request's blocks."""
 
     request: str
     lease: int
     incarnation: int
-    """The incarnation of the daemon that granted the lease: after a restart the number may name another lease."""
+    """The incarnation of the daemon that granted the lease: after a restart the lease's number may name another lease.
+    """
     start: int
-    """A multiple of the block size, as is `stop`."""
+    """The first token to load. `start` and `stop` are multiples of the block size."""
     stop: int
     blocks: tuple[int, ...]
     """The blocks of these tokens, in order."""
     local: bool
-    """All segments lie in this node's arena: the load needs no transfer."""
+    """True: all segments lie in this node's arena, so the load needs no transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Segments [first, first + number of keys) of one prompt. All their tokens are computed when the step ends."""
+    """A save: segments [first, first + number of keys) of one prompt are stored. All their tokens are computed when the
+    step ends."""
 
     job: int
     """Job numbers begin with 1 and increase; the ranks execute the jobs in this order."""
@@ -39,32 +41,35 @@ class SavePlan:
     blocks: tuple[int, ...]
     """The blocks of all tokens of these segments, in order."""
     write: int = 0
-    """The reservation whose slots the ranks fill, each its own shards; 0: the only rank reserves the slots."""
+    """The number of the reservation whose slots the ranks fill, each rank its own shards; 0: one rank fills whole
+    segments, and reserves the slots itself."""
     incarnation: int = 0
     """The incarnation of the daemon that granted the reservation."""
     hints: Hints | None = None
-    """The request's hints, where the rank reserves the slots."""
+    """The request's hints, for a rank that reserves the slots itself."""
     marked: bool = False
-    """The segments have in-flight markers, where the rank reserves the slots: it removes those of refused segments."""
+    """True: the segments have in-flight markers, and the rank, which reserves the slots itself, must remove those of
+    segments that the pool refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine."""
+    """The plan of one step of the engine, for each rank."""
 
     step: int
     session: int = 0
-    """The scheduler's session at the daemon, which the ranks join; 0 while there is none."""
+    """The number of the scheduler's session at the daemon, which the ranks join; 0 while there is none."""
     incarnation: int = 0
     """The incarnation of the daemon of this session."""
     wait: bool = False
-    """The step computes with the blocks that `loads` fill."""
+    """True: the step computes with the blocks that `loads` fill, so it waits for them."""
     idle: bool = False
-    """The step computes nothing."""
+    """True: the step computes nothing."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     reused: tuple[int, ...] = ()
-    """The jobs whose blocks were handed out again: these blocks must not be read once the step has begun."""
+    """The save jobs whose blocks vLLM gave to other requests: the ranks must not read these blocks once the step has
+    begun."""
     held: tuple[tuple[str, int], ...] = ()
     """(request, job): finished requests whose blocks are kept until the job is done."""
 
@@ -74,14 +79,14 @@ class LoadTime:
     """The duration of one load, from the moment the rank began it."""
 
     fetch_s: float
-    """Until the segments were in this node's arena."""
+    """The seconds until the segments were in this node's arena."""
     copy_s: float
-    """The remaining time, until they were in the blocks."""
+    """The remaining seconds, until the segments were in the blocks."""
     lost: int = 0
     """The number of segments that were lost or arrived too late."""
 
     def slower(self, other: LoadTime) -> LoadTime:
-        """The time of the slower of two ranks, with the larger loss of both."""
+        """The time of the slower of two ranks, with the larger number of lost segments."""
         slower = max(self, other, key=lambda time: time.fetch_s + time.copy_s)
         return replace(slower, lost=max(self.lost, other.lost))
 
@@ -92,16 +97,16 @@ class StepReport:
 
     step: int
     done: int
-    """The jobs up to this one read no block any more."""
+    """The number of the newest save job such that this job and all earlier ones read no block any more."""
     serves: bool = True
     """False: the rank cannot read or write the cache, now or later."""
     computed: Mapping[int, float] = field(default_factory=dict)
-    """By step, the seconds of the forward passes that were measured since the last report."""
+    """The measured seconds of forward passes, by step, that became known since the last report."""
     loaded: Mapping[str, LoadTime] = field(default_factory=dict)
-    """By request, the loads that ended since the last report."""
+    """The times of the loads that ended since the last report, by request."""
 
     def merged(self, other: StepReport) -> StepReport:
-        """What both ranks have done, with the longer of their times."""
+        """One report for both ranks: it states the work that both have done, and the longer of their times."""
         computed, loaded = dict(self.computed), dict(self.loaded)
         for step, seconds in other.computed.items():
             computed[step] = max(seconds, computed.get(step, 0.0))

@@ -27,11 +27,11 @@ from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan
 __all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 
 JOIN_S = 5.0
-"""How long a background thread waits for the connection to the scheduler's session."""
+"""How long a background thread waits until the rank has joined the scheduler's session."""
 
 
 class WorkerSide:
-    """One per rank. vLLM calls the hooks of a step in the order of the methods below."""
+    """The side of the connector on one rank. vLLM calls its hooks in each step in the order of the methods below."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class WorkerSide:
         self._counters = counters
         self._report = report
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
-        # Bounded by vLLM, which gives blocks to a limited number of requests.
+        # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
+        # load.
         self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan]] = BackgroundQueue(
             lambda task: self._load(*task), "tokenlake-load"
         )
@@ -61,25 +62,26 @@ class WorkerSide:
         self._plan = StepPlan(0)
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        """Guards the results of loads, which a background thread adds."""
+        """Guards the results of loads (the fields below), which a background thread adds."""
         self._errors: set[int] = set()
         self._received: set[str] = set()
         self._loaded: dict[str, LoadTime] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step, before any block is written: blocks that were handed out again are not read any more."""
+        """Begin a step, before any block is written: the saves whose blocks vLLM gave to other requests are given
+        up."""
         self._plan = plan
         self._held.update(plan.held)
         self._writer.take_back(plan.reused)
         self._timer.start()
 
     def load(self) -> None:
-        """Fill blocks: at once if the step waits for the loads, or if it is idle and needs no transfer; otherwise in
-        the background."""
+        """Execute the loads of the step: a load is executed at once if the step waits for it, or if the step is idle
+        and the load needs no transfer; otherwise in the background."""
         plan = self._plan
         before_forward = plan.wait and bool(plan.loads)
         if not before_forward:
-            # vLLM calls this after the forward pass if the pass needs no load.
+            # The step does not wait for loads, so vLLM calls this method after the forward pass.
             self._timer.stop(plan.step)
         for load in plan.loads:
             if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
@@ -101,11 +103,11 @@ class WorkerSide:
             return
         ready = self._copy.computed()
         for save in plan.saves:
-            # The background thread joins the session, not the step.
+            # The session is joined in the background thread, so that the step does not wait for it.
             self._writer.submit(save, lambda: self._session.get(plan.session, plan.incarnation, JOIN_S), ready)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Since the last call: (finished requests whose blocks may be freed, requests whose loads ended)."""
+        """(finished requests whose blocks may be freed, requests whose loads ended), since the last call."""
         done = self._writer.done
         freed = {request for request, job in self._held.items() if job <= done}
         for request in freed:
@@ -115,13 +117,13 @@ class WorkerSide:
         return freed, received
 
     def errors(self) -> set[int]:
-        """The blocks that could not be filled, since the last call."""
+        """The blocks that loads could not fill since the last call."""
         with self._lock:
             errors, self._errors = self._errors, set()
         return errors
 
     def report(self) -> StepReport:
-        """The report to the scheduler's side."""
+        """The report on the step, for the scheduler's side."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         return StepReport(self._plan.step, self._writer.done, computed=self._timer.take(), loaded=loaded)
@@ -137,7 +139,7 @@ class WorkerSide:
         self._session.close()
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Fill the blocks of `load`; blocks that could not be filled become errors. Never raises."""
+        """Fill the blocks of `load`; the blocks that could not be filled are added to `errors`. Never raises."""
         started = time.perf_counter()
         filled = 0
         load_time: LoadTime | None = None
@@ -203,12 +205,13 @@ class UnservedWorker:
         self._held.update(request for request, _ in self._plan.held)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """All requests of the step, as in `WorkerSide.finished`."""
+        """As in `WorkerSide.finished`: all finished requests whose blocks are kept, and, unless the step waits for its
+        loads, all requests with a load in it."""
         held, self._held = self._held, set()
         return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
 
     def errors(self) -> set[int]:
-        """All blocks of the step's loads."""
+        """As in `WorkerSide.errors`: all blocks of the step's loads."""
         return {block for load in self._plan.loads for block in load.blocks}
 
     def report(self) -> StepReport:
@@ -224,7 +227,7 @@ class UnservedWorker:
 
 
 class Timestamps(Protocol):
-    """Timestamps of the device that computes."""
+    """Makes timestamps on the device that computes the steps."""
 
     def mark(self) -> Any:
         """A timestamp after all work that was queued so far."""
@@ -236,8 +239,8 @@ class Timestamps(Protocol):
 
 
 class StepTimer:
-    """Measures the forward passes of a rank's steps, for the thread that runs the steps. It waits for nothing: the time
-    of a step on a GPU is known some steps later."""
+    """Measures the forward passes of a rank's steps. It never waits for the device: the time of a step on a GPU becomes
+    known some steps later. For the thread that runs the steps."""
 
     def __init__(self, device: Timestamps) -> None:
         self._device = device
@@ -245,17 +248,18 @@ class StepTimer:
         self._ended: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)
 
     def start(self) -> None:
-        """The forward pass begins. A later call before `stop` replaces this one."""
+        """Record that the forward pass begins. A later call before `stop` replaces this one."""
         self._first = self._device.mark()
 
     def stop(self, step: int) -> None:
-        """The forward pass of `step` has been queued. Only the first call after `start` counts."""
+        """Record that the forward pass of `step` has been queued on the device. Only the first call after `start`
+        counts."""
         if self._first is not None:
             self._ended.append((step, self._first, self._device.mark()))
             self._first = None
 
     def take(self) -> dict[int, float]:
-        """By step, the seconds that have become known since the last call."""
+        """The seconds of the forward passes, by step, that have become known since the last call."""
         known: dict[int, float] = {}
         while self._ended:
             step, first, last = self._ended[0]
