@@ -144,13 +144,15 @@ class DirectoryNode:
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
     ) -> wire.Redundant:
         """`node` owns these segments. Returns the answer for it: the keys that another node owns that can be reached,
-        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced."""
+        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced; so is each entry
+        where this node stands in for the directory node: it may be of an earlier outage, and its owner has told later
+        changes to the directory node."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
-        incarnation = self._incarnation(node)
-        for key in keys:
+        incarnation, here = self._incarnation(node), self._context.node
+        for key, (first, _) in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
             owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None and owner != self._context.node and not self._peers.reachable(owner):
+            if owner is not None and (first != here or (owner != here and not self._peers.reachable(owner))):
                 self._directory.gone(tenant, key, owner)
                 owner = self._directory.own(tenant, key, node, incarnation, previous)
             if owner is not None:
@@ -197,8 +199,8 @@ class DirectoryNode:
             self._advertised[node] = peer.incarnation
 
     def _walk(self, node: NodeId, needed: Callable[[], bool], done: Callable[[], None] = lambda: None) -> None:
-        """Tell the segments of this node that hash to `node` to the nodes that keep their entries now, in slices, for
-        as long as `needed`; then call `done`. A walk for the same node that is under way is replaced. Segments that
+        """Tell the segments of this node that hash to `node`, and those that it stands in for, to the nodes that keep
+        their entries now, in slices, for as long as `needed`; then call `done`. A walk for the same node that is under way is replaced. Segments that
         this node comes to own meanwhile are told at once."""
         number = self._context.next_id()
         self._walks[node] = number
@@ -225,8 +227,10 @@ class DirectoryNode:
             if segment.owned:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            pairs = self._context.ring.candidates(join_keys(keys))
-            its_keys = [key for key, (first, _) in zip(keys, pairs, strict=True) if first == node]
+            packed_keys = join_keys(keys)
+            kept_by = self._peers.directory_nodes(packed_keys)
+            pairs = self._context.ring.candidates(packed_keys)
+            its_keys = [key for key, pair, now in zip(keys, pairs, kept_by, strict=True) if node in (pair[0], now)]
             own = self._tell(its_keys, lambda packed, tenant=tenant: wire.Owned(tenant, packed))  # type: ignore[misc]
             self.owned(self._context.node, tenant, own)
 
