@@ -21,7 +21,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake_client import Pool
@@ -66,7 +66,7 @@ def kept_at(cluster: Cluster, pools: list[Pool], nodes: list[int]) -> list[Promp
         prompts = [Prompt(seed, 1) for seed in itertools.islice(seeds, 40)]
         for prompt in prompts:
             store(pools[0], prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         found = [prompt for prompt in prompts if held_by(pools, prompt) == nodes]
     return found
 
@@ -86,7 +86,7 @@ def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[
     for prompt in prompts:
         assert read(pools[0], prompt) == 0, "the engine at the source misses as well"
         store(pools[1], prompt)
-    wait_pushed(cluster)
+    wait_told(cluster)
     for prompt in prompts:
         for pool in pools:
             assert read(pool, prompt) == 1
@@ -129,7 +129,7 @@ def test_a_verifying_engine_reports_a_corrupt_copy(cluster: Cluster, pools: list
         for prompt in prompts:
             assert read(pools[0], prompt) == 0, "the engine that does not verify misses"
             store(careful, prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         for prompt in prompts:
             for pool in (*pools, careful):
                 assert read(pool, prompt) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.robustness.live import flip, local_keys, wait_pushed, wait_until
+from tests.robustness.live import flip, local_keys, wait_told, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
 from tests.robustness.matrix.proxy import Cut, Direction, Flip, Trickle
 from tests.robustness.matrix.world import world
@@ -106,7 +106,7 @@ def full(seed: int) -> Outcome:
         while at.metric(1, "tokenlake_free_slots"):
             assert other.store(at.fresh(filled), patience=5.0) == {Code.COMMITTED}
             filled += 1
-        wait_pushed(at.cluster)
+        wait_told(at.cluster)
         there = local_keys(other.pool, [at.fresh(number) for number in range(filled)])
         leases = [
             other.pool.match([key])
@@ -120,7 +120,7 @@ def full(seed: int) -> Outcome:
         received = at.metric(1, "tokenlake_received_segments_total")
         for prompt in at.prompts[:6]:
             assert mine.store(prompt, patience=5.0) == {Code.COMMITTED}
-        wait_pushed(at.cluster)
+        wait_told(at.cluster)
         before = {key for prompt in at.prompts[:6] for key in map(bytes, mine.pool.prefix(prompt.tokens).keys)}
         at.find_again(before, mine)
         assert at.metric(1, "tokenlake_received_segments_total") == received, "the node took no segment"

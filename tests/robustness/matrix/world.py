@@ -14,7 +14,7 @@ from tests.robustness.live import (
     found_keys,
     local_keys,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tests.robustness.matrix.measure import MATCH_S, Asker, Outcome
@@ -83,7 +83,7 @@ class World:
         for number, prompt in enumerate(self.prompts):
             codes = by[number % len(by)].store(prompt, patience=LIMIT_S)
             assert codes == {Code.COMMITTED}
-        wait_pushed(self.cluster)
+        wait_told(self.cluster)
 
     def read_and_store(self, asker: Asker, number: int) -> None:
         """Read one of the prompts and store a fresh one."""
@@ -103,13 +103,13 @@ class World:
         alone = self.prompts[: PROMPTS // 2]
         for prompt in alone:
             wait_until(lambda prompt=prompt: here.store(prompt) <= DONE, "it stores alone")  # type: ignore[misc]
-        wait_pushed(self.cluster)
+        wait_told(self.cluster)
         self.nodes[other].start()
         self.cluster.wait_ready()
         wait_until(self.engines[other].answered, "the other engine is back")
         for prompt in self.prompts[PROMPTS // 2 :]:
             assert here.store(prompt, patience=LIMIT_S) == {Code.COMMITTED}
-        wait_pushed(self.cluster)
+        wait_told(self.cluster)
         wait_until(lambda: len(self.listed()) == PROMPTS * SEGMENTS, "all is found")
         assert self.only_at(number) >= len(alone) * SEGMENTS
 
