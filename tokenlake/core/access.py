@@ -160,9 +160,10 @@ class Touches:
             else:
                 self._relay(tenant, its_keys, report)
 
-    def touched(self, message: wire.Touched) -> None:
-        """Another node reports reads of its copies, or hints; the keys come deepest first. They apply to the segments
-        that this node owns; about the others the report is relayed once to their owners."""
+    def touched(self, node: NodeId, message: wire.Touched) -> None:
+        """`node` reports reads of its copies, or hints; the keys come deepest first. They apply to the segments that
+        this node owns; about the others the report is relayed once to their owners. `node` is told of those that are
+        neither here nor recorded elsewhere, since it may take this node for their owner."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
         owned = [segment for segment in reversed(found) if segment is not None and segment.owned]
@@ -175,14 +176,21 @@ class Touches:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)
             absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
-            self._relay(tenant, absent, report)
+            unknown = self._relay(tenant, absent, report)
+            if unknown:
+                self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown), self._context.node))
 
-    def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> None:
-        """Queue a report about segments that this node lacks to the owners that its directory records."""
+    def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
+        """Queue a report about segments that this node lacks to the owners that its directory records. Returns the keys
+        without one."""
+        unknown: list[SegmentKey] = []
         for key in keys:
             owner = self._recorded_owner(tenant, key)
             if owner is not None and owner != self._context.node:
                 self._add(owner, tenant, report._replace(relayed=True), [key])
+            else:
+                unknown.append(key)
+        return unknown
 
     def _report_copies(self, segments: list[Segment], report: _Report) -> None:
         """Queue a report to the owner of each of these segments that this node does not own."""

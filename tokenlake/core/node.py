@@ -136,7 +136,7 @@ class NodeCore:
             peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
             peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._evicted,
-            peer.Touched: lambda node, m: self._touches.touched(m),
+            peer.Touched: self._touches.touched,
             peer.Corrupt: self._corruption.node_reports,
             peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
             peer.ExplainMissing: self._explain.ask,
@@ -297,8 +297,9 @@ class NodeCore:
             self._peers.tell(node, redundant)
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
-        tenant, keys = TenantId(message.tenant), split_keys(message.keys)
-        self._directory_node.gone(tenant, keys, NodeId(message.node))
+        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
+        self._directory_node.gone(tenant, keys, owner)
+        self._ownership.owner_evicted(owner, tenant, keys)
         self._explain.gone(tenant, keys, message)
 
     def _report_evicted(self) -> None:

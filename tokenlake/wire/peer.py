@@ -223,7 +223,8 @@ class Redundant(_Message, frozen=True, tag=14):
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """To the directory node: `node` does not have these. Sent by that node, or by a reader that found none there."""
+    """`node` does not have these. To their directory node from that node, or from a reader that found none there; to a
+    node that reported reads of its copies from the node that it took for the owner."""
 
     tenant: str
     keys: bytes
