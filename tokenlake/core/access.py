@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -23,17 +23,13 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["KnownAccess", "RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
+__all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
 
 MAX_RECENT_MATCHES = 32
 """Incomplete matches that a session remembers: an upper bound on the requests that it computes at a time."""
 MAX_REPORTED = 4096
 """Keys reported to one owner per gossip interval; further reads of copies in that interval are not reported."""
 _READY = State.READY
-
-
-KnownAccess = tuple[int, AccessRecord, float]
-"""(index of a segment in its prompt, its last access record, seconds since that access)"""
 
 
 def access_of_match(

@@ -231,6 +231,10 @@ class Evicted(_Message, frozen=True, tag=15):
     node: Name
     rule: Name = ""
     """The rule by which they left `node`; empty: not known."""
+    last_access: AccessRecord = NO_ACCESS
+    """Their last access, for the directory node to remember."""
+    last_access_age_s: Seconds = 0.0
+    """Time since that access."""
 
 
 class Corrupt(_Message, frozen=True, tag=48):
