@@ -10,12 +10,13 @@ from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
-from tokenlake.core.match import ASKED, LOCAL, MANY_NODES
+from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 
 LENGTH = 24
+MANY_NODES = 8
 ROOMY = {"regions": 8, "dirty_share": 1.0, "session_reserve_share": 1.0}
 """Rules under which a prompt of `LENGTH` segments fits into one node."""
 
@@ -60,7 +61,7 @@ def test_tenants_do_not_share() -> None:
 
 def test_a_directory_node_names_the_owner() -> None:
     """The owner of two segments is a candidate of the first one only; the directory node of the second names it."""
-    cluster = calm(4, run_length=4)
+    cluster = calm(4)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 1, 2) + placed(cluster, 3, 2)
     store(cluster, writer, keys)
@@ -73,7 +74,7 @@ def test_a_directory_node_names_the_owner() -> None:
 
 def test_the_own_directory_does_not_wait_for_the_deadline() -> None:
     """The other candidate is frozen: after a part of the deadline the reader asks its own directory."""
-    cluster = calm(4, run_length=4)
+    cluster = calm(4)
     writer, reader = cluster.join(2), cluster.join(0)
     keys = placed(cluster, 1, 2) + placed(cluster, 0, 3)
     store(cluster, writer, keys)
@@ -87,7 +88,7 @@ def test_a_stale_directory_entry_is_removed() -> None:
     for asking in (1, 2):
         cluster = calm(4)
         key = placed(cluster, 0, 3)[0]
-        cluster.node(0).deliver(events.PeerSent(f"n{asking}", peer.PrimaryCopies("red", key)))
+        cluster.node(0).deliver(events.PeerSent(f"n{asking}", peer.Owned("red", key)))
         assert cluster.core(0).census()["directory"] == 1
         reader = cluster.join(1)
         assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])

@@ -30,12 +30,11 @@ from tokenlake.core.handover import HANDED_OVER
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.ownership import DUPLICATES
 from tokenlake.store import State
-from tokenlake.store.store import NOT_ADMITTED
 from tokenlake.wire import peer
 
 NODES = 3
 MAX_ENGINES = 8
-SEEN = dict.fromkeys((FETCHED, HANDED_OVER, DUPLICATES, NOT_ADMITTED), 0)
+SEEN = dict.fromkeys((FETCHED, HANDED_OVER, DUPLICATES), 0)
 """Counts over all examples: each of these must have happened."""
 STOOD_IN: list[int] = []
 """By example, the owners that a stand-in named."""
