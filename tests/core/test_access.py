@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine

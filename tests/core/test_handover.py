@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, match, offer, placed, said, store, tell
+from tests.core.scenes import calm, copies, fetch, kinds, match, offer, placed, said, store, tell
 from tests.sim.arena import SHARDS, SLOTS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine

@@ -126,9 +126,7 @@ class SimNode:
         if isinstance(lookup, peer.Lookup):
             pairs = self.life.core.ring.candidates(lookup.keys)
             answers = zip(pairs, reply.codes, strict=True)
-            self.cluster.stood_in += sum(
-                code == Code.ELSEWHERE and first != self.name for (first, _), code in answers
-            )
+            self.cluster.stood_in += sum(code == Code.ELSEWHERE and first != self.name for (first, _), code in answers)
 
     def _expect_sound(self, order: instructions.Instruction) -> None:
         """No answer to an engine, and no transfer, names a copy that a check found wrong."""
