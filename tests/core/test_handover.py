@@ -155,6 +155,24 @@ def test_any_node_may_be_the_directory_node(pair: tuple[int, int]) -> None:
     assert cluster.core(0).counters[HANDED_OVER] == 2
 
 
+def test_a_receiver_that_knows_of_another_owner_does_not_own_them() -> None:
+    """Found by the cluster machine: the receiver is the directory node, and a third node committed first."""
+    cluster = calm(4)
+    first, second = cluster.join(0), cluster.join(1)
+    (key,) = placed(cluster, 2, 3)
+    # Node 1 does not hear that its segment is redundant before it offers it.
+    store(cluster, first, [key])
+    cluster.link("n1", "n2").cut(0.2)
+    store(cluster, second, [key])
+    cluster.core(1).store.become(copies(cluster, key)[1], Kind.PRIMARY, cluster.clock.now)
+    copies(cluster, key)[1].source = None
+    offer(cluster, 1, 2, [key])
+    cluster.run_for(0.5)
+    assert owners(cluster, key) == ["n0"]
+    assert copies(cluster, key)[2].source == "n0"
+    assert match_of(cluster, cluster.join(3), [key]).hits == 1
+
+
 def test_a_cached_copy_is_taken_over_without_a_transfer() -> None:
     cluster = calm(4)
     writer, reader = cluster.join(0), cluster.join(2)

@@ -220,9 +220,9 @@ class DirectoryNode:
             self._advertised[node] = peer.incarnation
 
     def _walk(self, node: NodeId, needed: Callable[[], bool], done: Callable[[], None] = lambda: None) -> None:
-        """Tell the segments of this node that hash to `node`, and those that it stands in for, to the nodes that keep
-        their entries now, in slices, for as long as `needed`; then call `done`. A walk for the same node that is under
-        way is replaced. Segments that this node comes to own meanwhile are told at once."""
+        """Tell the segments of this node that hash to `node`, and those that `node` stands in for, to the nodes that
+        keep their entries now, in slices, for as long as `needed`; then call `done`. A walk for the same node that is
+        under way is replaced. Segments that this node comes to own meanwhile are told at once."""
         number = self._context.next_id()
         self._walks[node] = number
         cursor: Cursor | None = Cursor()

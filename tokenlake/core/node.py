@@ -65,7 +65,7 @@ class NodeCore:
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
         self._ownership = Ownership(context, self._peers, self._directory_node)
-        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
+        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
