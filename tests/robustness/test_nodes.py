@@ -87,19 +87,19 @@ class Replay:
             thread.join()
 
 
-def directory_nodes(cluster: Cluster) -> float:
+def primary_copies(cluster: Cluster) -> float:
     """Primary copies on all running nodes."""
     return sum(
         value
         for node in cluster.nodes
         if node.running
         for name, value in node.metrics().items()
-        if name.startswith("tokenlake_segments{") and 'kind="home"' in name
+        if name.startswith("tokenlake_segments{") and 'kind="primary"' in name
     )
 
 
 def settle(cluster: Cluster) -> None:
-    """Wait until pushes are done, and no peer that is up is suspect or overdue."""
+    """Wait until writes have ended, and no peer that is up is suspect or overdue."""
     cluster.wait_ready()
     wait_told(cluster)
 
@@ -134,7 +134,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert total(victim, "tokenlake_received_segments_total") > 0, "it is used again"
     for pool in pools:
         assert all(read(pool, prompt) == 8 for prompt in fresh)
-    wait_until(lambda: directory_nodes(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two directory nodes")
+    wait_until(lambda: primary_copies(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two owners")
 
 
 def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool]) -> None:
