@@ -46,7 +46,6 @@ class CacheHitArguments:
     speed: float
     route: str | None
     seed: int
-    eviction: str | None
     flash_at: float | None
     shipped_deadlines: bool
     json_file: Path | None
@@ -96,7 +95,6 @@ class CacheHitArguments:
             route=self.route or LiveOptions.route,
             speed=self.speed,
             seed=self.seed,
-            eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
             open_loop=self.open_loop,

@@ -44,9 +44,8 @@ FLASH_WINDOWS = 2
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
-    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `eviction` is their setting
-    of that name (None: the default). `flash_at`: the time of the workload's flash crowd. `open_loop`:
-    requests arrive at their recorded times, answered or not."""
+    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `flash_at`: the time of the
+    workload's flash crowd. `open_loop`: requests arrive at their recorded times, answered or not."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -54,7 +53,6 @@ class LiveOptions:
     route: str = "round-robin"
     speed: float = 0.0
     seed: int = 0
-    eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
     open_loop: bool = False
@@ -63,8 +61,6 @@ class LiveOptions:
         """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
         that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
-        if self.eviction is not None:
-            settings["eviction"] = self.eviction
         if self.speed > 0:
             settings["speed"] = str(self.speed)
             plain = ServerConfig()

@@ -169,7 +169,6 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--nodes", "1", "--baselines", "mooncake-1p3d-real"], "setting 'nodes' is 1"),
         (["--speed", "2"], "setting 'speed' is 2.0"),
         (["--route", "conversation"], "setting 'route' is 'conversation'"),
-        (["--eviction", "magic"], "setting 'eviction' is 'magic'"),
         (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
         (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
         (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),

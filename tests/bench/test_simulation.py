@@ -105,7 +105,7 @@ def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
 
 def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
     accesses = conversations(300)
-    simulation = simulate(accesses, options(1, rules={"eviction": "lru"}))
+    simulation = simulate(accesses, options(1))
     cache = global_lru(accesses, NODE_SEGMENTS * TOKENS)
     assert cache.hit_tokens < infinite_cache(accesses).hit_tokens
     assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.02)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core import instructions
-from tokenlake.identity import SegmentKey
+from tokenlake.core import events, instructions
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine
 from tokenlake.wire.slots import join_keys
 
-__all__ = ["answer", "ask", "calm", "copies", "fetch", "kinds", "match", "placed", "prepare", "said", "store", "tell"]
+__all__ = [
+    "answer",
+    "ask",
+    "calm",
+    "copies",
+    "fetch",
+    "kinds",
+    "match",
+    "offer",
+    "placed",
+    "prepare",
+    "said",
+    "store",
+    "tell",
+]
 
 T = TypeVar("T")
 ALL_SHARDS = (1 << SHARDS) - 1
@@ -79,10 +95,24 @@ def prepare(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first:
 
 
 def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: int = 0) -> None:
-    """Store one segment sequence, and let its pushes end."""
+    """Store one segment sequence, and let its messages arrive."""
     writer.store(keys, first, Storing())
     cluster.run_for(0.5)
     cluster.check()
+
+
+def offer(cluster: Cluster, giver: int, receiver: int, keys: Sequence[SegmentKey], tenant: str = "red") -> None:
+    """Make node `giver` offer its copies of these segments to node `receiver`, as if the memory of `receiver` had been
+    emptier for long and the segments had just been committed."""
+    node, handover = cluster.node(giver), cluster.core(giver)._handover
+    # Moves the time of the rules to the present.
+    node.deliver(events.Tick())
+    segments = [copies(cluster, key, tenant)[giver] for key in keys]
+    leads = {NodeId(f"n{receiver}"): math.inf}
+    with patch.object(handover, "_leads", leads), patch.object(handover, "_emptiest", lambda: next(iter(leads))):
+        handover.committed(segments)
+    # Carries out the instructions of the offer.
+    node.deliver(events.Tick())
 
 
 def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Segment]:
@@ -95,9 +125,9 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
     return found
 
 
-def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
+def kinds(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Kind]:
     """The kinds of the copies of a segment, by node."""
-    return {index: segment.kind for index, segment in copies(cluster, key).items()}
+    return {index: segment.kind for index, segment in copies(cluster, key, tenant).items()}
 
 
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:

@@ -55,7 +55,7 @@ class Longest:
             for instruction in out:
                 message = getattr(instruction, "message", None)
                 if isinstance(message, peer.Ping):
-                    pong = peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0, 0)
+                    pong = peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0)
                     self.core.handle(events.PeerSent(instruction.node, pong), self.now)  # type: ignore[union-attr]
         self.now = until
 
@@ -95,7 +95,7 @@ def a_peer_restarted(count: int) -> Longest:
     node = Longest(count)
     keys = keys_of(count)
     for start in range(0, len(keys), PER_PROMPT):
-        node.handle(events.PeerSent(B, peer.PrimaryCopies(RED, join_keys(keys[start : start + PER_PROMPT]))))
+        node.handle(events.PeerSent(B, peer.Owned(RED, join_keys(keys[start : start + PER_PROMPT]))))
     node.longest_s = 0.0
     node.handle(events.PeerUp(B, 2))
     node.run_for(3.0)

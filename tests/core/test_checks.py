@@ -63,7 +63,7 @@ def test_a_malformed_message_does_not_end_the_suspicion_of_a_peer() -> None:
     assert suspect is not None
     assert suspect.suspect
     with pytest.raises(ValueError, match="multiple of 32"):
-        core.handle(events.PeerSent("n1", peer.PrimaryCopies("red", bytes(31))), cluster.clock.now)
+        core.handle(events.PeerSent("n1", peer.Owned("red", bytes(31))), cluster.clock.now)
     assert suspect.suspect
     assert core.handle(events.SendDone(4711), cluster.clock.now) == []
 
@@ -98,7 +98,7 @@ def test_every_type_of_event_and_message_is_malformed_in_some_way_or_never() -> 
 def test_time_goes_on_and_is_a_number(now: float) -> None:
     cluster = calm(2)
     refused(cluster.core(0), events.Tick(), now)
-    refused(cluster.core(0), events.PeerSent("n1", peer.RequestHotSet()), now)
+    refused(cluster.core(0), events.PeerSent("n1", peer.AdvertisingDone()), now)
 
 
 # -- each field at its worst
@@ -243,7 +243,7 @@ def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch
     [check] = core.handle(events.Requested(connection, engine.Corrupt(lease, 0)), now)
     assert isinstance(check, CheckSlot)
     with monkeypatch.context() as patch:
-        failing(patch, DirectoryNode, "left")
+        failing(patch, DirectoryNode, "tell_gone")
         out = failed(core, events.SlotChecked(check.check, False), now)
     assert [type(each) for each in out] == [Note]
     assert core.handle(events.SendDone(4711), now) == []

@@ -11,9 +11,9 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
-from tokenlake.core.context import READ_BYTES, Context
+from tokenlake.core.context import Context
+from tokenlake.core.match import READ_BYTES
 from tokenlake.core.write import WRITTEN_BYTES
-from tokenlake.identity import TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.fields import MAX_AMOUNT
@@ -29,7 +29,7 @@ def counted(cluster: Cluster, metric: Metric) -> dict[str, int]:
 
 
 def test_each_byte_is_counted_once() -> None:
-    cluster = calm(3, regions=6, hot="off", dirty_share=1.0)
+    cluster = calm(3, regions=6, dirty_share=1.0)
     draw = random.Random(7)
     engines = [cluster.join(node, tenant) for node in range(3) for tenant in ("red", "blue")]
     cluster.run_for(0.05)
@@ -45,8 +45,8 @@ def test_each_byte_is_counted_once() -> None:
     written: collections.Counter[str] = collections.Counter()
     for each in engines:
         for answer in each.answers:
-            if isinstance(answer, engine.Fetched):
-                read[each.tenant] += answer.codes.count(Code.LOCAL) * SLOT_BYTES
+            if isinstance(answer, engine.Matched):
+                read[each.tenant] += answer.codes[: answer.hits].count(Code.LOCAL) * SLOT_BYTES
             elif isinstance(answer, engine.Committed):
                 written[each.tenant] += answer.codes.count(Code.COMMITTED) * SLOT_BYTES
     assert counted(cluster, WRITTEN_BYTES) == dict(written)
@@ -62,7 +62,7 @@ def test_a_node_states_its_load_and_ages_within_bounds() -> None:
     owner = next(iter(copies(cluster, key)))
     core, asking, later = cluster.core(owner), f"n{(owner + 1) % 3}", cluster.clock.now + 2e9
     looked_up = core.handle(events.PeerSent(asking, peer.Lookup(1, "red", join_keys([key]))), later)
-    pinged = core.handle(events.PeerSent(asking, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
+    pinged = core.handle(events.PeerSent(asking, peer.Ping(2, (0.0, 0.0, 0.0), 0.0)), later)
     messages = [each.message for each in (*looked_up, *pinged) if isinstance(each, instructions.SendToPeer)]
     assert {type(message) for message in messages} >= {peer.LookupReply, peer.Pong}
     for message in messages:
@@ -71,5 +71,5 @@ def test_a_node_states_its_load_and_ages_within_bounds() -> None:
 
 def test_the_load_is_bounded() -> None:
     context = Context(calm(3).core(0).config)
-    context.served(TenantId("red"), 1 << 120)
+    context.sends(1 << 120)
     assert context.load() == MAX_AMOUNT

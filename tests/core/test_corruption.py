@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, offer, placed, said, store, tell
 from tests.sim.cluster import Cluster
-from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
+from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
@@ -12,7 +12,7 @@ from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
 from tokenlake.identity import SegmentKey
-from tokenlake.store import Kind, State
+from tokenlake.store import Kind
 from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.store.store import HEALED
 from tokenlake.wire import Code, engine, peer
@@ -46,27 +46,27 @@ def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
 
 
 def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
-    cluster = calm(3)
-    writer = cluster.join(0)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, writer, [key])
-    (source,) = (node for node, kind in kinds(cluster, key).items() if kind is Kind.PRIMARY)
-    local, reader = cluster.join(source), cluster.join(3 - source)
-    flip(cluster, source, key)
+    cluster = calm(4)
+    local, reader, early = (cluster.join(node) for node in (0, 2, 3))
+    # The directory node is the reader itself and the other candidate the owner: no other node is asked for a copy.
+    (key,) = placed(cluster, 2, 0)
+    store(cluster, local, [key])
+    fetched(cluster, early, [key])
+    flip(cluster, 0, key)
 
     assert fetched(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
     cluster.run_for(0.1)
-    assert cluster.core(3 - source).counters[CORRUPT] == 1
-    assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
-    assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
-    assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
-    assert rule_of(cluster, 1, key) == CORRUPT_RULE
+    assert cluster.core(2).counters[CORRUPT] == 1
+    assert cluster.core(2).counters[MISSING] == SEGMENT_TOKENS
+    assert cluster.core(0).counters[REPORTED] == cluster.core(0).counters[CONFIRMED] == 1
+    assert kinds(cluster, key) == {3: Kind.CACHED}, "copies of other nodes stay"
+    assert rule_of(cluster, 2, key) == CORRUPT_RULE
     for asking in (local, reader):
         assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
 
     store(cluster, reader, [key])
-    assert copies(cluster, key)[3 - source].previous_owner is None, "the node with the wrong copy is no previous owner"
-    assert cluster.core(3 - source).counters[HEALED] == 1
+    assert kinds(cluster, key)[2] is Kind.PRIMARY
+    assert cluster.core(2).counters[HEALED] == 1
     assert fetched(cluster, local, [key]) == fetched(cluster, reader, [key]) == [Code.LOCAL]
     cluster.check()
     cluster.settle()
@@ -174,36 +174,34 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
     cluster.check()
 
 
-def test_a_wrong_dirty_copy_is_dropped() -> None:
-    cluster = calm(2)
-    writer = cluster.join(0)
+def test_a_wrong_copy_is_dropped_while_its_directory_node_is_silent() -> None:
+    cluster = calm(3)
+    writer, reader = cluster.join(0), cluster.join(2)
     (key,) = placed(cluster, 1, 0)
-    cluster.run_for(0.01)
+    store(cluster, writer, [key])
     cluster.node(1).freeze()
-    writer.store([key], 0, Storing())
-    cluster.run_for(0.02)
-    assert kinds(cluster, key) == {0: Kind.DIRTY}
     flip(cluster, 0, key)
     lease = match(cluster, writer, [key])
     tell(cluster, writer.processes[0], engine.Corrupt(lease.lease, 0))
     cluster.run_for(0.02)
     assert kinds(cluster, key) == {}
-    cluster.check()
     cluster.node(1).thaw()
+    cluster.run_for(0.5)
+    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+    cluster.check()
     cluster.settle()
     cluster.check_settled()
 
 
-def test_a_push_with_wrong_bytes_drops_the_writers_copy() -> None:
+def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
     cluster = calm(3)
-    writer = cluster.join(0)
     (key,) = placed(cluster, 1, 2)
-    writer.store([key], 0, Storing())
-    while key not in [segment.key for segment in cluster.core(0).store.segments() if segment.state is State.READY]:
-        cluster.run_for(0.0001)
+    store(cluster, cluster.join(0), [key])
     flip(cluster, 0, key)
+    offer(cluster, 0, 2, [key])
     cluster.run_for(3.0)
-    assert sum(cluster.core(node).counters[CORRUPT] for node in (1, 2)) == 1
+    assert [list(reply.codes) for reply in said(cluster, 2, peer.OfferReply)] == [[Code.BAD_CHECKSUM]]
+    assert cluster.core(2).counters[CORRUPT] == 1
     assert cluster.core(0).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {}
     assert match(cluster, cluster.join(0), [key]).codes == bytes([Code.MISSING])

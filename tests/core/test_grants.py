@@ -33,7 +33,7 @@ class Scene:
         peers = Peers(self.context, *3 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
         self.withdrawn: list[SegmentKey] = []
-        touches = Touches(self.context, peers, lambda segments: None)
+        touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)
         self.grants = Grants(self.context, peers, touches, lambda tenant, keys: self.withdrawn.extend(keys))
         self.session = SessionGrants(RED, SLOT_BYTES, TOKENS)
 

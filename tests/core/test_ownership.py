@@ -1,8 +1,7 @@
-"""The owner of a new segment: offers, refusals, races between writers, and segments that no node admits."""
+"""The owner of a segment: commits, duplicates, admission, and the order of eviction."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -10,17 +9,18 @@ import pytest
 from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Storing
+from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
+from tokenlake.core import context, events
 from tokenlake.core.instructions import StartFetch
 from tokenlake.core.ownership import DUPLICATES
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
-from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake.store.store import NOT_ADMITTED
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.slots import SLOT_BYTES, join_keys
+from tokenlake.wire.slots import SLOT_BYTES
 
 REFUSALS: Counter[SegmentKey] = Counter()
 """Per key, how many more times the policy refuses it."""
@@ -35,11 +35,11 @@ class Choosy(LeastRecentlyUsed):
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Two nodes without a free slot, whose policy refuses keys by `REFUSALS`."""
+def full(monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, list[Engine]]:
+    """Two nodes without a free slot, whose policy refuses keys by `REFUSALS`, and an engine at each."""
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(2, regions=3, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(2, regions=3)
     engines = [cluster.join(0), cluster.join(1)]
     cluster.run_for(0.01)
     for turn in range(12):
@@ -48,39 +48,65 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for node in (0, 1):
         assert not any(pool.free for pool in cluster.core(node).store.pools())
     cluster.run_for(1.0)
-    return cluster
+    return cluster, engines
 
 
-def test_the_emptier_candidate_pulls_and_owns() -> None:
-    cluster = calm(dirty_share=1.0)
-    crowd, writer = cluster.join(1), cluster.join(0)
-    for link in cluster.links_of("n1"):
-        link.cut(0.4)
-    store(cluster, crowd, placed(cluster, 1, 0, 3, "crowd"))
-    cluster.run_for(0.5)
-    key = placed(cluster, 1, 2)[0]
-    store(cluster, writer, [key])
-    assert kinds(cluster, key) == {0: Kind.CACHED, 2: Kind.PRIMARY}
-    place = copies(cluster, key)[2].place
-    assert [cluster.node(2).arena.read(place, shard) for shard in range(SHARDS)] == list(content("red", key))
+def read(cluster: Cluster, reader: Engine, key: SegmentKey) -> Code:
+    """Match and release one segment, fetch it where it is elsewhere, and let the reports of reads arrive. The code of
+    the match."""
+    found = match(cluster, reader, [key])
+    if found.hits:
+        fetch(cluster, reader, found.lease, 1)
+        tell(cluster, reader.processes[0], engine.Release(((found.lease, 0, 1),)))
+    cluster.run_for(1.0)
+    return Code(found.codes[0])
 
 
-def test_a_refused_offer_makes_the_writer_the_owner() -> None:
-    """The one region of each candidate belongs to another tenant."""
-    cluster = calm(regions=1)
-    for node in (1, 2):
-        cluster.join(node, tenant="blue")
+# -- commits
+
+
+def test_the_writer_owns_what_it_commits() -> None:
+    """No bytes travel, and the directory node names the writer."""
+    cluster = calm(4)
+    writer, reader = cluster.join(0), cluster.join(3)
+    keys = [*placed(cluster, 1, 2, 2), *placed(cluster, 0, 1, 2)]
+    store(cluster, writer, keys)
+    for key in keys:
+        assert kinds(cluster, key) == {0: Kind.PRIMARY}
+        place = copies(cluster, key)[0].place
+        assert [cluster.node(0).arena.read(place, shard) for shard in range(SHARDS)] == list(content("red", key))
+    assert not any(said(cluster, node, kind) for node in range(4) for kind in (StartFetch, peer.Offer))
+    assert [message.keys for message in said(cluster, 0, peer.Owned)] == [b"".join(keys[:2])]
+    reply = match(cluster, reader, keys)
+    assert reply.codes == bytes([Code.REMOTE]) * 4
+    owners = answer(cluster, reader.processes[0], engine.Locate, reply.lease)
+    assert {owners.nodes[owner] for owner in owners.owners} == {"n0"}
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_parents_are_evicted_last(nodes: int) -> None:
+    cluster = calm(nodes, regions=4, dirty_share=1.0, session_reserve_share=1.0)
+    writer = cluster.join(0)
     cluster.run_for(0.01)
-    writer, reader = cluster.join(0), cluster.join(1)
-    key = placed(cluster, 1, 2)[0]
-    store(cluster, writer, [key])
-    assert kinds(cluster, key) == {0: Kind.PRIMARY}
-    assert [list(reply.codes) for reply in said(cluster, 2, peer.OfferReply)] in ([], [[Code.NO_REGION]])
-    # A node without a region for the tenant can lease nothing, though the directory node names the owner.
-    assert match(cluster, reader, [key]).codes == bytes([Code.SESSION_LIMIT])
+    keys = placed(cluster, 1, 2, 3) if nodes > 1 else prompt("parents", 3)
+    prepared = prepare(cluster, writer, keys)
+    checksums = b""
+    for index, key in enumerate(keys):
+        view = writer.processes[0].view(prepared.slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES], key)
+        for shard, data in enumerate(content("red", key)):
+            view.write(shard, data)
+            checksums += data
+    answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0, 1, 2), 3, checksums)
+    cluster.run_for(0.5)
+    (pool,) = cluster.core(0).store.pools()
+    assert [segment.key for segment in pool.orders[Kind.PRIMARY]] == keys[::-1]
+
+
+# -- duplicates
 
 
 def test_the_first_of_two_commits_wins() -> None:
+    """The later writer keeps a cached copy whose source is the owner."""
     cluster = calm()
     writers = [cluster.join(0), cluster.join(1)]
     keys = placed(cluster, 2, 0, 2)
@@ -90,23 +116,39 @@ def test_the_first_of_two_commits_wins() -> None:
     cluster.run_for(0.5)
     assert sum(cluster.core(node).counters[DUPLICATES] for node in (0, 1)) == 2
     for key in keys:
-        assert sorted(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
-        assert Kind.DIRTY not in kinds(cluster, key).values()
+        assert sorted(kinds(cluster, key).values()) == [Kind.CACHED, Kind.PRIMARY]
+        ((owner, _),) = (each for each in copies(cluster, key).items() if each[1].kind is Kind.PRIMARY)
+        (cached,) = (segment for segment in copies(cluster, key).values() if segment.kind is Kind.CACHED)
+        assert cached.source == f"n{owner}"
+    cluster.check()
 
 
-def test_the_later_commit_has_the_first_as_its_source() -> None:
-    """The source of the cached copy is the owner, so that the copy becomes the primary copy when the owner dies."""
+def test_the_directory_nodes_own_duplicate_becomes_a_cached_copy() -> None:
+    """The later writer is the directory node itself: it learns of the owner without a message."""
     cluster = calm()
-    writers = [cluster.join(0), cluster.join(1)]
-    key = placed(cluster, 2, 0)[0]
+    writers = [cluster.join(0), cluster.join(2)]
+    (key,) = placed(cluster, 2, 1)
     cluster.run_for(0.01)
-    for writer in writers:
-        writer.store([key], 0, Storing(fill_s=0.01))
+    writers[1].store([key], 0, Storing(fill_s=0.05))
+    writers[0].store([key], 0, Storing(fill_s=0.01))
     cluster.run_for(0.5)
-    held = copies(cluster, key)
-    sources = {node: segment.source for node, segment in held.items() if segment.kind is Kind.CACHED}
-    assert sources
-    assert None not in sources.values()
+    assert kinds(cluster, key) == {0: Kind.PRIMARY, 2: Kind.CACHED}
+    assert copies(cluster, key)[2].source == "n0"
+    assert not said(cluster, 2, peer.Redundant)
+    assert cluster.core(2).counters[DUPLICATES] == 1
+
+
+def test_a_cached_copy_of_another_owner_stays_when_it_is_called_redundant() -> None:
+    """A `Redundant` message that comes again, or about a copy that a fetch brought, changes nothing."""
+    cluster = calm(4)
+    writer, reader = cluster.join(0), cluster.join(3)
+    (key,) = placed(cluster, 1, 2)
+    store(cluster, writer, [key])
+    assert read(cluster, reader, key) is Code.REMOTE
+    cluster.node(3).deliver(events.PeerSent("n1", peer.Redundant("red", key, ("n2",))))
+    cached = copies(cluster, key)[3]
+    assert (cached.kind, cached.source) == (Kind.CACHED, "n0")
+    assert cluster.core(3).counters[DUPLICATES] == 0
 
 
 def test_owners_on_two_sides_of_a_cut_become_one() -> None:
@@ -124,140 +166,88 @@ def test_owners_on_two_sides_of_a_cut_become_one() -> None:
         link.heal()
     cluster.run_for(0.5)
     assert all(sorted(kinds(cluster, key).values()) == [Kind.CACHED] * 2 + [Kind.PRIMARY] for key in keys)
-
-
-def test_sequences_of_four_have_one_owner_on_16_nodes() -> None:
-    cluster = calm(16, dirty_share=1.0, session_reserve_share=1.0)
-    writer = cluster.join(0)
-    keys = list(
-        itertools.chain(
-            *(placed(cluster, directory_node, 0 if directory_node else 1)[:1] for directory_node in range(3, 11))
-        )
-    )
-    store(cluster, writer, keys)
-    owners = [[node for node, kind in kinds(cluster, key).items() if kind is Kind.PRIMARY] for key in keys]
-    assert [len(nodes) for nodes in owners] == [1] * 8
-    assert len({node for [node] in owners[:4]}) == len({node for [node] in owners[4:]}) == 1
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_parents_are_evicted_last_at_writer_and_owner(nodes: int) -> None:
-    cluster = calm(nodes, regions=4, dirty_share=1.0, session_reserve_share=1.0)
-    writer = cluster.join(0)
-    cluster.run_for(0.01)
-    keys = placed(cluster, 1, 2, 3) if nodes > 1 else prompt("parents", 3)
-    prepared = prepare(cluster, writer, keys)
-    checksums = b""
-    for index, key in enumerate(keys):
-        view = writer.processes[0].view(prepared.slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES], key)
-        for shard, data in enumerate(content("red", key)):
-            view.write(shard, data)
-            checksums += data
-    answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0, 1, 2), 3, checksums)
-    cluster.run_for(0.5)
-    for node in range(nodes):
-        for kind in (Kind.CACHED, Kind.PRIMARY):
-            for pool in cluster.core(node).store.pools():
-                order = list(pool.orders[kind])
-                depths = [segment.depth for segment in order if segment.key in keys]
-                assert depths == sorted(depths, reverse=True), f"{kind.name} copies of node {node}"
+    cluster.settle()
+    cluster.check_settled()
 
 
 # -- admission
 
 
-def test_a_refused_segment_is_not_sent_and_stays_cached(full: Cluster) -> None:
-    keys = placed(full, 1, 0, 2, "not_admitted")
-    for key in keys:
-        REFUSALS[key] = 99
-    before = len(said(full, 1, StartFetch))
-    store(full, full.engines[0], keys)
-    assert len(said(full, 1, StartFetch)) == before
-    for key in keys:
-        assert kinds(full, key) == {0: Kind.CACHED}
-        assert copies(full, key)[0].source is None
-    refused = sum(full.core(node).counters[NOT_ADMITTED] for node in (0, 1))
-    assert refused == 2
-    offered = [code for reply in said(full, 1, peer.OfferReply) for code in reply.codes]
-    assert full.core(1).counters[NOT_ADMITTED] == offered.count(Code.NOT_ADMITTED)
-
-
-def test_a_refused_segment_is_found_until_evicted(full: Cluster) -> None:
-    key = placed(full, 1, 0, 1, "not_admitted")[0]
+def test_a_refused_segment_stays_cached_and_is_found_until_evicted(full: tuple[Cluster, list[Engine]]) -> None:
+    cluster, engines = full
+    (key,) = placed(cluster, 1, 0, 1, "not_admitted")
     REFUSALS[key] = 99
-    store(full, full.engines[0], [key])
-    found = match(full, full.engines[1], [key])
+    store(cluster, engines[0], [key])
+    assert kinds(cluster, key) == {0: Kind.CACHED}
+    assert copies(cluster, key)[0].source is None
+    assert copies(cluster, key)[0].owned
+    assert cluster.core(0).counters[NOT_ADMITTED] == 1
+    assert cluster.core(1).counters[NOT_ADMITTED] == 0
+    found = match(cluster, engines[1], [key])
     assert found.codes == bytes([Code.REMOTE])
-    tell(full, full.engines[1].processes[0], engine.Release(((found.lease, 0, 1),)))
+    tell(cluster, engines[1].processes[0], engine.Release(((found.lease, 0, 1),)))
     for turn in range(12):
-        store(full, full.engines[0], placed(full, 0, 1, 2, f"later {turn}"))
-    assert kinds(full, key) == {}
-    assert match(full, full.engines[1], [key]).codes == bytes([Code.MISSING])
+        store(cluster, engines[0], placed(cluster, 0, 1, 2, f"later {turn}"))
+    assert kinds(cluster, key) == {}
+    evicted = [message.keys for message in said(cluster, 0, peer.Evicted)]
+    assert key in b"".join(evicted)
+    assert match(cluster, engines[1], [key]).codes == bytes([Code.MISSING])
 
 
-def test_a_later_commit_goes_to_the_previous_owner(full: Cluster) -> None:
-    keys = placed(full, 1, 0, 4, "not_admitted") + placed(full, 0, 1, 4, "not admitted either")
-    for index, key in enumerate(keys):
-        REFUSALS[key] = 1
-        store(full, full.engines[index % 2], [key])
-    for turn in range(12):
-        store(full, full.engines[0], placed(full, 0, 1, 2, f"later {turn}"))
-        store(full, full.engines[1], placed(full, 1, 0, 2, f"later {turn}, n1"))
-    refusers: list[str] = []
-    for key in keys:
-        assert kinds(full, key) == {}
-        store(full, full.engines[0], [key])
-        previous_owner = copies(full, key)[0].previous_owner
-        assert previous_owner is not None
-        refusers.append(previous_owner)
-        assert full.keepers()[TenantId("red"), key] == refusers[-1:]
-    assert set(refusers) == {"n0", "n1"}
-
-
-def test_a_read_places_a_refused_segment_again(full: Cluster) -> None:
-    key = placed(full, 1, 0, 1, "not_admitted")[0]
+@pytest.mark.parametrize("reader", [0, 1], ids=["at the owner", "at another node"])
+def test_a_read_admits_a_refused_segment(full: tuple[Cluster, list[Engine]], reader: int) -> None:
+    """The policy is asked again at each read; reads at other nodes are reported to the owner."""
+    cluster, engines = full
+    (key,) = placed(cluster, 1, 0, 1, "not_admitted")
     REFUSALS[key] = 2
-    store(full, full.engines[0], [key])
+    store(cluster, engines[0], [key])
     for _ in range(2):
-        assert kinds(full, key) == {0: Kind.CACHED}
-        found = match(full, full.engines[0], [key])
-        assert found.codes == bytes([Code.LOCAL])
-        tell(full, full.engines[0].processes[0], engine.Release(((found.lease, 0, 1),)))
-        full.run_for(0.5)
-    held = kinds(full, key)
-    assert list(held.values()).count(Kind.PRIMARY) == 1
-    full.check()
+        assert kinds(cluster, key)[0] is Kind.CACHED
+        assert read(cluster, engines[reader], key) in (Code.LOCAL, Code.REMOTE)
+    assert kinds(cluster, key)[0] is Kind.PRIMARY
+    assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
+    assert cluster.keepers()[TenantId("red"), key] == ["n0"]
+    cluster.check()
 
 
-def test_a_remote_read_places_a_refused_segment_again(full: Cluster) -> None:
-    key = placed(full, 1, 0, 1, "not_admitted")[0]
-    REFUSALS[key] = 1
-    store(full, full.engines[0], [key])
-    found = match(full, full.engines[1], [key])
-    fetch(full, full.engines[1], found.lease, 1)
-    tell(full, full.engines[1].processes[0], engine.Release(((found.lease, 0, 1),)))
-    full.run_for(1.0)
-    assert list(kinds(full, key).values()).count(Kind.PRIMARY) == 1
-    full.check()
+def test_of_a_prompt_the_first_segments_are_admitted(
+    full: tuple[Cluster, list[Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that admits two of three segments: the later one is of no use without the first ones."""
+    cluster, engines = full
+    admissions = iter((True, True, False))
+    monkeypatch.setattr(Choosy, "admits", lambda self, key, hints, now: next(admissions))
+    keys = placed(cluster, 1, 0, 3, "in part")
+    prepared = prepare(cluster, engines[0], keys)
+    assert prepared.codes == bytes([Code.RESERVED]) * 3
+    fields = prepared.write, (0, 1, 2), 3, b"".join(b"".join(content("red", key)) for key in keys)
+    for index, key in enumerate(keys):
+        view = engines[0].processes[0].view(prepared.slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES], key)
+        for shard, data in enumerate(content("red", key)):
+            view.write(shard, data)
+    answer(cluster, engines[0].processes[0], engine.Commit, *fields)
+    assert [kinds(cluster, key)[0] for key in keys] == [Kind.PRIMARY, Kind.PRIMARY, Kind.CACHED]
+    cluster.run_for(0.1)
+    assert match(cluster, engines[1], keys).hits == 3
 
 
 def test_free_slots_admit_every_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(2, regions=4, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(2, regions=4)
     writer = cluster.join(0)
     keys = placed(cluster, 1, 0, 4)
     for key in keys:
         REFUSALS[key] = 99
     store(cluster, writer, keys)
-    assert all(Kind.PRIMARY in kinds(cluster, key).values() for key in keys)
+    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
     assert sum(cluster.core(node).counters[NOT_ADMITTED] for node in (0, 1)) == 0
 
 
-def test_a_single_node_evicts_refused_segments_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_segments_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(1, regions=1, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(1, regions=1)
     writer = cluster.join(0)
     for turn in range(12):
         store(cluster, writer, [SegmentKey(bytes([turn + 1]) * 32)])
@@ -266,10 +256,7 @@ def test_a_single_node_evicts_refused_segments_first(monkeypatch: pytest.MonkeyP
     REFUSALS[key] = 99
     store(cluster, writer, [key])
     assert kinds(cluster, key) == {0: Kind.CACHED}
-    asked = answer(cluster, writer.processes[0], engine.Match, join_keys([key]), 0.0)
-    assert asked.hits == 1
     # The refused segment evicted one of the others at most, and the next refused segment takes its slot.
-    tell(cluster, writer.processes[0], engine.Release(((asked.lease, 0, 1),)))
     other = SegmentKey(b"\xff" * 32)
     REFUSALS[other] = 99
     store(cluster, writer, [other])

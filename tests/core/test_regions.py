@@ -6,15 +6,16 @@ import collections
 
 import pytest
 
-from tests.core.scenes import ask, calm, match, placed, prepare, said, store, tell
+from tests.core.scenes import ask, calm, kinds, match, offer, placed, prepare, said, store, tell
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
 from tokenlake.core.regions import DRAIN_ALONE_S
+from tokenlake.store import Kind
 from tokenlake.store import store as store_module
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
 
 ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
 
@@ -103,8 +104,8 @@ def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
     cluster.check()
 
 
-def test_a_push_gets_memory_where_another_tenant_had_all() -> None:
-    """No engine of the tenant is connected to the node that becomes the owner."""
+def test_a_handover_gets_memory_where_another_tenant_had_all() -> None:
+    """No engine of the tenant is connected to the node that takes the segments over."""
     cluster = calm(2, regions=2, **ROOMY)
     reds = [cluster.join(node) for node in (0, 1)]
     for turn in range(4):
@@ -114,10 +115,15 @@ def test_a_push_gets_memory_where_another_tenant_had_all() -> None:
         red.die()
     blue = cluster.join(0, tenant="blue")
     cluster.run_for(1.0)
-    for turn in range(6):
-        write(cluster, blue, f"blue {turn}", SLOTS)
-        cluster.run_for(0.5)
-    assert regions(cluster, "blue", 1) >= 1
+    write(cluster, blue, "blue", SLOTS)
+    keys = prompt("blue", SLOTS)
+    offer(cluster, 0, 1, keys, "blue")
+    cluster.run_for(2.0)
+    assert {code for reply in said(cluster, 1, peer.OfferReply) for code in reply.codes} == {Code.NO_REGION}
+    assert regions(cluster, "blue", 1) == 1
+    offer(cluster, 0, 1, keys, "blue")
+    cluster.run_for(2.0)
+    assert all(kinds(cluster, key, "blue") == {0: Kind.CACHED, 1: Kind.PRIMARY} for key in keys)
     cluster.check()
 
 

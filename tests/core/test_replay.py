@@ -55,7 +55,9 @@ def busy() -> Cluster:
         prompt = random.choice(PROMPTS)
         engine.read(prompt, Reading(attach=random.random() < 0.3, hold_s=random.choice((0.01, 0.2)), verify=True))
         ending = random.choice(("commit", "commit", "singly", "abort", "die"))
-        engine.store(prompt, 0, Storing(ending, shared=random.random() < 0.3))
+        # An engine that writes a segment does not fetch it.
+        if random.random() < 0.5:
+            engine.store(prompt, 0, Storing(ending, shared=random.random() < 0.3))
         if turn % 20 == 15:
             name = next(iter(cluster.core(0)._explain._trails), ("red", "nobody"))[1]
             engine.processes[0].request(partial(Explain, request=name), engine.answers.append)

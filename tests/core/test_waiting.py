@@ -43,7 +43,7 @@ def crowd(
 
 def scene(nodes: int = 4, each: int = 2, **rules: float) -> tuple[Cluster, list[Engine], list[SegmentKey]]:
     """`each` engines per node, and a prompt of three segments with different directory nodes."""
-    cluster = calm(nodes, regions=8, dirty_share=1.0, session_reserve_share=1.0, **rules)
+    cluster = calm(nodes, regions=16, dirty_share=1.0, session_reserve_share=1.0, **rules)
     engines = [cluster.join(node) for node in range(nodes) for _ in range(each)]
     cluster.run_for(0.1)
     keys = [*placed(cluster, 1, 2, 1), *placed(cluster, 0, 3, 1), *placed(cluster, 3, 0, 1)]
@@ -169,7 +169,7 @@ def test_a_waiting_match_asks_one_directory_node() -> None:
     cluster.run_for(2.0)
     asked = {node: len(said(cluster, node, peer.LookupReply)) - before[node] for node in range(4)}
     assert asked.pop(1) > 10
-    assert asked == {0: 1, 2: 1, 3: 0}
+    assert asked == {0: 1, 2: 0, 3: 0}
     tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
     cluster.run_for(0.2)
     assert waiting[0].codes[0] == Code.MISSING
@@ -180,8 +180,6 @@ def test_a_deferred_match_waits_until_it_is_served() -> None:
     cluster = calm(6)
     engines = [cluster.join(node) for node in range(6)]
     cluster.run_for(0.1)
-    # The push to node 1 fails, so that node 0 has the only copy.
-    cluster.link("n0", "n1").cut(0.5)
     (key,) = placed(cluster, 0, 1)
     store(cluster, engines[0], [key])
     cluster.run_for(1.0)

@@ -79,7 +79,7 @@ class Node:
                     self.replacing.append(instruction.fresh)
                 case Welcomed():
                     self.sessions.append(instruction.session)
-                case SendToPeer(message=peer.Lookup() | peer.Ready() | peer.Offer()):
+                case SendToPeer(message=peer.Lookup() | peer.Offer()):
                     self.calls.append((instruction.node, instruction.message))
         return out
 
@@ -161,8 +161,6 @@ class Node:
                         asked.call, lease, known, named(Code.ELSEWHERE), vacancy, 1e6, deepest, last_access, 2.0
                     ),
                 )
-            case peer.Ready():
-                self.said(node, peer.ReadyReply(asked.call, known, named(Code.EXISTS)))
             case peer.ExplainMissing():
                 self.said(
                     node, peer.ExplainMissingReply(asked.call, ("reuse",) * count, ("n2",) * count, (1.0,) * count)
@@ -252,7 +250,7 @@ class Node:
 
 ANSWERS: dict[type, tuple[Code, ...]] = {
     peer.Lookup: (Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN),
-    peer.Ready: (Code.COMMITTED, Code.EXISTS),
+    peer.Offer: (Code.COMMITTED, Code.EXISTS, Code.NOT_ADMITTED, Code.LOST),
 }
 """The codes that are valid in the reply to each request."""
 Step = Callable[[Node], None]
@@ -337,12 +335,12 @@ def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
         node.wait(2.0)
     assert len(list(node.core.store.segments())) > 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
+        patch.setattr(directory_node, "WALKED_SLOTS", 1)
         node.connect("n2", 2)
-        assert node.core.census()["advertisings"]
+        assert node.core.census()["walks"]
         node.disconnect("n2", 2)
         node.wait(1.0)
-    assert not node.core.census()["advertisings"]
+    assert not node.core.census()["walks"]
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)

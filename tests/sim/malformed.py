@@ -38,22 +38,19 @@ NEVER_MALFORMED = (
         engine.ReconcileGrants,
         engine.Corrupt,
     ),
-    *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping, peer.RequestHotSet),
+    *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
 )
 """Messages and events that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
 
 KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
-_MORE = ("depths", "counts", "nodes", "first_writers", "previous_owners", "rules", "ago_s")
+_MORE = ("depths", "nodes", "rules", "ago_s")
 """Fields with an entry for each key, or each that has a certain code."""
-_NAMES = ("node", "source", "owner", "redirect")
+_NAMES = ("node", "previous", "redirect")
 _RIGHT: dict[type, dict[str, Any]] = {
     peer.LookupReply: {"codes": bytes([Code.MISSING])},
-    peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "previous_owners": ("",)},
     peer.OfferReply: {"codes": bytes([Code.COMMITTED])},
-    peer.ReplicateReply: {"codes": bytes([Code.COMMITTED])},
     peer.Redundant: {"nodes": ("n0",)},
-    peer.ReadCounts: {"counts": (1,)},
 }
 
 
@@ -72,9 +69,9 @@ def _value(field: types.Field) -> Any:
     match field.name:
         case "keys":
             return KEY
-        case "node" | "source" | "owner":
+        case "node":
             return "n0"
-        case "redirect":
+        case "previous" | "redirect":
             return ""
         case "depths":
             return (0,)
@@ -111,12 +108,12 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
         wrong: list[Any] = []
         if name == "keys":
             wrong = [KEY[:-1], KEY + b"x"]
-            if kind in (peer.Offer, peer.Replicate):
+            if kind is peer.Offer:
                 wrong += [b""]
         elif name == "codes":
             wrong = [b"\xff", b"\0"]
         elif name in _MORE:
-            more = 0 if name in ("depths", "counts") else 1.0 if name == "ago_s" else "n0"
+            more = 0 if name == "depths" else 1.0 if name == "ago_s" else "n0"
             wrong = [(*value, more)]
             if "nodes" in name and kind is peer.Redundant:
                 wrong += [(STRANGER,)]
@@ -124,8 +121,6 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
             wrong = [STRANGER]
         elif name == "known_depth":
             wrong = [2]
-        elif name == "entries":
-            wrong = [(peer.HotEntry("red", KEY, (0, 1 << 20)),), (peer.HotEntry("red", KEY, (0,) * 1000),)]
         for each in wrong:
             yield msgspec.structs.replace(right, **{name: each})
 
@@ -149,8 +144,6 @@ def _wrong_sayings() -> tuple[Any, ...]:
     return (
         *(broken for kind in PEER_MESSAGES for broken in _broken(kind, legal(kind))),
         *map(legal, REQUESTS),
-        peer.ReadCounts("red", KEY * 5000, (0,) * 5000, (1,) * 5000, 512, 2),
-        peer.HotSet(1, (peer.HotEntry("red", KEY, (0,)),) * 5000),
     )
 
 
@@ -175,11 +168,10 @@ def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
     for asked in core._peers:
         for call, waiting in asked.calls.items():
             message = waiting[-1]
-            for kind in (peer.LookupReply, peer.ReadyReply, peer.OfferReply, peer.ReplicateReply):
+            for kind in (peer.LookupReply, peer.OfferReply):
                 count = len(getattr(message, "keys", b"")) // KEY_BYTES + 1
                 codes = bytes([Code.MISSING if kind is peer.LookupReply else Code.COMMITTED]) * count
-                fields = {"previous_owners": ()} if kind is peer.ReadyReply else {}
-                yield events.PeerSent(asked.node, legal(kind, call=call, codes=codes, **fields))
+                yield events.PeerSent(asked.node, legal(kind, call=call, codes=codes))
             yield events.PeerSent(
                 asked.node,
                 legal(peer.ExplainMissingReply, call=call, rules=("",) * 99, nodes=("",) * 99, ago_s=(0.0,) * 99),
@@ -220,6 +212,6 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     yield events.RegionReady(0)
     yield events.StatisticsLoaded(b"")
     yield events.StatisticsLoaded(b"junk")
-    for request in (engine.Match(1, KEY, 0.0), peer.RequestHotSet()):
+    for request in (engine.Match(1, KEY, 0.0), peer.AdvertisingDone()):
         yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
     yield legal(peer.Ping)

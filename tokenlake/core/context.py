@@ -15,7 +15,7 @@ from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
@@ -66,7 +66,7 @@ class Context:
             config.region_bytes,
             Budgets(cached=config.cached_share, dirty=config.dirty_share),
             self.counters,
-            policy=policy_named(config.eviction),
+            policy=Forecast,
             quotas=config.quotas,
             removals=self.removals,
         )

@@ -132,6 +132,10 @@ class Handover:
                 self._context.store.unpin(segment)
                 codes[index] = self._take_over(segment)
             if not waiting:
+                # A segment that arrived first may have left while others were on their way.
+                for at, here in enumerate(self._context.ready(tenant, keys)):
+                    if codes[at] == Code.COMMITTED and (here is None or not here.owned):
+                        codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
                 self._directory_node.tell_owned(tenant, taken, previous=node)
                 vacancy, load = self._context.vacancy(), self._context.load()

@@ -251,7 +251,6 @@ class ExplainMissing(_Message, frozen=True, tag=45):
 class EvictionStatistics(_Message, frozen=True, tag=47):
     """Recent statistics of the sender's eviction policy, per pool: (tenant, slot bytes, statistics)."""
 
-    policy: Name
     pools: tuple[tuple[str, SlotBytes, Statistics], ...]
 
 

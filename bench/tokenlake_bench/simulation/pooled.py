@@ -42,8 +42,9 @@ __all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
 POOL, POOL_REAL = "pool", "pool-real"
 """`pool`: requests under way take no memory from the pool, as in the `-perfect` systems. `pool-real`: they take memory.
 """
-AHEAD = 4
-"""Requests of an instance that may have read their prefix and not begun to compute."""
+AHEAD = 1
+"""Requests of an instance that may have read their prefix and not begun to compute: those that read early miss what the
+requests before them are about to store."""
 DRAIN_S = 86_400.0
 """The longest time that a run goes on after the last arrival."""
 

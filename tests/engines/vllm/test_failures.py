@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -27,7 +27,7 @@ FROZEN_S = DEADLINE_S + 3.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(2, "64MiB", "16MiB") as running:
+    with Cluster(2, "64MiB", "16MiB", **PATIENT_NODES) as running:
         yield running
 
 
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
 def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     """An engine that starts before its daemon. Loads in the background and verifies its reads."""
     cluster.nodes[0].kill()
-    pool = {"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20}
+    pool = {"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 1e3 * DEADLINE_S}
     engine = start(pool, environment={"VLLM_LOGGING_LEVEL": "INFO"})
     engine.generate([prompt(600, 1)])
     cluster.nodes[0].start()
