@@ -101,7 +101,6 @@ class SimulatedCluster:
 
         def arrive(number: int, request: Arrival, at_s: float) -> None:
             index = next(indices)
-            index = next(indices)
             arrival = request if request.follows is None else request.arrived(at_s)
             self.routing += 1
 
