@@ -6,7 +6,19 @@ import threading
 
 import pytest
 
-from tests.query.scene import DEADLINE_S, LAYOUT, Text, close_to, draw_queries, layout_of, open_view, serving, spread
+from tests.query.scene import (
+    DEADLINE_S,
+    HEADS,
+    LAYOUT,
+    Text,
+    close_to,
+    draw_queries,
+    layout_of,
+    open_view,
+    serving,
+    spread,
+)
+from tests.robustness.live import wait_until
 from tokenlake.attention import Partial
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -63,6 +75,32 @@ def test_segments_of_three_nodes(cluster: Cluster, dtype: str) -> None:
         assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
         assert check(pool, [(view, text, 3)], TOLERANCE[dtype]) > 0
         assert pool.match(pool.prefix(text.tokens).keys).local_hits < text.segments, "nothing was fetched"
+
+
+def test_attention_for_other_nodes_is_counted(cluster: Cluster) -> None:
+    """At the node that computes it, in bytes and seconds; what a node computes for its own engine is not."""
+    names = [f"tokenlake_query_engine_result{suffix}" for suffix in ("s", "_bytes", "_seconds")]
+
+    def counted() -> list[list[float]]:
+        return [[metrics[name] for name in names] for metrics in (node.metrics() for node in cluster.nodes)]
+
+    text, tokens = Text(20, 16), 3
+    spread(cluster, [text])
+    before = counted()
+
+    def grown() -> list[list[float]]:
+        return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, counted(), strict=True)]
+
+    with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view:
+        assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
+        check(pool, [(view, text, tokens)])
+    wait_until(lambda: sum(results for results, _, _ in grown()) >= LAYOUT.layers, "the query engines reported")
+    here, *others = grown()
+    assert here == [0, 0, 0]
+    each = tokens * HEADS * (LAYOUT.value_dim + 1) * 4
+    for results, nbytes, seconds in others:
+        assert nbytes == results * each
+        assert (seconds > 0) == (results > 0)
 
 
 def test_a_batch_with_a_shared_prefix(cluster: Cluster) -> None:
