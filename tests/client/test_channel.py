@@ -21,7 +21,7 @@ from tests.robustness.live import (
     match,
     read,
     store,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
@@ -99,7 +99,7 @@ def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
     with daemons(3) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(2, LAYOUT) as reader:
         prompt = Prompt(10, 8)
         store(writer, prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         lease = match(reader, prompt)
         assert lease.local_hits < lease.hits == 8
         cluster.nodes[2].freeze()

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_pushed
+from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import PrefixTree, Request, Way
@@ -65,7 +65,7 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
     with three.connect(0, LAYOUT) as pool, ControlPlane(pool, instances, SHAPE) as plane:
         store(pool, mine)
         store(pool, other)
-        wait_pushed(three)
+        wait_told(three)
         requests = [ask(pool, prompt, str(index)) for index, prompt in enumerate((mine, other, unknown))]
         tree = plane.get_prefix_tree(requests)
         # The last token of a prompt is always computed, so that the segment it completes is no hit.
@@ -151,7 +151,7 @@ def test_the_example_scheduler(three: Cluster, example: ModuleType) -> None:
                         served.append(request.name)
                         hits += read(pool, prompts[int(request.name)])
                         store(pool, prompts[int(request.name)])
-                wait_pushed(three)
+                wait_told(three)
             assert sorted(served, key=int) == [str(number) for number in range(len(prompts))]
             assert hits > 0
     finally:

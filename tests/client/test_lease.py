@@ -19,7 +19,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.identity import LeaseId
@@ -184,7 +184,7 @@ def test_a_fetch_in_pieces(three: Cluster) -> None:
     prompt = Prompt(210, 12)
     with three.connect(0, LAYOUT) as writer, three.connect(1, LAYOUT) as reader:
         store(writer, prompt)
-        wait_pushed(three)
+        wait_told(three)
         pending = reader.begin_match(reader.prefix(prompt.tokens).keys, deadline_s=PATIENT_S)
         with pending.wait() as lease:
             assert lease.hits == 12

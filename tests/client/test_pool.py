@@ -21,7 +21,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.wire import Code
@@ -77,7 +77,7 @@ def test_three_nodes_are_one_pool(three: Cluster) -> None:
     prompts = [Prompt(200 + number, 10) for number in range(6)]
     for number, prompt in enumerate(prompts):
         assert outcomes(store(pools[number % 3], prompt)) == {Code.COMMITTED}
-    wait_pushed(three)
+    wait_told(three)
     for pool in pools:
         assert [read(pool, prompt) for prompt in prompts] == [10] * 6
     for pool in pools:

@@ -10,7 +10,7 @@ import torch
 
 from tests.engines.models import FAMILIES, PAD, family, prompt
 from tests.query.scene import serving
-from tests.robustness.live import PATIENT_ENGINE, wait_pushed
+from tests.robustness.live import PATIENT_ENGINE, wait_told
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -89,7 +89,7 @@ def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
             engine.prefill([*row, 2])
         assert engine.flush(30)
         assert not engine.counts.tokens_not_stored
-    wait_pushed(cluster)
+    wait_told(cluster)
 
 
 def places(cluster: Cluster, node: int, layout: Layout, tokens: list[int]) -> set[str]:
@@ -233,7 +233,7 @@ def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:
 
         codes = pool.store_all(pool.prefix(rows[0]).keys, fill)
         assert set(codes) == {Code.COMMITTED}
-    wait_pushed(cluster)
+    wait_told(cluster)
     with engine_at(cluster, READER, model) as engine:
         tokens, _ = generate(engine.generate, rows)
         assert engine.counts.tokens_shipped == shipped(rows)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_told, wait_until
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_float32, attend, from_float32
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
@@ -166,7 +166,7 @@ def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
     with cluster.connect(1, texts[0].layout) as pool:
         for text in texts:
             text.store(pool)
-            wait_pushed(cluster)
+            wait_told(cluster)
 
 
 def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) -> View:

@@ -1,8 +1,7 @@
 """Named edges at which a daemon kills itself, as kill -9 would: for tests of the state after a crash.
 
-The steps are those of `docs/architecture.md`: prepare, commit, publish (the directory node is told), push, evict. The
-rules do
-no I/O, so a step has four kinds of edges::
+The steps are those of `docs/architecture.md`: prepare, commit, publish (the directory node is told), fetch, evict, and
+the two sides of a hand-over. The rules do no I/O, so a step has four kinds of edges::
 
     event -> | ASKED | rules | DECIDED | -> instruction -> | DOING | socket, thread, page | DONE |
 
@@ -26,7 +25,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.wire import engine, peer
 from tokenlake_server.driver import Driver, Handle, Sink
 
-__all__ = ["EDGES", "Edge", "Failpoint", "Moment", "arm", "parse"]
+__all__ = ["EDGES", "HANDOVER_EDGES", "TAKEOVER_EDGES", "Edge", "Failpoint", "Moment", "arm", "parse"]
 
 log = logging.getLogger(__name__)
 
@@ -60,28 +59,25 @@ EDGES = (
     Edge("commit.asked", Moment.ASKED, engine.Commit, "an engine's commit is here"),
     Edge("commit.decided", Moment.DECIDED, engine.Commit, "the segments are READY here, nobody knows"),
     Edge("commit.answered", Moment.DONE, engine.Committed, "the engine knows that they are READY"),
-    Edge("publish.telling", Moment.DOING, peer.Ready, "a directory node is about to be told"),
-    Edge("publish.told", Moment.DONE, peer.Ready, "a directory node was told"),
-    Edge("publish.asked", Moment.ASKED, peer.Ready, "the directory node: a writer says that it has segments"),
+    Edge("publish.telling", Moment.DOING, peer.Owned, "a directory node is about to be told"),
+    Edge("publish.told", Moment.DONE, peer.Owned, "a directory node was told"),
+    Edge("publish.asked", Moment.ASKED, peer.Owned, "the directory node: an owner says that it has segments"),
+    Edge("publish.entered", Moment.DECIDED, peer.Owned, "the directory node: its directory names the owner"),
+    Edge("publish.answered", Moment.DONE, peer.Redundant, "the directory node: a later writer was told of the owner"),
+    Edge("publish.taken", Moment.ASKED, peer.Redundant, "the later writer has the directory node's answer"),
+    Edge("publish.staged", Moment.DECIDED, peer.Redundant, "the later writer's copy is a cached copy of the owner"),
+    Edge("fetch.asked", Moment.ASKED, peer.Lookup, "the owner: a lookup is here"),
+    Edge("fetch.leased", Moment.DECIDED, peer.Lookup, "the owner: segments are leased, the reader does not know it"),
+    Edge("fetch.answered", Moment.DONE, peer.LookupReply, "the owner: the reader was answered"),
+    Edge("fetch.found", Moment.ASKED, peer.LookupReply, "the reader has the owner's answer"),
     Edge(
-        "publish.entered", Moment.DECIDED, peer.Ready, "the directory node: its directory names the writer, which waits"
+        "fetch.reserved", Moment.DOING, instructions.StartFetch, "the reader has reserved slots and pulls nothing yet"
     ),
-    Edge("publish.answered", Moment.DONE, peer.ReadyReply, "the directory node: the writer was answered"),
-    Edge("publish.taken", Moment.ASKED, peer.ReadyReply, "the writer has the directory node's answer"),
-    Edge("push.offering", Moment.DOING, peer.Offer, "a owner is chosen and not asked yet"),
-    Edge("push.offered", Moment.DONE, peer.Offer, "the owner was asked"),
-    Edge("push.asked", Moment.ASKED, peer.Offer, "the owner: an offer is here"),
-    Edge("push.reserved", Moment.DOING, instructions.StartFetch, "the owner has reserved slots and pulls nothing yet"),
-    Edge("push.pulling", Moment.ASKED, events.PullRequested, "the source: the owner asks for the bytes"),
-    Edge("push.pinned", Moment.DOING, instructions.SendBulk, "the source: slots are pinned, nothing is sent"),
-    Edge("push.sent", Moment.ASKED, events.SendDone, "the source: the bytes are sent, the slots still pinned"),
-    Edge("push.pulled", Moment.ASKED, events.FetchDone, "the owner has the bytes, not in its index"),
-    Edge("push.kept", Moment.DECIDED, events.FetchDone, "the owner: they are READY, nobody knows"),
-    Edge("push.held", Moment.DONE, peer.PrimaryCopies, "a directory node was told who holds them"),
-    Edge("push.answered", Moment.DONE, peer.OfferReply, "the owner: the writer was answered"),
-    Edge("push.taken", Moment.ASKED, peer.OfferReply, "the writer has the owner's answer"),
-    Edge("push.staged", Moment.DECIDED, peer.OfferReply, "the writer's copy is cached"),
-    Edge("push.known", Moment.DECIDED, peer.PrimaryCopies, "the directory node: the directory names the owner"),
+    Edge("fetch.pulling", Moment.ASKED, events.PullRequested, "the source: the reader asks for the bytes"),
+    Edge("fetch.pinned", Moment.DOING, instructions.SendBulk, "the source: slots are pinned, nothing is sent"),
+    Edge("fetch.sent", Moment.ASKED, events.SendDone, "the source: the bytes are sent, the slots still pinned"),
+    Edge("fetch.pulled", Moment.ASKED, events.FetchDone, "the reader has the bytes, not in its index"),
+    Edge("fetch.kept", Moment.DECIDED, events.FetchDone, "the reader: they are READY, its engine does not know it"),
     Edge("evict.decided", Moment.DOING, instructions.Stamp, "slots have new owners, the shared page names the former"),
     Edge("evict.stamped", Moment.DONE, instructions.Stamp, "the shared page names the new owners, no more is done"),
     Edge("evict.telling", Moment.DOING, peer.Evicted, "a directory node is about to be told of what is gone"),
@@ -89,9 +85,27 @@ EDGES = (
     Edge("evict.asked", Moment.ASKED, peer.Evicted, "the directory node: a owner says what is gone"),
     Edge("evict.known", Moment.DECIDED, peer.Evicted, "the directory node: the directory names it no more"),
 )
-"""All edges, in the order in which a segment meets them."""
+"""Edges of prompts that are stored, read at another node and evicted, in the order in which a segment meets them."""
 
-_BY_NAME = {edge.name: edge for edge in EDGES}
+HANDOVER_EDGES = (
+    Edge("handover.offering", Moment.DOING, peer.Offer, "a node is chosen and not asked yet"),
+    Edge("handover.offered", Moment.DONE, peer.Offer, "the node was asked"),
+    Edge("handover.taken", Moment.ASKED, peer.OfferReply, "the node's answer is here"),
+    Edge("handover.staged", Moment.DECIDED, peer.OfferReply, "the copy here is a cached copy of the new owner"),
+)
+"""Edges of a full node that hands new segments over."""
+
+TAKEOVER_EDGES = (
+    Edge("takeover.asked", Moment.ASKED, peer.Offer, "an offer is here"),
+    Edge("takeover.reserved", Moment.DECIDED, peer.Offer, "slots are reserved, nothing is pulled yet"),
+    Edge("takeover.pulled", Moment.ASKED, events.FetchDone, "the bytes are here, not in the index"),
+    Edge("takeover.kept", Moment.DECIDED, events.FetchDone, "the segments are owned here, no other node knows it"),
+    Edge("takeover.told", Moment.DONE, peer.Owned, "a directory node was told of the new owner"),
+    Edge("takeover.answered", Moment.DONE, peer.OfferReply, "the former owner was answered"),
+)
+"""Edges of the emptier node that takes them over."""
+
+_BY_NAME = {edge.name: edge for edge in (*EDGES, *HANDOVER_EDGES, *TAKEOVER_EDGES)}
 
 
 class Failpoint(NamedTuple):

@@ -75,15 +75,12 @@ class FakePeer:
     def _answer(self, sock: socket.socket, message: peer.PeerMessage) -> None:
         match message:
             case peer.Ping():
-                sock.sendall(pack_frame(peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0, 0)))
+                sock.sendall(pack_frame(peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0)))
             case peer.Lookup():
                 keys = [message.keys[at : at + 32] for at in range(0, len(message.keys), 32)]
                 codes = bytes(Code.LOCAL if key in self._keys else Code.MISSING for key in keys)
                 lease = int(Code.LOCAL in codes)
                 sock.sendall(pack_frame(peer.LookupReply(message.call, lease, codes, (), (0.0, 0.0, 0.0), 0.0)))
-            case peer.Ready():
-                codes = bytes([Code.COMMITTED]) * (len(message.keys) // 32)
-                sock.sendall(pack_frame(peer.ReadyReply(message.call, codes, ())))
             case peer.Offer():
                 codes = bytes([Code.NO_SLOT]) * (len(message.keys) // 32)
                 sock.sendall(pack_frame(peer.OfferReply(message.call, codes, (0.0, 0.0, 0.0), 0.0)))

@@ -126,7 +126,7 @@ def census(node: Node) -> float:
     return total(node, "tokenlake_processes")
 
 
-IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "dirty copies", "queued offers")
+IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "bytes on offer")
 """Maps of the rules that are empty when no request is under way."""
 
 
@@ -163,19 +163,25 @@ def _keys(pool: Pool, prompts: Sequence[Prompt], wanted: Callable[[Lease], bool]
     return found
 
 
-def wait_pushed(cluster: Cluster) -> None:
-    """Until no running node has a dirty copy left."""
+def wait_told(cluster: Cluster) -> None:
+    """Wait until no running node has a segment that is being written, and the directory nodes know the owners of all
+    others."""
+    running = [node for node in cluster.nodes if node.running]
 
     def done() -> bool:
-        return not sum(
+        return not any(
             value
-            for node in cluster.nodes
-            if node.running
+            for node in running
             for name, value in node.metrics().items()
             if name.startswith("tokenlake_segments{") and 'kind="dirty"' in name
         )
 
-    wait_until(done, "all writes are pushed")
+    wait_until(done, "all writes have ended")
+    # A node that answers has sent the messages of earlier events, and has handled those that it received before: after
+    # two rounds all `Owned`, and then all `Redundant`, have been handled.
+    for _ in range(2):
+        for node in running:
+            node.metrics()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.robustness.failpoints import EDGES, Edge
+from tests.robustness.failpoints import EDGES, HANDOVER_EDGES, TAKEOVER_EDGES, Edge
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -24,7 +24,7 @@ from tests.robustness.live import (
     outcomes,
     read,
     store,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.errors import Unreachable
@@ -57,10 +57,15 @@ class Work:
         self.failures: list[str] = []
 
     def round(self) -> None:
-        """Each node's engine stores, gives up a reservation, and reads what the other's engine stored."""
-        for pool in (self.other, self.ending):
-            prompt = Prompt(self.seed + len(self.prompts), SEGMENTS)
-            self.prompts.append(prompt)
+        """Each node's engine stores, gives up a reservation, and reads what the other's engine stored. One prompt is
+        stored by both, in turns first by the one or the other."""
+        both = [self.other, self.ending]
+        twin = self._next_prompt()
+        for pool in both if len(self.prompts) % 2 else reversed(both):
+            with self._allowed(pool):
+                store(pool, twin)
+        for pool in both:
+            prompt = self._next_prompt()
             with self._allowed(pool):
                 store(pool, prompt)
             with self._allowed(pool):
@@ -68,6 +73,10 @@ class Work:
         for pool, prompt in ((self.other, self.prompts[-1]), (self.ending, self.prompts[-2])):
             with self._allowed(pool):
                 self.read(pool, prompt)
+
+    def _next_prompt(self) -> Prompt:
+        self.prompts.append(Prompt(self.seed + len(self.prompts), SEGMENTS))
+        return self.prompts[-1]
 
     def read(self, pool: Pool, prompt: Prompt) -> None:
         """Compare the segments that a prompt's match finds."""
@@ -121,7 +130,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
         ending.start()
         cluster.wait_ready()
         wait_until(lambda: is_back(attached, lives), "its engine is back")
-        wait_pushed(cluster)
+        wait_told(cluster)
         held = local_keys(steady, work.prompts)
         wait_until(lambda: held <= found_keys(attached, work.prompts), "what the other node holds is found again")
         for pool in (attached, steady):
@@ -136,6 +145,50 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
         )
     for node in cluster.nodes:
         wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("edge", [*HANDOVER_EDGES, *TAKEOVER_EDGES], ids=lambda edge: edge.name)
+def test_a_daemon_ends_during_a_hand_over(edge: Edge) -> None:
+    """Only the engine of node 0 stores, so that its node becomes full, and hands segments over to node 1."""
+    with daemons(2, MEMORY, MEMORY) as cluster:
+        ending = cluster.nodes[edge in TAKEOVER_EDGES]
+        ending.kill()
+        # At the sixth crossing: some segments were handed over before.
+        ending.start(FAILPOINT_DAEMON, failpoint=f"{edge.name}:6")
+        process = ending.process
+        assert process is not None
+        cluster.wait_ready()
+        prompts: list[Prompt] = []
+        with cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
+            lives = {writer.incarnation, reader.incarnation}
+
+            def stores() -> bool:
+                prompts.append(Prompt(50_000 + len(prompts), SEGMENTS))
+                with contextlib.suppress(Unreachable):
+                    store(writer, prompts[-1])
+                return not ending.running
+
+            wait_until(stores, "segments are handed over")
+            assert process.wait(LIMIT_S) == -signal.SIGKILL
+            assert f"failpoint {edge.name}: this daemon ends" in ending.log.read_text()
+            steady, back = (writer, reader) if edge in TAKEOVER_EDGES else (reader, writer)
+            ending.start()
+            cluster.wait_ready()
+            wait_until(lambda: is_back(back, lives), "its engine is back")
+            wait_told(cluster)
+            # Of the many prompts, the last ones can still be there.
+            some = prompts[-40:]
+            held = local_keys(steady, some)
+            assert held
+            wait_until(lambda: held <= found_keys(back, some), "the segments of the other node are found again")
+            for pool in (writer, reader):
+                for prompt in some:
+                    read(pool, prompt)
+                fresh = Prompt(90_000 + (pool is reader), SEGMENTS)
+                assert outcomes(store(pool, fresh)) == {Code.COMMITTED}, "it serves"
+                assert read(pool, fresh) == SEGMENTS
+        for node in cluster.nodes:
+            wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up")  # type: ignore[misc]
 
 
 def is_back(pool: Pool, lives: set[int]) -> bool:
@@ -156,4 +209,5 @@ def test_an_unknown_edge_is_refused_with_those_there_are() -> None:
     )
     assert refused.returncode == 1
     assert "did you mean 'commit.decided'?" in refused.stderr
-    assert [edge.name for edge in EDGES if edge.name not in refused.stderr] == []
+    edges = (*EDGES, *HANDOVER_EDGES, *TAKEOVER_EDGES)
+    assert [edge.name for edge in edges if edge.name not in refused.stderr] == []

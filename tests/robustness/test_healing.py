@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +19,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake_client import Pool
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with daemons(3, "24MiB", "4MiB", hot="off") as cluster:
+    with daemons(3, "24MiB", "4MiB") as cluster:
         yield cluster
 
 
@@ -45,30 +43,18 @@ def pools(cluster: Cluster) -> Iterator[list[Pool]]:
         pool.close()
 
 
-def holds(pool: Pool, prompt: Prompt) -> bool:
-    """Is the prompt's one segment in the arena of the pool's node?"""
-    return bool(local_keys(pool, [prompt]))
-
-
-def held_by(pools: list[Pool], prompt: Prompt) -> list[int]:
-    """The nodes with a copy of the prompt's one segment."""
-    return [number for number, pool in enumerate(pools) if holds(pool, prompt)]
-
-
-def kept_at(cluster: Cluster, pools: list[Pool], nodes: list[int]) -> list[Prompt]:
-    """Prompts of one segment each, stored by the engine of node 0, of which exactly `nodes` have a copy. More prompts
-    are stored until there is one: a node gets no segments before the writer's node has heard how full it is."""
-    found: list[Prompt] = []
-    seeds = itertools.count(9100)
-    until = time.monotonic() + LIMIT_S
-    while not found:
-        assert time.monotonic() < until, f"no prompt has copies at {nodes} alone"
-        prompts = [Prompt(seed, 1) for seed in itertools.islice(seeds, 40)]
-        for prompt in prompts:
-            store(pools[0], prompt)
-        wait_pushed(cluster)
-        found = [prompt for prompt in prompts if held_by(pools, prompt) == nodes]
-    return found
+def stored(cluster: Cluster, pools: list[Pool], *readers: int) -> list[Prompt]:
+    """Prompts of one segment each, stored by the engine of node 0 and read by those of the nodes `readers`: each of
+    these nodes has a copy, and no other."""
+    prompts = [Prompt(9100 + number, 1) for number in range(20)]
+    for prompt in prompts:
+        store(pools[0], prompt)
+    wait_told(cluster)
+    for number in readers:
+        assert [read(pools[number], prompt) for prompt in prompts] == [1] * len(prompts)
+    held = [len(local_keys(pool, prompts)) for pool in pools]
+    assert held == [len(prompts) if number in (0, *readers) else 0 for number in range(len(pools))]
+    return prompts
 
 
 def confirmed(cluster: Cluster) -> float:
@@ -78,7 +64,7 @@ def confirmed(cluster: Cluster) -> float:
 
 def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[Pool]) -> None:
     """Each prompt has one copy, at node 0, with a flipped bit. The engines there do not verify checksums."""
-    prompts = kept_at(cluster, pools, [0])
+    prompts = stored(cluster, pools)
     for prompt in prompts:
         assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
         assert read(pools[1], prompt) == 0, "the corrupt segment is a miss"
@@ -86,7 +72,7 @@ def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[
     for prompt in prompts:
         assert read(pools[0], prompt) == 0, "the engine at the source misses as well"
         store(pools[1], prompt)
-    wait_pushed(cluster)
+    wait_told(cluster)
     for prompt in prompts:
         for pool in pools:
             assert read(pool, prompt) == 1
@@ -97,8 +83,9 @@ def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[
 
 
 def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pools: list[Pool]) -> None:
-    """Both candidates, nodes 0 and 1, have a copy of some prompts. The copy that is fetched first is corrupt."""
-    prompts = kept_at(cluster, pools, [0, 1])
+    """The owner, node 0, and node 1 have a copy of each prompt. The copy that is fetched first is corrupt; that of node
+    1 is found where node 1 is a candidate of the key."""
+    prompts = stored(cluster, pools, 1)
     healed = 0
     for prompt in prompts:
         key = pools[2].prefix(prompt.tokens).keys[0]
@@ -119,7 +106,7 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
 
 
 def test_a_verifying_engine_reports_a_corrupt_copy(cluster: Cluster, pools: list[Pool]) -> None:
-    prompts = kept_at(cluster, pools, [0])
+    prompts = stored(cluster, pools)
     with Pool.connect(cluster.nodes[0].socket, LAYOUT, verify=True, deadlines=PATIENT) as careful:
         for prompt in prompts:
             assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
@@ -129,7 +116,7 @@ def test_a_verifying_engine_reports_a_corrupt_copy(cluster: Cluster, pools: list
         for prompt in prompts:
             assert read(pools[0], prompt) == 0, "the engine that does not verify misses"
             store(careful, prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         for prompt in prompts:
             for pool in (*pools, careful):
                 assert read(pool, prompt) == 1

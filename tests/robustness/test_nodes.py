@@ -20,7 +20,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, Unreachable
@@ -87,21 +87,21 @@ class Replay:
             thread.join()
 
 
-def directory_nodes(cluster: Cluster) -> float:
+def primary_copies(cluster: Cluster) -> float:
     """Primary copies on all running nodes."""
     return sum(
         value
         for node in cluster.nodes
         if node.running
         for name, value in node.metrics().items()
-        if name.startswith("tokenlake_segments{") and 'kind="home"' in name
+        if name.startswith("tokenlake_segments{") and 'kind="primary"' in name
     )
 
 
 def settle(cluster: Cluster) -> None:
-    """Wait until pushes are done, and no peer that is up is suspect or overdue."""
+    """Wait until writes have ended, and no peer that is up is suspect or overdue."""
     cluster.wait_ready()
-    wait_pushed(cluster)
+    wait_told(cluster)
 
 
 def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: list[Pool]) -> None:
@@ -117,7 +117,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     # Lost segments are computed again by the next request; the pool is complete without the dead node.
     survivors = Replay(pools[:2])
     survivors.run(PROMPTS)
-    wait_pushed(cluster)
+    wait_told(cluster)
     for pool in pools[:2]:
         wait_until(lambda pool=pool: all(read(pool, p) == 8 for p in PROMPTS), "all is found")  # type: ignore[misc]
 
@@ -134,7 +134,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert total(victim, "tokenlake_received_segments_total") > 0, "it is used again"
     for pool in pools:
         assert all(read(pool, prompt) == 8 for prompt in fresh)
-    wait_until(lambda: directory_nodes(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two directory nodes")
+    wait_until(lambda: primary_copies(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two owners")
 
 
 def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool]) -> None:
@@ -221,7 +221,7 @@ def _answers(pool: Pool) -> bool:
 def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Pool]) -> None:
     prompt = Prompt(7777, 12)
     store(pools[0], prompt)
-    wait_pushed(cluster)
+    wait_told(cluster)
     keys = pools[0].prefix(prompt.tokens).keys
     flipped = [sum(flip(pool, key) for pool in pools[:2]) for key in keys]
     with pools[2].match(keys, deadline_s=2.0) as lease:
@@ -244,7 +244,7 @@ def test_a_large_transfer_from_a_source_that_freezes(cluster: Cluster, pools: li
     prompts = [Prompt(8000 + seed, 48) for seed in range(4)]
     for prompt in prompts:
         store(pools[1], prompt)
-    wait_pushed(cluster)
+    wait_told(cluster)
     pools[2].close()
     for attempt in range(6):
         prompt = prompts[attempt % 4]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, daemons, wait_pushed
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, daemons, wait_told
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -39,7 +39,7 @@ def store_at_first(two: Cluster, seed: int) -> tuple[list[SegmentKey], NDArray[n
     with two.connect(0, LARGE) as pool:
         keys = pool.prefix(draw.integers(0, 1 << 17, COUNT * LARGE.segment_tokens).tolist()).keys
         assert pool.store_all(keys, content, patience=LIMIT_S) == bytes([Code.COMMITTED]) * COUNT
-        wait_pushed(two)
+        wait_told(two)
     second.start()
     two.wait_ready()
     return list(keys), content

@@ -22,7 +22,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tests.server.raw import Raw, identity_of, introduce, peer_address
@@ -61,7 +61,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with daemons(2, config=config(tmp_path / "tokenlake.toml")) as cluster:
         with cluster.connect(0, LAYOUT) as pool:
             assert outcomes(store(pool, PROMPT)) == {Code.COMMITTED}
-            wait_pushed(cluster)
+            wait_told(cluster)
         yield cluster
 
 
@@ -192,7 +192,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
     cluster.wait_ready()
     with cluster.connect(1, LAYOUT) as pool:
         store(pool, PROMPT)
-        wait_pushed(cluster)
+        wait_told(cluster)
         assert read(pool, PROMPT) == PROMPT.segments
 
 

@@ -30,7 +30,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.config import load_config
@@ -80,7 +80,7 @@ def test_the_token_counters_add_up() -> None:
             if writing is not None:
                 writing.abort()
             store(pool, prompt)
-            wait_pushed(cluster)
+            wait_told(cluster)
         for pool in pools:
             pool.close()
         for node, count in zip(cluster.nodes, counts, strict=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
@@ -63,7 +63,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         Pool.connect(reader, LAYOUT, RED, deadlines=PATIENT) as other,
     ):
         store(pool, prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         longer = Prompt(2, 3, shared=prompt)
         keys = other.prefix(longer.tokens).keys
         options = MatchOptions(request="a name", prompt_tokens=len(longer.tokens) + 7)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, wait_pushed, wait_until
+from tests.robustness.live import LAYOUT, Prompt, daemons, wait_told, wait_until
 from tokenlake_client import MatchOptions
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -30,7 +30,7 @@ def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
         with pool.store(pool.prefix(prompt.tokens).keys, request="the store") as write:
             write.fill(prompt.fill)
         assert logged([writer], "'the store': a Prepare")
-        wait_pushed(cluster)
+        wait_told(cluster)
         with other.match(other.prefix(prompt.tokens).keys, MatchOptions(request="the match")) as lease:
             assert lease.request == "the match"
             assert lease.local_hits < lease.hits == prompt.segments

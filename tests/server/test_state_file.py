@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_pushed
+from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_told
 from tokenlake.core.learned import MAX_LEARNED_BYTES
 from tokenlake.wire import Code
 from tokenlake_server.event_log import replay
@@ -75,7 +75,7 @@ def test_statistics_survive_a_restart_and_the_log_replays(tmp_path: Path) -> Non
         with cluster.connect(0, LAYOUT) as pool:
             for number in range(10):
                 assert outcomes(store(pool, Prompt(number, 3))) == {Code.COMMITTED}
-        wait_pushed(cluster)
+        wait_told(cluster)
         assert node.stop() == 0
         learned = StateFile(tmp_path, node.name).load()
         assert learned is not None

@@ -60,10 +60,10 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._peers = Peers(context, self._lost, lambda peer_: self._directory_node.lost(peer_), self._restored)
+        self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
-        self._ownership = Ownership(context, self._directory_node)
+        self._ownership = Ownership(context, self._peers, self._directory_node)
         self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
@@ -265,7 +265,11 @@ class NodeCore:
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
+        self._suspected(peer_)
+
+    def _suspected(self, peer_: Peer) -> None:
         self._directory_node.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
         self._directory_node.restored(peer_)

@@ -325,6 +325,11 @@ class Peers:
         """This node is about to read so much there; no report includes it yet."""
         self._peers[node].announced.add(nbytes, self._context.now)
 
+    @property
+    def notices_s(self) -> float:
+        """Time after which every node has noticed that another one stopped."""
+        return 2 * self._round_s + self._context.config.suspect_s
+
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began at `began` missed its deadline. The peer is overdue if it sent nothing since."""
         self._peers[node].liveness.deadline_missed(began)

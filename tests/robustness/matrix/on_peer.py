@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.robustness.live import flip, local_keys, wait_pushed, wait_until
+from tests.robustness.live import flip, wait_told, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
 from tests.robustness.matrix.proxy import Cut, Direction, Flip, Trickle
 from tests.robustness.matrix.world import world
@@ -63,7 +63,7 @@ def slow(seed: int) -> Outcome:
         at.fill()
         before = at.listed()
         at.begin()
-        with asking(at.engines[:1], at.hand_over) as wait:
+        with asking(at.engines[:1], at.fetch) as wait:
             wait(2)
             at.links[1].fault = Trickle("down", 64)
             wait(10)
@@ -88,7 +88,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
         at.fill()
         before = at.listed()
         at.begin()
-        with asking(at.engines[:1], at.hand_over):
+        with asking(at.engines[:1], at.fetch):
             for made in range(1, 6):
                 at.links[1].fault = fault
                 wait_until(lambda made=made: at.links[1].done == made, "a connection is cut")  # type: ignore[misc]
@@ -99,34 +99,33 @@ def _cut(seed: int, fault: Cut) -> Outcome:
 
 
 def full(seed: int) -> Outcome:
-    """An engine of the node has leased all its slots: segments that the node would own stay at their writer."""
+    """An engine of the node has leased all its slots: the node serves what it has and takes nothing."""
     with world(seed, memory="1MiB", session_lease_share="1") as at:
         mine, other = at.engines
-        filled = 0
+        stored = []
         while at.metric(1, "tokenlake_free_slots"):
-            assert other.store(at.fresh(filled), patience=5.0) == {Code.COMMITTED}
-            filled += 1
-        wait_pushed(at.cluster)
-        there = local_keys(other.pool, [at.fresh(number) for number in range(filled)])
-        leases = [
-            other.pool.match([key])
-            for number in range(filled)
-            for key in other.pool.prefix(at.fresh(number).tokens).keys
-            if key in there
-        ]
-        slots = at.metric(1, "tokenlake_slots")
-        assert sum(lease.hits for lease in leases) == slots
+            stored.append(at.fresh(len(stored)))
+            assert other.store(stored[-1], patience=5.0) == {Code.COMMITTED}
+        wait_told(at.cluster)
+        keys = [key for prompt in stored for key in other.pool.prefix(prompt.tokens).keys]
+        leases = [other.pool.match([key]) for key in keys]
+        assert sum(lease.hits for lease in leases) == at.metric(1, "tokenlake_slots")
+        further = at.engine(1, "further engine of node1")
         at.begin()
-        received = at.metric(1, "tokenlake_received_segments_total")
         for prompt in at.prompts[:6]:
             assert mine.store(prompt, patience=5.0) == {Code.COMMITTED}
-        wait_pushed(at.cluster)
-        before = {key for prompt in at.prompts[:6] for key in map(bytes, mine.pool.prefix(prompt.tokens).keys)}
+        wait_told(at.cluster)
+        before = {bytes(key) for prompt in at.prompts[:6] for key in mine.pool.prefix(prompt.tokens).keys}
+        assert further.store(at.prompts[6]) == {Code.NO_SLOT}
+        assert [further.read(prompt) for prompt in at.prompts[:6]] == [0] * 6, "it has no slot for what it fetches"
+        assert further.whole(stored[1:]), "what it has is read there"
+        assert mine.whole(stored[1:4]), "and at the other node"
         at.find_again(before, mine)
-        assert at.metric(1, "tokenlake_received_segments_total") == received, "the node took no segment"
+        assert at.metric(1, "tokenlake_received_segments_total") == 0, "the node took no segment"
         for lease in leases:
             lease.release()
         assert other.answered()
+        assert further.whole(at.prompts[:6]), "released slots are given again"
         at.serves()
     return at.outcome
 
@@ -163,7 +162,7 @@ def flipped_on_wire(seed: int) -> Outcome:
         at.fill()
         before = at.listed()
         at.begin()
-        with asking(at.engines[:1], at.hand_over) as wait:
+        with asking(at.engines[:1], at.fetch) as wait:
             at.links[1].fault = Flip("down", "raw", 2)
             wait_until(lambda: at.metric(0, "tokenlake_corrupt_segments_total") >= 5, "five segments are refused")
             for direction in DIRECTIONS:

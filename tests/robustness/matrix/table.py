@@ -101,7 +101,9 @@ CELLS = (
     Cell("peer", "slow", "a transfer ends at its deadline and is a miss; nothing is lost", on_peer.slow),
     Cell("peer", "half-header", "misses until the nodes are connected again; nothing is lost", on_peer.cut_in_header),
     Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach no engine", on_peer.cut_in_payload),
-    Cell("peer", "full", "pushes are refused: every segment stays where it was written", on_peer.full),
+    Cell(
+        "peer", "full", "stores and fetches there are refused; its segments are read, there and elsewhere", on_peer.full
+    ),
     Cell(
         "peer",
         "flip-arena",

@@ -14,7 +14,7 @@ from tests.robustness.live import (
     found_keys,
     local_keys,
     total,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tests.robustness.matrix.measure import MATCH_S, Asker, Outcome
@@ -77,41 +77,36 @@ class World:
         return self._stack.enter_context(Proxy(self.nodes[number].socket, path, self.seed))
 
     def fill(self, *askers: Asker) -> None:
-        """Each of these engines, or the engine of each node, stores its share of the prompts; returns when pushes are
-        done."""
+        """Each of these engines, or the engine of each node, stores its share of the prompts; returns when the
+        directory nodes know the owners."""
         by = askers or self.engines
         for number, prompt in enumerate(self.prompts):
             codes = by[number % len(by)].store(prompt, patience=LIMIT_S)
             assert codes == {Code.COMMITTED}
-        wait_pushed(self.cluster)
+        wait_told(self.cluster)
 
     def read_and_store(self, asker: Asker, number: int) -> None:
         """Read one of the prompts and store a fresh one."""
         self.read(asker, number)
         asker.store(self.fresh(number % FRESH))
 
-    def hand_over(self, asker: Asker, number: int) -> None:
-        """The engine of node 1 stores the prompts, which this one reads: bytes are pushed and fetched."""
-        self.engines[1].store(self.fresh(number % FRESH))
-        asker.read(self.fresh(number % FRESH))
+    def fetch(self, asker: Asker, number: int) -> None:
+        """The engine of node 1 stores a new prompt, which this one, at node 0, reads: bytes are fetched. Both read a
+        prompt that they stored before, so that these are not the least recently used ones."""
+        self.engines[1].store(self.fresh(number))
+        asker.read(self.fresh(number))
+        for at, engine in enumerate((asker, self.engines[1])):
+            engine.read(self.prompts[(2 * number + at) % PROMPTS])
 
     def fill_partly_at(self, number: int) -> None:
-        """The engine of this node stores all prompts, half of them while the other node is down, so that no other node
-        holds that half."""
-        here, other = self.engines[number], 1 - number
-        self.nodes[other].kill()
-        alone = self.prompts[: PROMPTS // 2]
-        for prompt in alone:
-            wait_until(lambda prompt=prompt: here.store(prompt) <= DONE, "it stores alone")  # type: ignore[misc]
-        wait_pushed(self.cluster)
-        self.nodes[other].start()
-        self.cluster.wait_ready()
-        wait_until(self.engines[other].answered, "the other engine is back")
-        for prompt in self.prompts[PROMPTS // 2 :]:
-            assert here.store(prompt, patience=LIMIT_S) == {Code.COMMITTED}
-        wait_pushed(self.cluster)
-        wait_until(lambda: len(self.listed()) == PROMPTS * SEGMENTS, "all is found")
-        assert self.only_at(number) >= len(alone) * SEGMENTS
+        """The engine of this node stores all prompts. That of the other node reads the second half of them, so that
+        both nodes hold that half."""
+        here, other = self.engines[number], self.engines[1 - number]
+        self.fill(here)
+        alone, shared = self.prompts[: PROMPTS // 2], self.prompts[PROMPTS // 2 :]
+        wait_until(lambda: other.whole(shared), "the other engine has read its part")
+        assert len(self.listed()) == PROMPTS * SEGMENTS
+        assert self.only_at(number) == len(alone) * SEGMENTS
 
     def metric(self, number: int, name: str) -> float:
         """A metric of one node, summed over its labels."""
