@@ -118,6 +118,17 @@ class SimNode:
             self.emitted.append(orders)
         for order in orders:
             self._expect_sound(order)
+            if isinstance(order, instructions.SendToPeer) and isinstance(order.message, peer.LookupReply):
+                self._count_stood_in(event, order.message)
+
+    def _count_stood_in(self, event: events.Event, reply: peer.LookupReply) -> None:
+        lookup = event.message if isinstance(event, events.PeerSent) else None
+        if isinstance(lookup, peer.Lookup):
+            pairs = self.life.core.ring.candidates(lookup.keys)
+            answers = zip(pairs, reply.codes, strict=True)
+            self.cluster.stood_in += sum(
+                code == Code.ELSEWHERE and first != self.name for (first, _), code in answers
+            )
 
     def _expect_sound(self, order: instructions.Instruction) -> None:
         """No answer to an engine, and no transfer, names a copy that a check found wrong."""

@@ -37,6 +37,8 @@ class World:
         self.lease_s = self.rules["lease_s"]
         self.wrong: list[str] = []
         """Violations seen so far; the next check reports them."""
+        self.stood_in = 0
+        """Owners that a node named for keys of which another node is the directory node."""
         self.refusals: list[str] = []
         """Reasons of refused joins."""
         self._names = list(names)
