@@ -115,7 +115,7 @@ def run_cache_hit(arguments: CacheHitArguments) -> None:
     if arguments.json_file is not None:
         write_json(run.result, arguments.json_file)
     if arguments.plot_file is not None:
-        plot_cache_hit(run.result, run.details.node_bytes, arguments.plot_file)
+        plot_cache_hit(run.result, run.details.sent_bytes, arguments.plot_file)
 
 
 def _status(log: ReplayLog, options: LiveOptions) -> str:

@@ -71,12 +71,16 @@ class Text:
         values = draw.standard_normal(SlotMap.of(self.layout).nbytes // self._item, dtype=np.float32)
         return np.ascontiguousarray(from_float32(values, self.layout.dtype)).view(np.uint8)
 
-    def store(self, pool: Pool) -> None:
-        """Store all segments and wait until the node has them. A segment is PENDING while the node receives it from
-        another one, where the same text was stored a moment ago."""
+    def store(self, pool: Pool, start: int = 0, stop: int | None = None) -> None:
+        """Store the segments from `start` to `stop`, by default all, and wait until the node has them. A segment is
+        PENDING while the node receives it from another one, where the same text was stored a moment ago."""
+        keys = pool.prefix(self.tokens).keys[start:stop]
+
+        def fill(index: int, array: NDArray[np.uint8]) -> None:
+            self._fill(start + index, array)
 
         def stored() -> bool:
-            codes = outcomes(pool.store_all(pool.prefix(self.tokens).keys, self._fill, patience=LIMIT_S))
+            codes = outcomes(pool.store_all(keys, fill, start, patience=LIMIT_S))
             assert codes <= {Code.COMMITTED, Code.EXISTS, Code.PENDING}, codes
             return Code.PENDING not in codes
 
@@ -162,11 +166,13 @@ def freeze(pid: int) -> None:
 
 
 def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
-    """Store texts at the second node and wait until their segments are pushed to the owners, which are on all nodes."""
-    with cluster.connect(1, texts[0].layout) as pool:
+    """Store the segments of each text at the nodes in turn, from the second node on, where they stay."""
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(cluster.connect(node, texts[0].layout)) for node in range(len(cluster.nodes))]
         for text in texts:
-            text.store(pool)
-            wait_told(cluster)
+            for index in range(text.segments):
+                text.store(pools[(index + 1) % len(pools)], index, index + 1)
+    wait_told(cluster)
 
 
 def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) -> View:
