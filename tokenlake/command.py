@@ -48,7 +48,7 @@ def main() -> NoReturn:
             raise
         _fail(
             f"`tokenlake {name}` needs the module {missing!r}, which is not installed; install it with\n"
-            f"    pip install {_requirement(entry, missing)}"
+            f"    pip install {requirement_of(entry, missing)}"
         )
     sys.exit(0)
 
@@ -67,7 +67,7 @@ def _ordered(commands: Collection[str]) -> list[str]:
     return [name for name in SUMMARIES if name in commands] + sorted(set(commands) - SUMMARIES.keys())
 
 
-def _requirement(entry: EntryPoint, missing: str) -> str:
+def requirement_of(entry: EntryPoint, missing: str) -> str:
     """The argument of `pip install`, quoted for a shell, that brings the module `missing` to the command `entry`. For a
     command of the distribution `tokenlake` that is the extra of the command's package and, if that extra lacks the
     module, also the smallest extra that has it (an extra that includes another lists its modules too). For any other

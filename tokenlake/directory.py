@@ -10,9 +10,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
 __all__ = ["Directory", "Entry"]
+
+HISTORY_SHARE = 4
+"""The last accesses of evicted segments are remembered for at most one in so many of the limit's entries."""
 
 
 class Entry(NamedTuple):
@@ -27,11 +31,14 @@ class Entry(NamedTuple):
 
 
 class Directory:
-    """At most `limit` entries; the oldest are removed beyond that."""
+    """At most `limit` entries; the oldest are removed beyond that. For a part of the segments without an entry it
+    remembers the last access."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
+        self._history: OrderedDict[tuple[TenantId, SegmentKey], tuple[AccessRecord, float]] = OrderedDict()
+        """(last access, its time), the one recorded longest ago first."""
         self._lives: dict[NodeId, Incarnation] = {}
         """Newest incarnation of each restarted node; its entries of other incarnations do not count."""
         self._unswept = 0
@@ -105,6 +112,21 @@ class Directory:
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
 
+    def remember(self, tenant: TenantId, key: SegmentKey, access: AccessRecord, at: float) -> None:
+        """The segment left its owner; its last access was at that time."""
+        self._history[tenant, key] = access, at
+        self._history.move_to_end((tenant, key))
+        if len(self._history) > self.limit // HISTORY_SHARE:
+            self._history.popitem(last=False)
+
+    def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[int, AccessRecord, float] | None:
+        """Of the last of `keys` whose last access is remembered: its index, that access and its time."""
+        for index in range(len(keys) - 1, -1, -1) if self._history else ():
+            known = self._history.get((tenant, keys[index]))
+            if known is not None:
+                return index, *known
+        return None
+
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """From now on only the entries of this incarnation of `node` count. Call `sweep` until it returns False."""
         self._lives[node] = incarnation
@@ -132,3 +154,4 @@ class Directory:
     def check_integrity(self) -> None:
         """AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
+        assert len(self._history) <= max(1, self.limit // HISTORY_SHARE)

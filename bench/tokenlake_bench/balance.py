@@ -1,16 +1,15 @@
-"""Spread of the reads over the pool's nodes, and the floor that placement by hashing can reach.
+"""Load of nodes and of engine instances per window of time, and the floor that the copies of the read segments allow.
 
-The load of a node is the bytes of segments read from its arena, local reads included, per window of trace time. The
-spread over nodes is computed in each window (coefficient of variation with the population deviation; largest over mean)
-and averaged over windows, each weighted by its bytes, so that windows with few reads count less than busy ones. A node
-without reads counts as 0.
+The load of a node is the bytes of segments that it sends to other nodes. An engine that reads a segment in the arena of
+its own node costs no other node anything: such reads are no load. The spread over the nodes is computed in each window
+(coefficient of variation with the population deviation; largest over mean) and averaged over the windows, each weighted
+by its sum, so that windows with little load count less than busy ones. A node that sends nothing counts as 0.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,29 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.mixing import GOLDEN, WORD, key_of, mix64
 
-__all__ = [
-    "WINDOW_S",
-    "ReadLog",
-    "Spread",
-    "floor",
-    "floor_from",
-    "load_of_nodes",
-    "max_over_mean_from",
-    "spread",
-]
+__all__ = ["WINDOW_S", "BusyLog", "SendLog", "Sends", "Spread", "load", "max_over_mean_from", "spread"]
 
 WINDOW_S: Final = 10.0
 
-_PLACEMENTS: Final = 16
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sends:
+    """Columns of equal length, one row per send."""
+
+    at_s: NDArray[np.float64]
+    node: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
 
 
-class ReadLog:
-    """Reads of segments, in any order, 32 bytes each. `nodes` is the number of nodes; they count from 0.
-
-    A segment is identified by any number, for instance its id in `baselines.Accesses`.
-    """
+class SendLog:
+    """Bytes sent from node to node, in any order, 32 bytes of memory per send. `nodes` is the number of nodes; they
+    count from 0."""
 
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
@@ -48,145 +42,150 @@ class ReadLog:
         self.nodes = nodes
         self._at_s = array("d")
         self._node = array("q")
-        self._segment = array("q")
-        self._size = array("q")
+        self._nbytes = array("q")
+        self._choice = array("q")
+        """Per send, the position of its holders in `_choices`."""
+        self._choices: list[tuple[int, ...]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._node)
 
-    def add(self, at_s: float, node: int, segment: int, nbytes: int) -> None:
-        """Add one read of `nbytes` from the arena of `node` at `at_s` seconds of trace time."""
+    def add(self, at_s: float, node: int, nbytes: int, holders: tuple[int, ...] = ()) -> None:
+        """Add `nbytes` that `node` sent at `at_s` seconds of trace time.
+
+        `holders`: of a read for an engine, the nodes that could have sent it, `node` among them and the reader not.
+        Empty for bytes that no other node could send, as those of a hand-over, and where the holders are not known.
+        """
         if not 0 <= node < self.nodes:
             raise IndexError(f"node {node} of {self.nodes}")
+        number = self._numbers.setdefault(holders, len(self._choices))
+        if number == len(self._choices):
+            self._choices.append(holders)
         self._at_s.append(at_s)
         self._node.append(node)
-        self._segment.append(segment)
-        self._size.append(nbytes)
+        self._nbytes.append(nbytes)
+        self._choice.append(number)
 
-    def arrays(self) -> _ReadColumns:
-        """The reads added so far, copied into arrays."""
-        at_s, node, segment, size = (np.array(column) for column in (self._at_s, self._node, self._segment, self._size))
-        return _ReadColumns(self.nodes, at_s, node, segment, size)
+    def sends(self) -> Sends:
+        """All sends so far, in the order in which they were added; copies."""
+        return Sends(np.array(self._at_s), np.array(self._node), np.array(self._nbytes))
+
+    def totals(self) -> list[int]:
+        """Bytes that each node sent over the whole log."""
+        sends = self.sends()
+        return [int(sends.nbytes[sends.node == node].sum()) for node in range(self.nodes)]
+
+    def reads(self) -> SendLog:
+        """The sends whose holders are known: the reads of engines at other nodes."""
+        known = np.array([bool(holders) for holders in self._choices], dtype=np.bool_)
+        return self._chosen(known[np.array(self._choice)] if len(self) else np.zeros(0, np.bool_))
+
+    def table(self, window_s: float = WINDOW_S) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(start of each window in seconds, bytes per window and node). Windows without sends are left out."""
+        sends = self.sends()
+        starts, window = _windows(sends.at_s, window_s)
+        cells = np.bincount(window * self.nodes + sends.node, weights=sends.nbytes, minlength=len(starts) * self.nodes)
+        return starts, cells.astype(np.float64).reshape(len(starts), self.nodes)
+
+    def _chosen(self, chosen: NDArray[np.bool_]) -> SendLog:
+        log = SendLog(self.nodes)
+        for name in ("_at_s", "_node", "_nbytes", "_choice"):
+            getattr(log, name).frombytes(np.array(getattr(self, name))[chosen].tobytes())
+        log._choices, log._numbers = list(self._choices), dict(self._numbers)
+        return log
+
+    def at_floor(self, window_s: float = WINDOW_S) -> SendLog:
+        """The same sends with each read sent by the least loaded of its holders.
+
+        Within a window, sends that one node alone could make stay there. Then each read, those with the fewest holders
+        first and otherwise in order, goes to the holder that has sent the fewest bytes of the window so far. This
+        greedy assignment is not always the most even one, so that a placement may come out a little below it.
+        """
+        sends, log = self.sends(), SendLog(self.nodes)
+        _, window = _windows(sends.at_s, window_s)
+        choice = np.array(self._choice, dtype=np.int64)
+        sizes = np.array([len(holders) for holders in self._choices], dtype=np.int64)
+        order = np.lexsort((sizes[choice], window)) if len(self) else window
+        current, sent = -1, [0] * self.nodes
+        for row in order.tolist():
+            if window[row] != current:
+                current, sent = window[row], [0] * self.nodes
+            holders = self._choices[self._choice[row]]
+            node = min(holders, key=sent.__getitem__) if holders else self._node[row]
+            sent[node] += self._nbytes[row]
+            log.add(self._at_s[row], node, self._nbytes[row], holders)
+        return log
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReadColumns:
-    """Columns of equal length, one row per read."""
+class BusyLog:
+    """Seconds in which engine instances compute, per window. `instances` is their number; they count from 0."""
 
-    nodes: int
-    at_s: NDArray[np.float64]
-    node: NDArray[np.int64]
-    segment: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
+    def __init__(self, instances: int, window_s: float = WINDOW_S) -> None:
+        _check_window(window_s)
+        self.instances = instances
+        self.total_s = 0.0
+        """Sum over all instances."""
+        self._window_s = window_s
+        self._cells: dict[int, list[float]] = {}
 
-    def windows(self, window_s: float) -> tuple[NDArray[np.int64], int]:
-        """(window of each read, number of windows); windows without reads are left out."""
-        if not 0 < window_s < math.inf:
-            raise ConfigurationError("window_s", window_s, "a finite number of seconds above 0")
-        numbers, window = np.unique(np.floor(self.at_s / window_s), return_inverse=True)
-        return window.astype(np.int64), len(numbers)
+    def add(self, instance: int, from_s: float, to_s: float) -> None:
+        """Add one step of an instance; steps of one instance must not overlap."""
+        self.total_s += to_s - from_s
+        length = self._window_s
+        for window in range(math.floor(from_s / length), math.floor(to_s / length) + 1):
+            part_s = min(to_s, (window + 1) * length) - max(from_s, window * length)
+            if part_s > 0:
+                self._cells.setdefault(window, [0.0] * self.instances)[instance] += part_s
+
+    def table(self) -> NDArray[np.float64]:
+        """Seconds per window and instance. Windows in which no instance computes are left out."""
+        return np.array([self._cells[window] for window in sorted(self._cells)]).reshape(-1, self.instances)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Spread of the reads over nodes: coefficient of variation, and largest over mean. 0 and 1 when all nodes are read
-    equally, and where nothing was read."""
+    """Spread over nodes: coefficient of variation, and largest over mean. 0 and 1 when all nodes are equal; None where
+    all are 0."""
 
-    cv: float
-    max_over_mean: float
-
-
-def load_of_nodes(log: ReadLog) -> list[int]:
-    """Bytes read from each node's arena over the whole log."""
-    reads = log.arrays()
-    return [int(reads.nbytes[reads.node == node].sum()) for node in range(log.nodes)]
+    cv: float | None
+    max_over_mean: float | None
 
 
-def spread(log: ReadLog, window_s: float = WINDOW_S) -> Spread:
-    """The spread of the reads over the nodes that served them."""
-    reads = log.arrays()
-    window, windows = reads.windows(window_s)
-    return _spread(_table(window, windows, reads.node, reads.nbytes, reads.nodes))
-
-
-def floor(log: ReadLog, seed: int, window_s: float = WINDOW_S) -> Spread:
-    """The spread of the same reads with the ceil(n ln n) hottest segments spread evenly over all n nodes and the others
-    hashed.
-
-    Hottest is by bytes over the whole log; ties go to the smaller number. The result is the mean of 16 placements drawn
-    by `seed`.
-    """
-    spreads = [_spread(table) for table in _fair_tables(log, seed, window_s)]
-    return Spread(
-        cv=sum(each.cv for each in spreads) / _PLACEMENTS,
-        max_over_mean=sum(each.max_over_mean for each in spreads) / _PLACEMENTS,
-    )
-
-
-def max_over_mean_from(log: ReadLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """Largest over mean in each of `windows` windows, the first of which begins at `at_s` (a multiple of `window_s`);
-    fewer where the log ends earlier. Windows without reads are left out."""
-    reads = log.arrays()
-    window, count = reads.windows(window_s)
-    return _rows(_table(window, count, reads.node, reads.nbytes, reads.nodes), reads, at_s, windows, window_s)
-
-
-def floor_from(log: ReadLog, seed: int, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """As `max_over_mean_from`, but with the segments placed on the nodes as in `floor`."""
-    reads = log.arrays()
-    each = [_rows(table, reads, at_s, windows, window_s) for table in _fair_tables(log, seed, window_s)]
-    return [sum(column) / _PLACEMENTS for column in zip(*each, strict=True)]
-
-
-def _rows(table: NDArray[np.float64], reads: _ReadColumns, at_s: float, windows: int, window_s: float) -> list[float]:
-    starts = np.unique(np.floor(reads.at_s / window_s)) * window_s
-    chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
-    return [float(row.max() / row.mean()) for row in chosen]
-
-
-def _fair_tables(log: ReadLog, seed: int, window_s: float) -> Iterator[NDArray[np.float64]]:
-    """Bytes per (window, node) under each of the placements of `floor`."""
-    reads = log.arrays()
-    nodes = reads.nodes
-    window, windows = reads.windows(window_s)
-    segments, segment = np.unique(reads.segment, return_inverse=True)
-    heat = np.bincount(segment, weights=reads.nbytes, minlength=len(segments))
-    hottest = np.argsort(-heat, kind="stable")[: math.ceil(nodes * math.log(nodes))]
-    is_hot = np.zeros(len(segments), dtype=np.bool_)
-    is_hot[hottest] = True
-    hot = is_hot[segment]
-    fair = np.bincount(window[hot], weights=reads.nbytes[hot], minlength=windows)[:, None] / nodes
-    window, segment, nbytes = window[~hot], segment[~hot], reads.nbytes[~hot]
-    for number in range(_PLACEMENTS):
-        node = _hashed_nodes(segments, key_of(seed & WORD, number), nodes)
-        yield fair + _table(window, windows, node[segment], nbytes, nodes)
-
-
-def _hashed_nodes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:
-    keys = segments.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(key)
-    return (mix64(keys) % np.uint64(nodes)).astype(np.int64)
-
-
-def _table(
-    window: NDArray[np.int64],
-    windows: int,
-    node: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    nodes: int,
-) -> NDArray[np.float64]:
-    """Bytes per (window, node)."""
-    cells = np.bincount(window * nodes + node, weights=nbytes, minlength=windows * nodes)
-    return cells.astype(np.float64).reshape(windows, nodes)
-
-
-def _spread(table: NDArray[np.float64]) -> Spread:
+def spread(table: NDArray[np.float64]) -> Spread:
+    """The spread over the columns of a table with a row per window."""
     total = float(table.sum())
     if total == 0:
-        return Spread(cv=0.0, max_over_mean=1.0)
-    # The coefficient of variation of a window, weighted by the window's bytes, is (deviation / mean) x (mean x nodes),
+        return Spread(cv=None, max_over_mean=None)
+    # The coefficient of variation of a window, weighted by the window's sum, is (deviation / mean) x (mean x nodes),
     # which is deviation x nodes.
     nodes = table.shape[1]
     return Spread(
         cv=float(table.std(axis=1).sum()) * nodes / total,
         max_over_mean=float(table.max(axis=1).sum()) * nodes / total,
     )
+
+
+def load(log: SendLog, window_s: float = WINDOW_S) -> Spread:
+    """The spread of the sent bytes over the nodes that sent them."""
+    return spread(log.table(window_s)[1])
+
+
+def max_over_mean_from(log: SendLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
+    """Largest over mean of the sent bytes in each of `windows` windows, the first of which begins at `at_s` (a multiple
+    of `window_s`); fewer where the log ends earlier. Windows in which nothing was sent are left out."""
+    starts, table = log.table(window_s)
+    chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
+    return [float(row.max() / row.mean()) for row in chosen if row.any()]
+
+
+def _windows(at_s: NDArray[np.float64], window_s: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """(start of each window in which something happened, position of each event's window in them)."""
+    _check_window(window_s)
+    numbers, window = np.unique(np.floor(at_s / window_s), return_inverse=True)
+    return numbers * window_s, window.astype(np.int64)
+
+
+def _check_window(window_s: float) -> None:
+    if not 0 < window_s < math.inf:
+        raise ConfigurationError("window_s", window_s, "a finite number of seconds above 0")

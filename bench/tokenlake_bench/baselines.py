@@ -102,6 +102,9 @@ class Lru:
         """Ids in the order of eviction. Do not touch the cache during the iteration."""
         return iter(self._held)
 
+    def __contains__(self, segment: int) -> bool:
+        return segment in self._held
+
     def match(self, chain: tuple[int, ...]) -> int:
         """Length of the longest held prefix, in segments; does not count as an access."""
         for depth, segment in enumerate(chain):

@@ -46,7 +46,6 @@ class CacheHitArguments:
     speed: float
     route: str | None
     seed: int
-    eviction: str | None
     flash_at: float | None
     shipped_deadlines: bool
     json_file: Path | None
@@ -96,7 +95,6 @@ class CacheHitArguments:
             route=self.route or LiveOptions.route,
             speed=self.speed,
             seed=self.seed,
-            eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
             open_loop=self.open_loop,
@@ -117,7 +115,7 @@ def run_cache_hit(arguments: CacheHitArguments) -> None:
     if arguments.json_file is not None:
         write_json(run.result, arguments.json_file)
     if arguments.plot_file is not None:
-        plot_cache_hit(run.result, run.details.node_bytes, arguments.plot_file)
+        plot_cache_hit(run.result, run.details.sent_bytes, arguments.plot_file)
 
 
 def _status(log: ReplayLog, options: LiveOptions) -> str:

@@ -46,9 +46,6 @@ def bench() -> None:
     "[default: the first of these]",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of token ids, bytes, routes and placements.")
-@click.option(
-    "--eviction", help="Eviction policy, as in the daemons' setting of that name. [default: the daemons' default]"
-)
 @click.option("--flash-at", type=float, help="From this second on, 30 % of the requests share a new prefix.")
 @click.option(
     "--shipped-deadlines",
@@ -98,13 +95,15 @@ def cache_hit(**arguments: object) -> None:
     "--hint-accuracy", type=float, help="Clients hint whether a conversation goes on; share of right hints, 0 to 1."
 )
 @click.option("--limit", type=int, help="Only the first N requests of each trace.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the sessions' start times and of the right hints.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of the sessions' start times, the right hints and the placement."
+)
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def eviction(**arguments: object) -> None:
     """Compare eviction policies with an infinite cache and with a cache that knows the future.
 
-    Uses the daemons' own stores and placement, without bytes. Ctrl-C prints and writes the results so far.
+    Uses the daemons' own stores, without bytes. Ctrl-C prints and writes the results so far.
     """
     from tokenlake_bench.eviction.command import EvictionArguments, run_eviction
 

@@ -190,9 +190,7 @@ def _details(plan: DemoPlan, outcome: _Outcome, elapsed_s: float, *, random_mode
         duplication=outcome.duplication,
         bytes_moved=outcome.totals.total(SENT_BYTES),
         evictions=outcome.totals.total(EVICTED),
-        node_bytes=outcome.totals.read_bytes(
-            [report.local_segments for report in reports], plan.size.layout.segment_bytes
-        ),
+        sent_bytes=outcome.totals.sent_bytes(),
         until_kill=_until_kill(plan, outcome),
         killed_node=log.killed_node,
         served_again_s=recovered_at - log.killed_at if recovered_at > log.killed_at else None,

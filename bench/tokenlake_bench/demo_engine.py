@@ -156,8 +156,6 @@ class EngineProcess:
         self._engine.flush(FLUSH_S)
         watch = self._watch
         return wire.EngineReport(
-            local_segments=watch.local,
-            remote_segments=watch.remote,
             longest_s=watch.longest_s,
             failed_calls=watch.failed,
             recovered_at=watch.recovered_at,

@@ -104,12 +104,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
     """Measurements of the engine's calls to the pool. Times are those of the monotonic clock, 0 for events that did not
-    happen. `local_segments` were read from the arena of the engine's node, earlier fetched copies included.
-    `longest_s`: the longest call that a request waited for. `recovered_at`: the first successful read or store after
-    the last failed call."""
+    happen. `longest_s`: the longest call that a request waited for. `recovered_at`: the first successful read or store
+    after the last failed call."""
 
-    local_segments: int
-    remote_segments: int
     longest_s: float
     failed_calls: int
     recovered_at: float

@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenlake.config import ServerConfig
 from tokenlake.wire import Code
-from tokenlake_bench import balance
+from tokenlake_bench.balance import SendLog, load, max_over_mean_from
 from tokenlake_bench.baselines import (
     Accesses,
     baselines,
@@ -44,9 +44,8 @@ FLASH_WINDOWS = 2
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
-    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `eviction` is their setting
-    of that name (None: the default). `flash_at`: the time of the workload's flash crowd. `open_loop`:
-    requests arrive at their recorded times, answered or not."""
+    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `flash_at`: the time of the
+    workload's flash crowd. `open_loop`: requests arrive at their recorded times, answered or not."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -54,7 +53,6 @@ class LiveOptions:
     route: str = "round-robin"
     speed: float = 0.0
     seed: int = 0
-    eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
     open_loop: bool = False
@@ -63,8 +61,6 @@ class LiveOptions:
         """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
         that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
-        if self.eviction is not None:
-            settings["eviction"] = self.eviction
         if self.speed > 0:
             settings["speed"] = str(self.speed)
             plain = ServerConfig()
@@ -117,10 +113,10 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         # New clients are used, because an interruption may have left those of the replay in the middle of a call.
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
         duplication = copies_per_segment(pools, log.keys.values(), options.haste)
-        node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
+        sent_bytes = dict(zip([node.name for node in cluster.nodes], meter.sent.totals(), strict=True))
     done = Accesses(accesses.segment_tokens, log.prompts)
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
-    spread = balance.spread(meter.served)
+    spread = load(meter.sent)
     result = CacheHitResult(
         token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
         ideal_token_hit_rate=compared.ideal.rate,
@@ -129,10 +125,10 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         remote_share=log.remote_segments / max(1, log.hit_segments),
         duplication=duplication,
         load_cv=spread.cv,
-        load_cv_floor=balance.floor(meter.read, options.seed).cv,
+        load_cv_floor=None,
         load_max_over_mean=spread.max_over_mean,
-        flash_max_over_mean=_flash(options, lambda at: balance.max_over_mean_from(meter.served, at, FLASH_WINDOWS)),
-        flash_floor=_flash(options, lambda at: balance.floor_from(meter.read, options.seed, at, FLASH_WINDOWS)),
+        flash_max_over_mean=_flash(options, meter.sent_to_readers),
+        flash_floor=(),
         bytes_moved=int(totals[SENT_BYTES]),
         wrong_bytes=log.wrong_bytes,
         requests=log.requests,
@@ -145,15 +141,15 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         capacity_tokens=size.capacity_tokens,
         match=_quantiles(log.match_s),
         fetch=_quantiles(log.fetch_s),
-        node_bytes=node_bytes,
+        sent_bytes=sent_bytes,
         elapsed_s=elapsed_s,
     )
     return LiveRun(result, details, log, compared.global_lru.rate, int(totals[EVICTED]))
 
 
-def _flash(options: LiveOptions, windows: Callable[[float], list[float]]) -> tuple[float, ...]:
-    """The result of `windows` for the time at which the flash crowd begins; empty without a flash crowd."""
-    return () if options.flash_at is None else tuple(windows(options.flash_at))
+def _flash(options: LiveOptions, sent: SendLog) -> tuple[float, ...]:
+    """Largest over mean in the first windows of the flash crowd; empty without one."""
+    return () if options.flash_at is None else tuple(max_over_mean_from(sent, options.flash_at, FLASH_WINDOWS))
 
 
 def notes(run: LiveRun) -> list[str]:

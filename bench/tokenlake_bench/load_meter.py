@@ -1,8 +1,6 @@
-"""Reads of each node's arena, window by window of trace time.
+"""Bytes that each daemon sends to other nodes, window by window of trace time.
 
-A local read is counted by the client that made it. A read for another node is counted by the daemon that sent the
-bytes; transfers that hand segments over are not reads. The daemons' counters are read once per window, when no
-transfer between nodes is under way.
+The daemons' counters are read once per window, when no segment is being written.
 """
 
 from __future__ import annotations
@@ -11,28 +9,29 @@ import math
 import time
 from typing import Final
 
-from tokenlake_bench.balance import WINDOW_S, ReadLog
+from tokenlake_bench.balance import WINDOW_S, SendLog
 from tokenlake_testing.cluster import Cluster
 
 __all__ = ["LoadMeter", "settle"]
 
 SETTLE_S: Final = 10.0
 PAUSE_S: Final = 0.002
+SENT_BYTES: Final = "tokenlake_sent_bytes_total"
+SENT_TO_READERS: Final = "tokenlake_sent_to_readers_segments_total"
 
 
 class LoadMeter:
-    """Counts the reads. `served`: reads per node whose arena was read, without regard to segments. `read`: the same
-    reads per segment, as if node 0 had served all."""
+    """`sent`: the bytes that each node sent to other nodes. `sent_to_readers`: those among them that were for an engine
+    of the other node; the others handed segments over. The daemons do not report the holders of a segment."""
 
     def __init__(self, cluster: Cluster, segment_bytes: int, window_s: float = WINDOW_S) -> None:
-        self.served = ReadLog(len(cluster.nodes))
-        self.read = ReadLog(len(cluster.nodes))
+        self.sent = SendLog(len(cluster.nodes))
+        self.sent_to_readers = SendLog(len(cluster.nodes))
         self._cluster = cluster
         self._segment_bytes = segment_bytes
         self._window_s = window_s
         self._window = -1
-        self._local = [0] * len(cluster.nodes)
-        self._sent = [0] * len(cluster.nodes)
+        self._known = [(0, 0)] * len(cluster.nodes)
 
     def at(self, at_s: float) -> None:
         """Set the trace time of the next reads, which must not decrease."""
@@ -40,12 +39,6 @@ class LoadMeter:
         if window != self._window:
             self.close_window()
             self._window = window
-
-    def add(self, at_s: float, node: int, segments: list[int], remote: int) -> None:
-        """A request at `node` read `segments`, of which `remote` came from other nodes."""
-        self._local[node] += len(segments) - remote
-        for segment in segments:
-            self.read.add(at_s, 0, segment, self._segment_bytes)
 
     def close_window(self) -> None:
         """Read the daemons' counters and end the window. Called when the next window begins, and by the caller after
@@ -56,11 +49,10 @@ class LoadMeter:
         at_s = self._window * self._window_s
         for number, node in enumerate(self._cluster.nodes):
             metrics = node.metrics()
-            sent = int(metrics["tokenlake_sent_to_readers_segments_total"])
-            count = self._local[number] + sent - self._sent[number]
-            self.served.add(at_s, number, 0, count * self._segment_bytes)
-            self._sent[number] = sent
-        self._local = [0] * len(self._local)
+            known = int(metrics[SENT_BYTES]), int(metrics[SENT_TO_READERS]) * self._segment_bytes
+            for log, now, before in zip((self.sent, self.sent_to_readers), known, self._known[number], strict=True):
+                log.add(at_s, number, now - before)
+            self._known[number] = known
 
 
 def settle(cluster: Cluster) -> bool:

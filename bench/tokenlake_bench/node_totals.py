@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tokenlake_testing.cluster import Cluster
 
 __all__ = ["NodeTotals"]
 
-SENT = "tokenlake_sent_to_readers_segments_total"
+SENT_BYTES = "tokenlake_sent_bytes_total"
 
 
 class NodeTotals:
@@ -33,11 +31,8 @@ class NodeTotals:
         """The sum over all nodes."""
         return int(sum(known[counter] for known in self._counters))
 
-    def read_bytes(self, local_segments: Sequence[int], segment_bytes: int) -> dict[str, int]:
-        """Bytes read from each node's arena by its own engine and for readers at other nodes. `local_segments`: per
-        node with an engine, the segments that its engine read there; the nodes after these have no engine."""
-        local = [*local_segments, *[0] * (len(self._counters) - len(local_segments))]
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes of segments that each node sent to other nodes, by its name."""
         return {
-            node.name: (own + int(known[SENT])) * segment_bytes
-            for node, known, own in zip(self._cluster.nodes, self._counters, local, strict=True)
+            node.name: int(known[SENT_BYTES]) for node, known in zip(self._cluster.nodes, self._counters, strict=True)
         }

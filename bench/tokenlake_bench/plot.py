@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenlake_bench.pictures import check_plot
-from tokenlake_bench.report import CacheHitResult, hit_rates
+from tokenlake_bench.report import CacheHitResult, format_ratio, hit_rates
 
 __all__ = ["plot_cache_hit"]
 
 
-def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Path) -> None:
-    """Write a PNG to `path`: token hit rates per system, and GiB read from each node's arena.
+def plot_cache_hit(result: CacheHitResult, sent_bytes: dict[str, int], path: Path) -> None:
+    """Write a PNG to `path`: token hit rates per system, and GiB that each node sent to others.
 
-    `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a display.
+    `sent_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a display.
     Raises ConfigurationError where it is missing or `path` does not end in .png.
     """
     check_plot(path)
@@ -34,12 +34,12 @@ def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Pat
     left.set_xlabel("token hit rate, %")
     left.set_title(f"{result.requests:,} requests, {result.nodes} nodes")
 
-    loads = [count / 2**30 for count in node_bytes.values()]
-    right.bar(list(node_bytes), loads, color="tab:blue")
+    loads = [count / 2**30 for count in sent_bytes.values()]
+    right.bar(list(sent_bytes), loads, color="tab:blue")
     if loads:
         right.axhline(sum(loads) / len(loads), color="black", linewidth=1, linestyle="--")
-    right.set_ylabel("read from the arena, GiB")
-    right.set_title(f"CV per 10 s {result.load_cv:.3f}, floor {result.load_cv_floor:.3f}")
-    if len(node_bytes) > 8:
+    right.set_ylabel("sent to other nodes, GiB")
+    right.set_title(f"CV per 10 s {format_ratio(result.load_cv)}")
+    if len(sent_bytes) > 8:
         right.tick_params(axis="x", labelrotation=90)
     FigureCanvasAgg(figure).print_png(str(path))

@@ -93,7 +93,6 @@ def replay(
             node = route(request)
             served = clients[node].serve(request.tokens)
             turns.answered(number, max(at_s, (time.monotonic() - began) * speed))
-            meter.add(at_s, node, list(prompt.chain[: served.hits]), len(served.remote))
             log.add(prompt, served)
             first_s = at_s if first_s is None else first_s
             log.seconds = at_s - first_s

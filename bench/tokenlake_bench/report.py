@@ -24,6 +24,7 @@ __all__ = [
     "demo_table",
     "format_bytes",
     "format_duration",
+    "format_ratio",
     "format_share",
     "hit_rates",
     "write_json",
@@ -34,11 +35,13 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit`.
 
     The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that came from
-    another node; `duplication` the mean number of copies per stored segment; the load is defined in `balance`;
-    `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the stored ones.
+    another node; the rest are own reads. `duplication` is the mean number of copies per stored segment. The load is
+    defined in `balance`; it is None where no node sent anything, and its floor is None in live mode, as daemons do not
+    report the holders of a segment. `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the
+    stored ones.
 
-    `flash_max_over_mean`: values of the two windows that begin with the flash crowd, with their floor in `flash_floor`;
-    empty without a flash crowd.
+    `flash_max_over_mean`: the load of reads alone, without hand-overs, in the two windows that begin with the flash
+    crowd. `flash_floor`: their floor, empty in live mode. Both are empty without a flash crowd.
     """
 
     token_hit_rate: float
@@ -47,9 +50,9 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     private_routed_token_hit_rate: float
     remote_share: float
     duplication: float
-    load_cv: float
-    load_cv_floor: float
-    load_max_over_mean: float
+    load_cv: float | None
+    load_cv_floor: float | None
+    load_max_over_mean: float | None
     flash_max_over_mean: tuple[float, ...]
     flash_floor: tuple[float, ...]
     bytes_moved: int
@@ -67,14 +70,15 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the table that the JSON lacks. `node_bytes`: bytes read from the arena, by name of the node."""
+    """Figures of the table that the JSON lacks. `sent_bytes`: bytes sent to other nodes, by name of the
+    node."""
 
     workload: str
     segment_tokens: int
     capacity_tokens: int
     match: Quantiles
     fetch: Quantiles
-    node_bytes: dict[str, int]
+    sent_bytes: dict[str, int]
     elapsed_s: float
 
 
@@ -140,7 +144,7 @@ class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     duplication: float
     bytes_moved: int
     evictions: int
-    node_bytes: dict[str, int]
+    sent_bytes: dict[str, int]
     until_kill: UntilKill
     killed_node: str
     served_again_s: float | None
@@ -181,6 +185,11 @@ def format_share(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
+def format_ratio(ratio: float | None) -> str:
+    """Three decimals; a dash for None."""
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
 def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> RenderableType:
     """A table for a terminal."""
     title = f"{details.workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
@@ -193,11 +202,12 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
     table.add_row("copies per segment", f"{result.duplication:.3f}")
     table.add_row("bytes between nodes", format_bytes(result.bytes_moved))
     table.add_section()
-    _loads(table, details.node_bytes)
-    table.add_row("load CV, 10 s windows", f"{result.load_cv:.3f} (floor {result.load_cv_floor:.3f})")
-    table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
-    for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
-        table.add_row(f"load max / mean, window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+    _sent(table, details.sent_bytes)
+    table.add_row("load CV, 10 s windows", format_ratio(result.load_cv))
+    table.add_row("floor of the load CV", "not known: the daemons do not report the holders of a copy")
+    table.add_row("load max / mean", format_ratio(result.load_max_over_mean))
+    for number, ratio in enumerate(result.flash_max_over_mean, 1):
+        table.add_row(f"load max / mean, window {number} of the flash crowd", format_ratio(ratio))
     table.add_section()
     table.add_row("match p50 / p99", _quantiles(details.match))
     table.add_row("fetch p50 / p99", _quantiles(details.fetch))
@@ -217,7 +227,7 @@ def demo_table(result: DemoResult, details: DemoDetails) -> RenderableType:
     table.add_row("bytes between nodes", format_bytes(details.bytes_moved))
     table.add_row("segments evicted", f"{details.evictions:,}")
     table.add_section()
-    _loads(table, details.node_bytes)
+    _sent(table, details.sent_bytes)
     table.add_section()
     table.add_row("TTFT with the pool, median", format_duration(result.ttft_pool_ms / 1e3))
     table.add_row("TTFT cold, median", format_duration(result.ttft_cold_ms / 1e3))
@@ -276,9 +286,9 @@ def hit_rates(result: CacheHitResult | DemoResult) -> dict[str, float]:
     }
 
 
-def _loads(table: Table, node_bytes: dict[str, int]) -> None:
-    for name, count in node_bytes.items():
-        table.add_row(f"read from {name}", format_bytes(count))
+def _sent(table: Table, sent_bytes: dict[str, int]) -> None:
+    for name, count in sent_bytes.items():
+        table.add_row(f"sent by {name}", format_bytes(count))
 
 
 def _quantiles(quantiles: Quantiles) -> str:

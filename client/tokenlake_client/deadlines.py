@@ -27,6 +27,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     read."""
     match_s: float = 0.020
     """`match` and `begin_match`: how long the daemon may wait for the answers of other nodes."""
+    fetch_s: float = 0.0
+    """`Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one. 0: the
+    daemon predicts it from the rate of earlier transfers, and the client waits as long as the daemon is alive."""
     store_s: float = 2.0
     """Calls that reserve or commit slots, and mapping a region that is written. It is long, because engines store in
     the background: a wait delays no request, and a store that fails loses computed cache."""

@@ -105,12 +105,15 @@ class Lease:
         """Ask for the `nodes` without waiting: `PendingNodes.poll` returns them. Raises `Unreachable`."""
         return PendingNodes(self._grants.current(self.link), self.id)
 
-    def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
+    def fetch(
+        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None
+    ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
         The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
         Segments at other nodes are transferred to this node first.
 
-        `deadline_s`: the deadline of the transfer; 0: the daemon predicts one. Raises `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one. Raises
+        `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
         stop = self._make_local(start, stop, deadline_s)
@@ -121,7 +124,7 @@ class Lease:
                     return arrays[:at]
         return arrays
 
-    def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float = 0.0) -> int:
+    def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float | None = None) -> int:
         """Copy the segments from `start` on into `arrays`, each writable and of shape [segment_bytes], in two threads
         when the copy is large. Returns the number of arrays, from the first on, that hold their segment: fewer than all
         where the lease has fewer segments, or where `fetch` would return fewer. The contents of the other arrays are
@@ -172,7 +175,7 @@ class Lease:
             return
         self._grants.release(self._hold, start, stop)
 
-    def _make_local(self, start: int, stop: int, deadline_s: float) -> int:
+    def _make_local(self, start: int, stop: int, deadline_s: float | None) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
         if self._item_codes.count(Code.LOCAL, start, stop) < stop - start:
@@ -181,15 +184,13 @@ class Lease:
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
 
-    def _fetch(self, start: int, stop: int, deadline_s: float) -> Fetched:
+    def _fetch(self, start: int, stop: int, deadline_s: float | None) -> Fetched:
         self._grants.sweep()
         link = self._grants.current(self.link)
-        verify = self._state.verify
-        pending = link.channel.begin(
-            lambda number: Fetch(number, self.id, start, stop, deadline_s, verify, self.request)
-        )
-        if deadline_s:
-            return link.expect(link.channel.wait(pending, deadline_s + link.deadlines.grace_s), Fetched)
+        verify, limit_s = self._state.verify, link.deadlines.fetch_s if deadline_s is None else deadline_s
+        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request))
+        if limit_s:
+            return link.expect(link.channel.wait(pending, limit_s + link.deadlines.grace_s), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)
 
     def _record(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:

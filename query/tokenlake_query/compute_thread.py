@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,6 +58,8 @@ class Task:
     done: Callable[[Partial | None], None]
     """Called once, in the computing thread, with `out` `[tokens, heads, value dim]` and `lse` `[tokens, heads]`; with
     None when the task failed or was not wanted any more."""
+    spent: Callable[[int], None] = lambda ns: None
+    """Called before `done` for a task that was computed, with its share of the nanoseconds that its batch took."""
 
 
 class ComputeThread:
@@ -97,7 +100,9 @@ class ComputeThread:
         try:
             if wanted:
                 kernel = self._kernel(wanted[0].attention)
+                began = time.perf_counter_ns()
                 partials.update(zip(wanted, attend_together(kernel, wanted), strict=True))
+                _share(time.perf_counter_ns() - began, wanted)
         except Exception:
             # A task that fails must not end this thread, which computes for other engines too.
             log.exception("attention over layer %d failed", wanted[0].layer)
@@ -115,6 +120,14 @@ class ComputeThread:
                 del self._kernels[next(iter(self._kernels))]
         self._kernels[attention] = kernel
         return kernel
+
+
+def _share(ns: int, batch: Sequence[Task]) -> None:
+    """Divide the time of a batch among its tasks by their queries times their segments."""
+    products = [len(task.queries) * len(task.segments) for task in batch]
+    whole = max(1, sum(products))
+    for task, product in zip(batch, products, strict=True):
+        task.spent(ns * product // whole)
 
 
 def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:

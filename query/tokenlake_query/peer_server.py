@@ -156,9 +156,13 @@ class PeerServer:
                     queries.reshape(tokens, shape.q_heads, shape.key_dim),
                     bind(self._wanted, number),
                     bind(collector.put, index),
+                    self._spent,
                 )
             )
         self._compute.submit(tasks)
+
+    def _spent(self, ns: int) -> None:
+        self._counters.add(result_ns=ns)
 
     def _wanted(self, view: int) -> bool:
         return self._connection.open and view in self._views
@@ -179,7 +183,7 @@ class PeerServer:
             return buffer
 
     def _send(self, buffer: bytearray, result: wire.Result, payload: list[memoryview]) -> None:
-        self._counters.add(results=1)
+        self._counters.add(results=1, result_bytes=result.nbytes)
         self._connection.send(result, payload)
         with self._room:
             self._pending_bytes -= len(buffer)

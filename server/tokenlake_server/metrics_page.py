@@ -45,6 +45,8 @@ _QUERY_ENGINE_HELP = {
     "answers": "Queries of engines that were answered, one per step and layer",
     "lost_parts": "Parts of those answers that were LOST",
     "results": "Answers to other query engines",
+    "result_bytes": "Bytes of partial attention in those answers",
+    "result_seconds": "Seconds in which attention for other query engines was computed",
     "late_results": "Answers of other query engines that arrived too late",
 }
 
@@ -87,8 +89,9 @@ class Snapshot:
                 )
 
     def _add_query_engine(self, engine: QueryEngine) -> None:
-        report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0)
-        values = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
+        report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0, 0, 0)
+        values: dict[str, float] = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
+        values["result_seconds"] = values.pop("result_ns") / 1e9
         for name, value in values.items():
             self._gauge(f"tokenlake_query_engine_{name}", _QUERY_ENGINE_HELP[name], {}, value)
 

@@ -14,6 +14,9 @@ from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
 pytestmark = pytest.mark.live
 
+SPEED = 10.0
+"""The eviction policy learns from the time between accesses, so that both must see the workload's own times."""
+
 
 def test_daemons_and_simulated_nodes_agree() -> None:
     """On this small pool the order of concurrent events, which a busy machine changes, decides some evictions: the hit
@@ -23,7 +26,7 @@ def test_daemons_and_simulated_nodes_agree() -> None:
     nodes = 2
     live = run_live(
         workload,
-        LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, eviction="lru"),
+        LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, speed=SPEED),
         lambda log: None,
     )
     patience = {name.removesuffix("_ms") + "_s": int(value) / 1000 for name, value in PATIENT.items()}
@@ -32,13 +35,10 @@ def test_daemons_and_simulated_nodes_agree() -> None:
         capacity_tokens=capacity_tokens,
         segment_tokens=segment_tokens,
         layout=bench_layout(segment_tokens),
-        rules=patience | {"eviction": "lru"},
+        rules=patience,
     )
     simulation = Simulation(options)
-    # Evictions depend on the ages of segments, so the simulated requests arrive at the mean rate of the live run.
-    gap_s = live.details.elapsed_s / len(workload)
-    arrivals = arrivals_of(intern_segments(workload, segment_tokens))
-    simulation.run(arrival._replace(at_s=number * gap_s) for number, arrival in enumerate(arrivals))
+    simulation.run(arrivals_of(intern_segments(workload, segment_tokens)))
     measured, totals = simulation.measure(0.0, float("inf")), simulation.totals()
     print(live.result, measured, totals)
     assert measured.token_hit_rate == pytest.approx(live.result.token_hit_rate, abs=0.02)

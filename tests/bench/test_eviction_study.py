@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.hints import hints
 from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell, result_of
-from tokenlake_bench.eviction.stores import NodeStores
+from tokenlake_bench.eviction.stores import NodeStores, least_cost
 from tokenlake_bench.eviction.timed import Timed
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
@@ -71,7 +73,7 @@ def test_no_policy_exceeds_the_clairvoyant_bound(
     asked = accesses(texts)
     stores = NodeStores(asked, nodes, 10 * each * nodes, STUDIED[policy])
     assert 10 * serve(stores, asked) <= bounds_of(asked).clairvoyant(each * nodes).hit_tokens
-    assert stores.copies() == stores.held()
+    assert stores.copies() == stores.held() if nodes == 1 else stores.copies() >= stores.held()
 
 
 def test_nodes_without_pressure_find_all_there_is() -> None:
@@ -85,9 +87,30 @@ def test_nodes_without_pressure_find_all_there_is() -> None:
 def test_several_nodes_decide_by_themselves() -> None:
     asked = conversations()
     alone, apart = (NodeStores(asked, nodes, 12_000, LeastRecentlyUsed) for nodes in (1, 6))
-    assert 0.8 * serve(alone, asked) < serve(apart, asked) < serve(alone, asked)
+    assert 0.7 * serve(alone, asked) < serve(apart, asked) < serve(alone, asked)
     assert alone.orphans() == 0
-    assert apart.orphans() > 0
+
+
+def test_a_prompt_is_computed_where_it_starts_soonest() -> None:
+    rng = random.Random(0)
+    assert least_cost([0, 0, 0], [30, 20, 20], [0, 20, 0], rng) == 2
+    assert least_cost([0, 0, 25], [30, 20, 20], [0, 20, 0], rng) == 0
+    assert {least_cost([0, 0, 0], [10, 20, 20], [10, 0, 0], rng) for _ in range(50)} == {0, 1, 2}
+
+
+def test_a_prompt_goes_to_its_prefix_unless_that_node_has_a_queue() -> None:
+    prompt = accesses([(0, 1, 2, 3)]).prompts[0]
+    # Two prompts of the same moment: the second one reads at the other node, which keeps a copy.
+    asked = Accesses(10, [dataclasses.replace(prompt, at_s=at_s) for at_s in (0.0, 5.0, 10.0, 10.0)])
+    longer = dataclasses.replace(prompt, tokens=93, chain=(*prompt.chain, 4, 5, 6, 7, 8), at_s=10.0)
+    asked.prompts[2] = longer
+    stores = NodeStores(asked, 2, 10_000, LeastRecentlyUsed)
+    copies = []
+    for each in asked.prompts:
+        stores.serve(each, NO_HINTS)
+        copies.append((stores.held(), stores.copies()))
+    stores.check_integrity()
+    assert copies == [(4, 4), (4, 4), (9, 9), (9, 13)]
 
 
 def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:

@@ -67,10 +67,10 @@ CACHE_HIT = CacheHitResult(
     remote_share=0.66,
     duplication=1.01,
     load_cv=0.31,
-    load_cv_floor=0.28,
+    load_cv_floor=None,
     load_max_over_mean=1.4,
     flash_max_over_mean=(1.3, 1.15),
-    flash_floor=(1.1, 1.08),
+    flash_floor=(),
     bytes_moved=3 * 2**30,
     wrong_bytes=0,
     requests=12_031,
@@ -83,7 +83,7 @@ CACHE_HIT_DETAILS = CacheHitDetails(
     capacity_tokens=10_000_000,
     match=Quantiles(0.3, 2.1),
     fetch=Quantiles(4.0, 31.2),
-    node_bytes={"n0": 2**30, "n1": 2**31, "n2": 2**30},
+    sent_bytes={"n0": 2**30, "n1": 2**31, "n2": 2**30},
     elapsed_s=185.0,
 )
 DEMO = DemoResult(
@@ -119,7 +119,7 @@ DEMO_DETAILS = DemoDetails(
     duplication=1.02,
     bytes_moved=10**9,
     evictions=100,
-    node_bytes={"n0": 10**8, "n1": 10**8},
+    sent_bytes={"n0": 10**8, "n1": 10**8},
     until_kill=UntilKill(
         requests=119, token_hit_rate=0.72, private_routed_token_hit_rate=0.73, ideal_token_hit_rate=0.74
     ),
@@ -148,8 +148,14 @@ def test_the_cache_hit_table_shows_the_result() -> None:
     text = shown(cache_hit_table(CACHE_HIT, CACHE_HIT_DETAILS))
     for part in ("12,031 requests", "29.8 %", "37.4 %", "8.8 %", "29.5 %", "3.00 GiB", "300 us / 2.10 ms", "3 min 5 s"):
         assert part in text
-    for part in ("0.310 (floor 0.280)", "1.300 (floor 1.100)", "1.150 (floor 1.080)"):
+    for part in ("0.310", "not known", "1.300", "1.150", "sent by n1", "2.00 GiB"):
         assert part in text
+
+
+def test_a_run_without_sent_bytes_has_no_load() -> None:
+    text = shown(cache_hit_table(replace(CACHE_HIT, load_cv=None, load_max_over_mean=None), CACHE_HIT_DETAILS))
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
+    assert rows["load CV, 10 s windows"] == rows["load max / mean"] == "-"
 
 
 def test_the_demo_ends_with_the_lines_that_convince() -> None:

@@ -8,12 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Lru, Prompt, infinite_cache, private_round_robin
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import (
@@ -290,7 +291,7 @@ def test_decoding_goes_where_the_contexts_are_least() -> None:
 
 
 def answered(at_s: float, prompt: int, output: int, hits: int, ttft: float, tpot: float) -> Answered:
-    return Answered(at_s, prompt, output, hits, at_s + ttft, at_s + ttft + tpot * (output - 1))
+    return Answered(at_s, prompt, output, hits, hits // 4, at_s + ttft, at_s + ttft + tpot * (output - 1))
 
 
 def test_a_row_by_hand() -> None:
@@ -301,14 +302,22 @@ def test_a_row_by_hand() -> None:
         answered(3.0, 1000, 11, 0, alone_s, 10.1 * token_s),
         answered(4.0, 1000, 1, 0, alone_s, 0.0),
     ]
-    reads = ReadLog(2)
-    reads.add(0.0, 0, 7, 100)
-    row = row_of(answers, reads, ENGINE, duplication=1.5, bytes_moved=3, seed=0)
+    sent, busy = SendLog(2), BusyLog(2)
+    sent.add(0.0, 0, 100, (0, 1))
+    sent.add(1.0, 0, 200, (0, 1))
+    busy.add(0, 0.0, 1.5)
+    busy.add(1, 1.0, 1.5)
+    row = row_of(answers, sent, busy, ENGINE, duplication=1.5)
     assert row.token_hit_rate == 512 / 4000
     assert row.slo_attainment == 0.5
     assert row.goodput_rps == 2 / 4.0
+    assert row.remote_share == 0.25
     assert row.load_cv == 1.0
-    assert (row.duplication, row.bytes_moved) == (1.5, 3)
+    assert row.load_cv_floor == pytest.approx(1 / 3)
+    ends_s = max(answer.finished_s for answer in answers)
+    assert row.busy_share == pytest.approx(2.0 / 2 / ends_s)
+    assert row.busy_cv == pytest.approx(0.5)
+    assert (row.duplication, row.bytes_moved) == (1.5, 300)
     assert row.ttft_p50_ms == pytest.approx((9.9 + 1) / 2 * alone_s * 1000)
     assert row.tpot_p50_ms == pytest.approx(9.9 * token_s * 1000)
 
@@ -363,7 +372,12 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert row.duplication >= 1.0
     assert 0 < row.ttft_p50_ms <= row.ttft_p99_ms
     assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
-    assert all(math.isfinite(getattr(row, field)) for field in SystemRow.__struct_fields__)
+    assert 0 <= row.remote_share < 1
+    assert 0 < row.busy_share <= 1
+    # Only mooncake's instances send anything to each other.
+    assert (row.load_cv is None) == (row.load_cv_floor is None) == (row.bytes_moved == 0) == ("mooncake" not in name)
+    finite = set(SystemRow.__struct_fields__) - {"load_cv", "load_cv_floor"}
+    assert all(math.isfinite(getattr(row, field)) for field in finite)
 
 
 @pytest.mark.parametrize("name", ["cache-aware-perfect", "preble-perfect", "mooncake-3p1d-perfect"])
@@ -404,9 +418,9 @@ def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
     assert row.duplication == pytest.approx(80 / 60)
 
 
-def test_a_segment_is_read_where_it_lay() -> None:
-    """The three last requests read a prefix of 20 segments at the instance that computed it, the last one by a fetch:
-    60 reads, all at this source."""
+def test_own_reads_are_no_load() -> None:
+    """The three last requests read a prefix of 20 segments, the last one by a fetch. Its bytes and the hand-overs to
+    the decoding instance are the load."""
     prompts = [
         Prompt(20 * SEGMENT, tuple(range(20)), 0.0, 1),
         Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.0, 1),
@@ -415,8 +429,23 @@ def test_a_segment_is_read_where_it_lay() -> None:
     ]
     row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-3p1d-perfect"], options(instances=3, segments=100))
     assert row.token_hit_rate == pytest.approx(60 * SEGMENT / sum(prompt.tokens for prompt in prompts))
-    # All reads are at one of three instances, of which the CV is sqrt(2).
-    assert row.load_cv == pytest.approx(math.sqrt(2))
+    assert row.remote_share == pytest.approx(1 / 3)
+    # From 100 s on the first instance sends the hand-overs of 20 and 60 segments and a token, and the fetched 20
+    # segments; the second one hands 20 segments and a token over. No other instance has the fetched segments.
+    second, first = 20 * SEGMENT + 1, 100 * SEGMENT + 1
+    before = prompts[0].tokens
+    total = before + first + second
+    expected = sum(3 * float(np.std(sent)) for sent in ([before, 0, 0], [first, second, 0])) / total
+    assert row.bytes_moved == total * ENGINE.model.cache_bytes
+    assert row.load_cv == row.load_cv_floor == pytest.approx(expected)
+
+
+def test_busy_time_is_that_of_the_steps() -> None:
+    prompts = [Prompt(1000, (1,), 0.0, 1), Prompt(1000, (2,), 4.0, 1)]
+    row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["round-robin-perfect"], options(instances=2))
+    each_s = ENGINE.prefill_s(1000)
+    assert row.busy_share == pytest.approx(each_s / (4.0 + each_s))
+    assert row.busy_cv == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_engine_decides_the_times() -> None:

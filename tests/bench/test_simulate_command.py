@@ -17,8 +17,11 @@ from tokenlake_bench.simulation.command import SimulateArguments, simulate
 
 ITEM_5 = {
     "token_hit_rate",
+    "remote_share",
     "load_cv",
     "load_cv_floor",
+    "busy_share",
+    "busy_cv",
     "duplication",
     "ttft_p50_ms",
     "ttft_p99_ms",
@@ -52,6 +55,9 @@ def test_chosen_systems_are_in_table_json_and_picture(tmp_path: Path) -> None:
     assert all(set(row) == ITEM_5 for row in written["systems"].values())
     assert written["systems"]["pool"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
     assert written["systems"]["pool"]["bytes_moved"] == written["bytes_moved"] > 0
+    assert written["systems"]["pool"]["load_cv"] == written["load_cv"] > 0
+    assert written["systems"]["pool"]["remote_share"] == pytest.approx(written["remote_share"])
+    assert written["systems"]["cache-aware-real"]["load_cv"] is None
     assert (written["model"], written["gpu"], written["gpus"]) == ("llama-3-8b", "h100", 1)
     assert written["requests"] == 60
     assert written["complete"]
@@ -169,7 +175,6 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--nodes", "1", "--baselines", "mooncake-1p3d-real"], "setting 'nodes' is 1"),
         (["--speed", "2"], "setting 'speed' is 2.0"),
         (["--route", "conversation"], "setting 'route' is 'conversation'"),
-        (["--eviction", "magic"], "setting 'eviction' is 'magic'"),
         (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
         (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
         (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),

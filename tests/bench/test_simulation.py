@@ -10,12 +10,12 @@ import pytest
 from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
 from tokenlake.core.match import ASKED, LOCAL, PENDING
-from tokenlake.core.serve import SENT, SENT_BYTES
+from tokenlake.core.serve import SENT, SENT_BYTES, SENT_TO_READERS
 from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
-from tokenlake_bench import balance
+from tokenlake_bench.balance import Spread
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.network import Link, NetworkShape
@@ -60,7 +60,7 @@ def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
 
 def result(simulation: Simulation) -> tuple[Measured, Totals]:
     """The figures that must not depend on this machine."""
-    return simulation.measure(0.0, 1e9), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
+    return simulation.measure(), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
 
 
 def counted(simulation: Simulation, metric: Metric) -> int:
@@ -70,7 +70,7 @@ def counted(simulation: Simulation, metric: Metric) -> int:
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
     """The prompt tokens that engines found in the pool."""
-    return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
+    return round(simulation.measure().token_hit_rate * accesses.prompt_tokens)
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
@@ -91,21 +91,50 @@ def test_hit_tokens_equal_the_nodes_counters() -> None:
     assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0
 
 
-def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
+def test_sent_bytes_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4))
     segment_bytes = simulation.cluster.size.layout.segment_bytes
-    totals = simulation.totals()
+    totals, sent = simulation.totals(), simulation.cluster.meter.log
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
-    reads = simulation.cluster.meter.log(0.0, 1e9)
-    # Requests come one at a time: no request waits for another's fetch, so that each hit is one read.
-    assert sum(balance.load_of_nodes(reads)) == hit_tokens(simulation, accesses) // TOKENS * segment_bytes
-    assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
+    assert sent.totals() == [node.core.counters[SENT_BYTES] for node in simulation.cluster.nodes]
+    for_readers = [node.core.counters[SENT_TO_READERS] * segment_bytes for node in simulation.cluster.nodes]
+    assert sent.reads().totals() == for_readers
+    # Requests come one at a time: no request waits for another's fetch, so that each remote hit is one read.
+    hits = hit_tokens(simulation, accesses) // TOKENS
+    assert sum(for_readers) == round(simulation.measure().remote_share * hits) * segment_bytes > 0
+
+
+def test_a_segment_is_sent_by_one_of_its_holders() -> None:
+    simulation = Simulation(options(4))
+    log, known = simulation.cluster.meter.log, list[tuple[int, tuple[int, ...]]]()
+    add = log.add
+
+    def checked(at_s: float, node: int, nbytes: int, holders: tuple[int, ...] = ()) -> None:
+        add(at_s, node, nbytes, holders)
+        known.append((node, holders))
+
+    log.add = checked  # type: ignore[method-assign]
+    simulation.run(arrivals_of(conversations(200)))
+    reads = [(node, holders) for node, holders in known if holders]
+    assert len(reads) == counted(simulation, SENT_TO_READERS)
+    assert all(node in holders and len(holders) < 4 for node, holders in reads)
+    assert max(len(holders) for _, holders in reads) > 1
+
+
+def test_own_reads_are_no_load() -> None:
+    prompts = [Prompt(4 * TOKENS, (*range(4),), 2.0 * at) for at in range(20)]
+    simulation = simulate(Accesses(TOKENS, prompts), options(2))
+    measured = simulation.measure()
+    # The second request reads the segments that node 0 computed; all later ones find them at their own node.
+    assert sum(simulation.cluster.meter.log.totals()) == 4 * simulation.cluster.size.layout.segment_bytes
+    assert measured.remote_share == pytest.approx(4 / (19 * 4))
+    assert measured.load == measured.load_floor == Spread(cv=1.0, max_over_mean=2.0)
 
 
 def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
     accesses = conversations(300)
-    simulation = simulate(accesses, options(1, rules={"eviction": "lru"}))
+    simulation = simulate(accesses, options(1))
     cache = global_lru(accesses, NODE_SEGMENTS * TOKENS)
     assert cache.hit_tokens < infinite_cache(accesses).hit_tokens
     assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.02)
@@ -124,7 +153,7 @@ def test_a_slow_link_slows_what_comes_over_it() -> None:
     links = {(0, 1): slow, (1, 0): slow}
     usual = simulate(accesses, options(2))
     slowed = simulate(accesses, options(2, network=NetworkShape(links=links)))
-    assert usual.measure(0.0, 1e9).remote_share > 0.1
+    assert usual.measure().remote_share > 0.1
     assert hit_tokens(slowed, accesses) == pytest.approx(hit_tokens(usual, accesses), rel=0.02)
     assert slowed.read_s(0.99) > 5 * usual.read_s(0.99)
 

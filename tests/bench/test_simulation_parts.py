@@ -1,4 +1,4 @@
-"""The parts of the simulator, each on its own, and the command on a small trace."""
+"""The parts of the simulator, each on its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
-from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged
-from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
 from tokenlake_testing.clock import Clock
 
@@ -66,9 +64,6 @@ def test_a_slow_link_is_slow_in_one_direction() -> None:
     assert network.transfer(0.0, 1, 0, 10 * MB) == pytest.approx((0.1, 0.101))
 
 
-# -- late load
-
-
 # -- arrivals
 
 
@@ -111,16 +106,3 @@ def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
     # equal.
     old = {number for arrival in arrivals for number in arrival.chain.tolist()}
     assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7
-
-
-# -- meter
-
-
-def test_reads_are_counted_at_the_node_that_was_read() -> None:
-    meter = Meter(2, 100, begins_s=10.0)
-    meter.read(11.0, 0, keys_of(chain(1, 2, 3), 0))
-    meter.read(21.0, 1, keys_of(chain(1), 0))
-    meter.read(22.0, 0, keys_of(chain(4), 0))
-    assert balance.load_of_nodes(meter.log(0.0, 10.0)) == [300, 0]
-    assert balance.load_of_nodes(meter.log(10.0, 20.0)) == [100, 100]
-    assert balance.load_of_nodes(meter.log(0.0, 20.0)) == [400, 100]

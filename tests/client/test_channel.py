@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.robustness.live import (
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.wire import engine
+from tokenlake_client import Deadlines, Pool
 from tokenlake_client.channel import Channel
 from tokenlake_testing.cluster import Cluster
 
@@ -110,6 +112,34 @@ def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
         wait_until(lambda: answers(reader), "it answers again")
         lease.release()
         wait_until(lambda: read(reader, prompt) == 8, "all is found again")
+
+
+def test_a_fetch_with_the_deadline_of_its_pool() -> None:
+    """The owner pauses for longer than the daemon of the reader predicts that the transfer takes."""
+    one, other = Prompt(11, 8), Prompt(12, 8)
+    deadlines = Deadlines(call_s=PATIENT_S, fetch_s=LIMIT_S)
+    with daemons(2, suspect_ms="60000") as cluster, cluster.connect(0, LAYOUT) as writer:
+        owner, node = cluster.nodes
+        for prompt in (one, other):
+            store(writer, prompt)
+        wait_pushed(cluster)
+        with (
+            Pool.connect(node.socket, LAYOUT, deadlines=deadlines) as patient,
+            cluster.connect(1, LAYOUT) as reader,
+            match(patient, one) as waiting,
+            match(reader, other) as lease,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            assert waiting.local_hits < waiting.hits == 8
+            assert lease.local_hits < lease.hits == 8
+            owner.freeze()
+            fetch = thread.submit(waiting.fetch)
+            wait_until(lambda: node.metrics()['tokenlake_map_entries{map="transfers"}'] > 0, "the transfer began")
+            assert len(lease.fetch()) < 8, "the control: its deadline, which began later, has passed"
+            assert not fetch.done()
+            owner.thaw()
+            arrays = fetch.result()
+            assert (len(arrays), one.wrong(arrays)) == (8, 0)
 
 
 def test_a_request_that_is_too_large_is_not_sent(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
 
 
@@ -24,6 +25,12 @@ def test_the_daemons_user_is_a_uid() -> None:
     assert read_settings({"daemon_uid": None}, {}).daemon_uid is None
 
 
+def test_the_deadlines_of_the_connections() -> None:
+    assert read_settings({}, {}).deadlines == DEFAULT_DEADLINES
+    settings = read_settings({"call_ms": 500, "fetch_ms": 1500}, {})
+    assert settings.deadlines == Deadlines(call_s=0.5, fetch_s=1.5)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -32,6 +39,8 @@ def test_the_daemons_user_is_a_uid() -> None:
         ("segment_tokens", 0),
         ("segment_tokens", "many"),
         ("match_ms", -1),
+        ("call_ms", 0),
+        ("fetch_ms", -1),
         ("daemon_uid", -1),
         ("daemon_uid", "root"),
         ("verify", "perhaps"),

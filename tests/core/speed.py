@@ -19,7 +19,7 @@ from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, SendToPeer
 from tokenlake.store import Segment
-from tokenlake.store.eviction import POLICIES, EvictionPolicy
+from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import join_keys
 
@@ -130,7 +130,7 @@ def _whole(prepared: engine.Prepared) -> engine.Commit:
 
 def eviction() -> None:
     """By policy, per segment: touches of stored segments, and stores into a full memory, which evict."""
-    for name, make in POLICIES.items():
+    for name, make in (("forecast", Forecast), ("lru", LeastRecentlyUsed)):
         memory = Memory(make(), 4096)
         for turn in range(64):
             memory.request([f"{name} {turn} {depth}" for depth in range(64)], float(turn))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import events
+from tokenlake.core import context, events
 from tokenlake.core.access import MAX_RECENT_MATCHES, RecentMatches, access_after
 from tokenlake.hints import NEVER, NO_ACCESS, NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
+from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
@@ -96,7 +97,7 @@ def test_a_segment_behind_a_gap_is_known() -> None:
 
 @pytest.mark.parametrize("asker", [0, 1], ids=["the writing node", "another node"])
 def test_an_evicted_conversation_goes_on(asker: int) -> None:
-    cluster = calm(2, regions=3, eviction="forecast")
+    cluster = calm(2, regions=3)
     engines = [cluster.join(0), cluster.join(1)]
     keys = placed(cluster, 0, 1, 8, "evicted")
     assert turn(cluster, engines[0], keys[:6]) == 0
@@ -224,9 +225,11 @@ def test_a_readers_hints_reach_the_owner() -> None:
     assert [hints_of(cluster, key) for key in keys] == [{1: CHAT, 2: CHAT}] * 2
 
 
-def test_late_hints_reach_every_copy_and_count_as_no_read() -> None:
+def test_late_hints_reach_every_copy_and_count_as_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a node with cached copies: the owner knows of no cached copies."""
-    cluster = calm(eviction="lru")
+    # The learned policy counts the age of a segment from its last hints.
+    monkeypatch.setattr(context, "Forecast", LeastRecentlyUsed)
+    cluster = calm()
     writer, reader = cluster.join(2), cluster.join(1)
     keys = placed(cluster, 0, 1, 2)
     stored(cluster, writer, keys, None)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.core.scenes import calm, match, placed, store
+from tests.core.scenes import calm, copies, kinds, match, placed, store
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, directory_node, events, instructions
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, Segment
-from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
@@ -48,11 +47,27 @@ class Node:
         (reply,) = self.say(sender, peer.Lookup(1, "red", key))
         return Code(reply.codes[0]), reply.nodes
 
-    def ready(self, sender: str, key: SegmentKey) -> peer.ReadyReply:
-        """The answer to a commit."""
-        (reply,) = self.say(sender, peer.Ready(1, "red", key))
-        assert isinstance(reply, peer.ReadyReply)
-        return reply
+    def own(self, key: SegmentKey, depth: int = 0) -> Segment:
+        """n0 owns the segment; no node is told."""
+        segment = self.core.store.reserve(TenantId("red"), 512, key, Kind.PRIMARY, depth, self.now)
+        assert isinstance(segment, Segment)
+        self.core.store.publish(segment, bytes(16), self.now)
+        self.core.store.unpin(segment)
+        return segment
+
+    def run_until(self, until: float) -> list[tuple[str, Any]]:
+        """Deliver ticks. The messages to peers."""
+        sent: list[tuple[str, Any]] = []
+        while (wake := self.core.next_wake()) is not None and wake <= until:
+            self.now = max(self.now, wake)
+            sent += self.handle(events.Tick())
+        self.now = until
+        return sent
+
+
+def owned(sent: list[tuple[str, Any]], node: str) -> list[bytes]:
+    """The keys that `node` was told n0 owns, by message."""
+    return [message.keys for to, message in sent if to == node and isinstance(message, peer.Owned)]
 
 
 def keys_of(node: Node, first: str, second: str, count: int = 1) -> list[SegmentKey]:
@@ -93,33 +108,58 @@ def test_an_in_flight_marker_ends_with_a_withdrawal_or_its_time() -> None:
     assert node.lookup("n2", key) == (Code.MISSING, ())
 
 
-def test_the_first_commit_and_the_first_owner_win() -> None:
+def test_the_first_owner_wins() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    assert node.ready("n1", key).codes == bytes([Code.COMMITTED])
-    second = node.ready("n2", key)
-    assert (second.codes, second.first_writers) == (bytes([Code.EXISTS]), ("n1",))
-    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-    assert node.say("n2", peer.PrimaryCopies("red", key)) == []
-    assert node.say("n1", peer.PrimaryCopies("red", key)) == [peer.Redundant("red", key, ("n2",))]
+    node.say("n1", peer.MarkInFlight("red", key, 2.0))
+    assert node.say("n2", peer.Owned("red", key)) == []
     assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+    assert node.say("n1", peer.Owned("red", key)) == [peer.Redundant("red", key, ("n2",))]
+    assert node.say("n2", peer.Owned("red", key)) == []
+    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+    # A late marker hides no owner.
+    node.say("n1", peer.MarkInFlight("red", key, 2.0))
+    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+
+
+def test_only_the_redundant_keys_are_answered() -> None:
+    node = Node()
+    keys = keys_of(node, "n0", "n1", 3)
+    node.say("n1", peer.Owned("red", keys[1]))
+    assert node.say("n2", peer.Owned("red", join_keys(keys))) == [peer.Redundant("red", keys[1], ("n1",))]
+    assert [node.lookup("n2", key)[1] for key in keys] == [("n2",), ("n1",), ("n2",)]
+
+
+def test_an_owner_that_handed_over_is_replaced() -> None:
+    """And no other node."""
+    node = Node()
+    key, other = keys_of(node, "n0", "n1", 2)
+    node.say("n1", peer.Owned("red", key))
+    assert node.say("n2", peer.Owned("red", key, "n1")) == []
+    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+    # The earlier owner evicts its copy later.
+    node.say("n1", peer.Evicted("red", key, "n1", "lru"))
+    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+    node.say("n1", peer.Owned("red", other))
+    assert node.say("n2", peer.Owned("red", other, "n0")) == [peer.Redundant("red", other, ("n1",))]
+    assert node.lookup("n2", other) == (Code.ELSEWHERE, ("n1",))
 
 
 def test_the_statement_of_a_node_that_is_down_is_replaced() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.PrimaryCopies("red", key))
+    node.say("n1", peer.Owned("red", key))
     node.handle(events.PeerDown("n1", 1))
     assert node.lookup("n2", key) == (Code.UNKNOWN, ())
-    assert node.say("n2", peer.PrimaryCopies("red", key)) == []
+    assert node.say("n2", peer.Owned("red", key)) == []
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n2",))
 
 
 def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
     node = Node()
     key, other = keys_of(node, "n0", "n1", 2)
-    node.say("n1", peer.PrimaryCopies("red", key))
-    node.say("n2", peer.PrimaryCopies("red", other))
+    node.say("n1", peer.Owned("red", key))
+    node.say("n2", peer.Owned("red", other))
     node.handle(events.PeerDown("n1", 1))
     node.handle(events.PeerUp("n1", 2))
     node.say("n1", peer.AdvertisingDone())
@@ -131,62 +171,55 @@ def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
 def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.PrimaryCopies("red", key))
+    node.say("n1", peer.Owned("red", key))
     node.handle(events.PeerDown("n1", 1))
     node.handle(events.PeerUp("n1", 1))
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
 
 
-@pytest.mark.parametrize(("rule", "previous_owners"), [("lru", ("n1",)), (CORRUPT_RULE, ())])
-def test_a_commit_learns_the_previous_owner(rule: str, previous_owners: tuple[str, ...]) -> None:
-    """The previous owner is a candidate that evicted the segment, unless it dropped the copy for wrong bytes."""
+def test_an_eviction_ends_the_entry() -> None:
+    """Also where a reader reports it, that found no copy; never the entry of another node."""
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.PrimaryCopies("red", key))
-    node.say("n1", peer.Evicted("red", key, "n1", rule))
-    assert node.lookup("n2", key) == (Code.MISSING, ())
-    assert node.ready("n2", key).previous_owners == previous_owners
+    for reporter in ("n1", "n2"):
+        node.say("n1", peer.Owned("red", key))
+        node.say(reporter, peer.Evicted("red", key, "n2"))
+        assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
+        node.say(reporter, peer.Evicted("red", key, "n1", "lru"))
+        assert node.lookup("n2", key) == (Code.MISSING, ())
 
 
-def test_a_node_that_is_no_candidate_is_no_previous_owner() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n2", peer.PrimaryCopies("red", key))
-    node.say("n2", peer.Evicted("red", key, "n2", "lru"))
-    assert node.ready("n1", key).previous_owners == ()
+# -- advertising
 
 
 def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that missed one deadline gets no requests, but all advertising: no later message would repeat it."""
-    monkeypatch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
+    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
     node = Node()
     keys = keys_of(node, "n1", "n0", 8)
     for depth, key in enumerate(keys[:6]):
-        segment = node.core.store.reserve(TenantId("red"), 512, key, Kind.PRIMARY, depth, node.now)
-        assert isinstance(segment, Segment)
-        node.core.store.publish(segment, bytes(16), node.now)
-        node.core.store.unpin(segment)
+        node.own(key, depth)
     node.handle(events.Joined(1, 1, "red", 512, 2, 16, 0, 0))
     sent = node.handle(events.PeerUp("n1", 2))
     sent += node.handle(events.Requested(1, engine.Match(2, keys[6], 0.0)))
     node.now = node.core.config.match_deadline_s
     sent += node.handle(events.Tick())
     assert not node.handle(events.Requested(1, engine.Match(3, keys[7], 0.0))), "n1 is overdue"
-    assert node.core.census()["advertisings"] == 1
-    while node.core.census()["advertisings"] and node.now < 0.2:
+    assert node.core.census()["walks"] == 1
+    while node.core.census()["walks"] and node.now < 0.2:
         node.now += 0.005
         sent += node.handle(events.Tick())
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
-    assert told == [*(peer.PrimaryCopies("red", key) for key in keys[:6]), peer.AdvertisingDone()]
+    assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone()]
 
 
-def test_primary_copies_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owned_segments_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner advertises in slices to a directory node that restarted, and only the keys of that directory node."""
-    monkeypatch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
+    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
     cluster = calm(dirty_share=1.0)
     keys = placed(cluster, 1, 0, 2) + placed(cluster, 2, 0, 2)
     store(cluster, cluster.join(0), keys)
-    owned = {key for (_, key), nodes in cluster.keepers().items() if nodes == ["n0"]}
+    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
     cluster.node(1).crash()
     cluster.node(1).start()
     before = len(cluster.node(0).emitted)
@@ -197,8 +230,130 @@ def test_primary_copies_are_advertised_to_their_directory_node(monkeypatch: pyte
         for each in out
         if isinstance(each, instructions.SendToPeer) and each.node == "n1"
     ]
-    held = {message.keys for message in sent if isinstance(message, peer.PrimaryCopies)}
-    assert held == {key for key in keys[:2] if key in owned}
+    told = [message.keys for message in sent if isinstance(message, peer.Owned)]
+    assert sorted(told) == sorted(keys[:2])
     assert sum(isinstance(message, peer.AdvertisingDone) for message in sent) == 1
     reader = cluster.join(2)
-    assert all(match(cluster, reader, [key]).hits == 1 for key in owned)
+    assert all(match(cluster, reader, [key]).hits == 1 for key in keys)
+
+
+# -- stand-ins
+
+
+def test_the_stand_in_answers_for_a_directory_node_that_cannot_be_reached() -> None:
+    node = Node()
+    (key,) = keys_of(node, "n1", "n0")
+    assert node.lookup("n2", key) == (Code.MISSING, ())
+    node.handle(events.PeerDown("n1", 1))
+    assert node.say("n2", peer.Owned("red", key)) == []
+    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n2",))
+    node.handle(events.PeerUp("n1", 2))
+    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
+    # A node that is no candidate keeps no entry that other nodes could ask for.
+    (foreign,) = keys_of(node, "n1", "n2")
+    node.say("n1", peer.Owned("red", foreign))
+    assert node.lookup("n2", foreign) == (Code.MISSING, ())
+
+
+@pytest.mark.parametrize("fault", ["down", "suspect"])
+def test_owners_tell_the_stand_ins_in_slices(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the segments that hash to the node that was lost, each once."""
+    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
+    node = Node()
+    keys, others = keys_of(node, "n1", "n2", 4), keys_of(node, "n2", "n1", 2)
+    for key in (*keys[:2], *others, *keys[2:]):
+        node.own(key)
+    if fault == "down":
+        sent = node.handle(events.PeerDown("n1", 1))
+    else:
+        # Pings of n1 stay without an answer.
+        sent = []
+        while not node.core.census()["walks"] and node.now < 5.0:
+            for to, message in node.run_until(node.now + 0.002):
+                sent.append((to, message))
+                if isinstance(message, peer.Ping) and to == "n2":
+                    node.say("n2", peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0))
+    assert node.core.census()["walks"] == 1
+    assert len(owned(sent, "n2")) < 4
+    sent += node.run_until(node.now + 0.2)
+    assert owned(sent, "n2") == list(keys)
+    assert owned(sent, "n1") == []
+    assert node.core.census()["walks"] == 0
+
+
+def test_a_node_that_is_the_stand_in_of_its_own_segments_records_them() -> None:
+    node = Node()
+    (key,) = keys_of(node, "n1", "n0")
+    node.own(key)
+    assert node.lookup("n2", key)[0] is Code.LOCAL
+    assert node.core.census()["directory"] == 0
+    assert owned(node.handle(events.PeerDown("n1", 1)), "n1") == []
+    assert node.core.census()["directory"] == 1
+
+
+def test_a_directory_node_that_is_back_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the walk for the stand-ins ends, however far it is."""
+    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
+    node = Node()
+    keys = keys_of(node, "n1", "n2", 5)
+    for key in keys:
+        node.own(key)
+    sent = node.handle(events.PeerDown("n1", 1))
+    sent += node.run_until(node.now + 0.006)
+    to_stand_in = owned(sent, "n2")
+    assert 0 < len(to_stand_in) < 5
+    sent = node.handle(events.PeerUp("n1", 1))
+    sent += node.run_until(node.now + 0.2)
+    assert owned(sent, "n2") == []
+    assert owned(sent, "n1") == list(keys)
+    assert [each for each in sent if each[0] == "n1"][-1] == ("n1", peer.AdvertisingDone())
+    assert node.core.census()["walks"] == 0
+
+
+def test_evictions_are_told_to_the_stand_in_meanwhile() -> None:
+    cluster = calm(4)
+    writer, reader = cluster.join(0), cluster.join(3)
+    (key,) = placed(cluster, 1, 2)
+    store(cluster, writer, [key])
+    cluster.node(1).crash()
+    cluster.run_for(0.05)
+    assert cluster.core(2).census()["directory"] == 1
+    cluster.core(0).store.drop(copies(cluster, key)[0], cluster.clock.now)
+    cluster.node(0).deliver(events.Tick())
+    cluster.run_for(0.05)
+    assert cluster.core(2).census()["directory"] == 0
+    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+
+
+def test_an_earlier_outage_takes_no_ownership_away() -> None:
+    """The stand-in has an entry from an earlier outage whose owner evicted the segment since: another node owns it."""
+    cluster = calm(4)
+    first, second = cluster.join(0), cluster.join(3)
+    (key,) = placed(cluster, 1, 2)
+    store(cluster, first, [key])
+    cluster.link("n0", "n1").cut(0.2)
+    cluster.link("n1", "n2").cut(0.2)
+    cluster.link("n1", "n3").cut(0.2)
+    cluster.run_for(1.0)
+    cluster.core(0).store.drop(copies(cluster, key)[0], cluster.clock.now)
+    cluster.node(0).deliver(events.Tick())
+    cluster.run_for(0.1)
+    store(cluster, second, [key])
+    assert kinds(cluster, key) == {3: Kind.PRIMARY}
+    cluster.node(1).crash()
+    cluster.run_for(0.5)
+    assert kinds(cluster, key) == {3: Kind.PRIMARY}
+    assert match(cluster, first, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_stand_in_that_restarts_is_told_again() -> None:
+    cluster = calm(4)
+    writer, reader = cluster.join(0), cluster.join(3)
+    (key,) = placed(cluster, 1, 2)
+    store(cluster, writer, [key])
+    cluster.node(1).crash()
+    cluster.run_for(0.1)
+    cluster.node(2).crash()
+    cluster.node(2).start()
+    cluster.run_for(1.0)
+    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])

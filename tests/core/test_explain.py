@@ -109,9 +109,8 @@ def test_segments_behind_a_gap_have_their_own_reason() -> None:
     assert why(explained(cluster, reader, "r")) == {MissReason.BEHIND_A_GAP: SIZE, MissReason.NEVER_STORED: SIZE}
 
 
-@pytest.mark.parametrize("policy", ["lru", "reuse"])
-def test_an_eviction_on_this_node_has_its_rule(policy: str) -> None:
-    cluster = calm(1, regions=1, eviction=policy, **ROOMY)
+def test_an_eviction_on_this_node_has_its_rule() -> None:
+    cluster = calm(1, regions=1, **ROOMY)
     reader = cluster.join(0)
     store(cluster, reader, prompt("first", 2))
     cluster.run_for(10.0)
@@ -121,12 +120,12 @@ def test_an_eviction_on_this_node_has_its_rule(policy: str) -> None:
     funnel = explained(cluster, reader, "r")
     assert why(funnel) == {MissReason.EVICTED: 2 * SIZE}
     said = detail(funnel, MissReason.EVICTED)
-    assert said.startswith(f"{policy}, at n0 ")
+    assert said.startswith("least retention value, at n0 ")
     assert "unused for 1" in said
 
 
 def test_an_eviction_elsewhere_is_known_to_the_directory_node() -> None:
-    cluster = calm(3, regions=1, eviction="lru", **ROOMY)
+    cluster = calm(3, regions=1, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     first = placed(cluster, 0, 1, 1, "first")
     store(cluster, writer, first)
@@ -137,7 +136,7 @@ def test_an_eviction_elsewhere_is_known_to_the_directory_node() -> None:
     read(cluster, reader, first, "r")
     funnel = explained(cluster, reader, "r")
     assert why(funnel) == {MissReason.EVICTED: SIZE}
-    assert detail(funnel, MissReason.EVICTED).startswith(f"lru, at n{owner} ")
+    assert detail(funnel, MissReason.EVICTED).startswith(f"least retention value, at n{owner} ")
 
 
 def test_a_silent_directory_node_is_named() -> None:

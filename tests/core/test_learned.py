@@ -16,15 +16,15 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, PoolId, Segment, SegmentStore
 from tokenlake.store import store as store_module
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import Forecast
 from tokenlake.wire import peer
 
 RED = TenantId("red")
 SLOT_BYTES = 1024
 
 
-def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
-    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, 2, 4096 + 8 * SLOT_BYTES, eviction=eviction))
+def core_of(learned: bytes | None = None) -> NodeCore:
+    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, 2, 4096 + 8 * SLOT_BYTES))
     core.start(0.0)
     if learned is not None:
         core.handle(events.StatisticsLoaded(learned), 0.0)
@@ -70,7 +70,7 @@ def test_statistics_stay_known_without_segments() -> None:
     assert core_of(learned=first.learned()).learned() == first.learned()
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["reuse", [["red", 1024, b"junk"]]])])
+@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode([[["red", 1024, b"junk"]]])])
 def test_malformed_statistics_are_refused(data: bytes) -> None:
     core = core_of()
     with pytest.raises(ValueError, match="statistics"):
@@ -83,20 +83,10 @@ def test_too_many_bytes_are_refused() -> None:
         core_of().handle(events.StatisticsLoaded(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
 
 
-def test_statistics_of_another_policy_are_refused() -> None:
-    with pytest.raises(ValueError, match="statistics of the policy 'lru'; this node runs 'reuse'"):
-        core_of(learned=core_of("lru").learned())
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mru' is no policy of eviction; there are reuse, forecast, lru"):
-        core_of("mru")
-
-
 def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
-    store = SegmentStore([], 4096, Budgets(), Counters(), policy_named("reuse"))
-    learned = policy_named("reuse")().save()
+    store = SegmentStore([], 4096, Budgets(), Counters(), Forecast)
+    learned = Forecast().save()
     store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
@@ -118,20 +108,20 @@ def test_nodes_exchange_their_statistics() -> None:
     key = SegmentKey(b"n" * 32)
     before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     cluster.run_for(3 * SEND_S)
+    assert [pool.retention._policy._odds.nodes for pool in pools if pool is not None] == [2, 2]  # type: ignore[attr-defined]
     seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before
     assert abs(heard - seen) < abs(before - seen)
 
 
-def test_statistics_of_another_policy_are_not_used() -> None:
+def test_malformed_statistics_of_another_node_are_not_used() -> None:
     core = core_of()
     used(core, 120)
     saved = core.learned()
     for message in (
-        peer.EvictionStatistics("lru", (("red", SLOT_BYTES, b"x"),)),
-        peer.EvictionStatistics("reuse", (("red", SLOT_BYTES, b"x"),)),
-        peer.EvictionStatistics("reuse", (("blue", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics((("red", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics((("blue", SLOT_BYTES, b"x"),)),
     ):
         core.handle(events.PeerSent("b", message), 1e6)
         assert core.learned() == saved

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine, Storing
+from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import ABORTED, deadline_s

@@ -117,7 +117,7 @@ def test_without_the_benchmarks_their_commands_name_the_package(
 )
 def test_the_requirement_that_brings_a_module(target: str, missing: str, requirement: str) -> None:
     entry = EntryPoint(name="x", value=target, group=command.GROUP)
-    assert command._requirement(entry, missing) == requirement
+    assert command.requirement_of(entry, missing) == requirement
 
 
 def test_an_extra_missed_while_running_is_named(

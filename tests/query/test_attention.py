@@ -6,12 +6,24 @@ import threading
 
 import pytest
 
-from tests.query.scene import DEADLINE_S, LAYOUT, Text, close_to, draw_queries, layout_of, open_view, serving, spread
+from tests.query.scene import (
+    DEADLINE_S,
+    HEADS,
+    LAYOUT,
+    Text,
+    close_to,
+    draw_queries,
+    layout_of,
+    open_view,
+    serving,
+    spread,
+)
+from tests.robustness.live import wait_until
 from tokenlake.attention import Partial
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
-from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.cluster import Cluster, Node
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live
@@ -63,6 +75,28 @@ def test_segments_of_three_nodes(cluster: Cluster, dtype: str) -> None:
         assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
         assert check(pool, [(view, text, 3)], TOLERANCE[dtype]) > 0
         assert pool.match(pool.prefix(text.tokens).keys).local_hits < text.segments, "nothing was fetched"
+
+
+def test_attention_for_other_nodes_is_counted() -> None:
+    """At the node that computes it, in bytes and seconds; attention that a node computes for its own engine is not."""
+    text, tokens = Text(20, 16), 3
+    each = tokens * HEADS * (LAYOUT.value_dim + 1) * 4
+
+    def counted(node: Node) -> list[float]:
+        metrics = node.metrics()
+        return [metrics[f"tokenlake_query_engine_result{suffix}"] for suffix in ("s", "_bytes", "_seconds")]
+
+    with serving(2) as cluster:
+        spread(cluster, [text])
+        with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view:
+            assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
+            check(pool, [(view, text, tokens)])
+        reader, other = cluster.nodes
+        wait_until(lambda: counted(other)[0] == LAYOUT.layers, "the query engine reported")
+        results, nbytes, seconds = counted(other)
+        assert nbytes == results * each
+        assert seconds > 0
+        assert counted(reader) == [0, 0, 0]
 
 
 def test_a_batch_with_a_shared_prefix(cluster: Cluster) -> None:

@@ -176,6 +176,32 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
         assert np.abs(together.lse - taken[0].lse).max() < 1e-5
 
 
+def test_tasks_share_the_time_of_their_batch() -> None:
+    """By queries times segments: 1 x 4, 3 x 4 and 2 x 2 of 20."""
+    slots = [Text(1, 4).content(index) for index in range(4)]
+    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    worker, spent, finished = ComputeThread(), dict[int, int](), threading.Event()
+
+    def task(tokens: int, count: int, wanted: bool = True) -> Task:
+        def done(partial: Partial | None) -> None:
+            if not wanted:
+                finished.set()
+
+        queries = draw_queries(tokens, tokens)
+        return Task(
+            attention, 0, Segments(slots[:count]), queries, lambda: wanted, done, lambda ns: spent.update({tokens: ns})
+        )
+
+    began = time.perf_counter_ns()
+    worker.submit([task(1, 4), task(3, 4), task(2, 2), task(9, 4, wanted=False)])
+    worker.start()
+    assert finished.wait(30)
+    assert 0 < sum(spent.values()) < time.perf_counter_ns() - began
+    assert spent.keys() == {1, 2, 3}
+    assert spent[3] == pytest.approx(3 * spent[1], abs=3)
+    assert spent[2] == pytest.approx(spent[1], abs=1)
+
+
 def test_a_finished_round_keeps_no_segments(threads: Threads) -> None:
     """The round keeps no segments leased, though its timer refers to it until the deadline."""
     scene = Scene(threads, deadline_s=1000.0)

@@ -189,7 +189,6 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
     """A cluster with patient matches, so that a busy machine causes no miss, and with LRU eviction, so that a test
     knows the next victim."""
     settings.setdefault("match_deadline_ms", "2000")
-    settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:
         cluster.deadlines = PATIENT
         yield cluster

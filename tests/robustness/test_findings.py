@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, accounted, daemons, store, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, accounted, daemons, match, store, wait_until
 from tests.robustness.matrix.measure import Asker
 from tests.robustness.matrix.proxy import Cut, Proxy
 from tokenlake.errors import DeadlinePassed, Unreachable
@@ -59,8 +58,9 @@ def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
         store(pool, PROMPT)
         previous_owner = pool.link
         pending = pool.begin_match(pool.prefix(PROMPT.tokens).keys)
-        wait_until(lambda: previous_owner.channel.poll(pending._pending) is not None, "the answer is here")
-        previous_owner.channel._sock.shutdown(socket.SHUT_RDWR)
+        # The daemon answers in order: with this answer the one before it has been read too.
+        match(pool, Prompt(2, 1)).release()
+        previous_owner.channel.close()
         wait_until(Asker("", pool).answered, "it is connected again")
         assert pool.link is not previous_owner
         with pytest.raises(Unreachable):

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
-from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed, policy_named
+from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 
 Make = Callable[[], EvictionPolicy]
-every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=list(POLICIES))
-MINUTE = 60.0
+every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])
 
 
 def busy(memory: Memory, seed: int, requests: int = 400) -> list[int]:
@@ -31,11 +30,6 @@ def busy(memory: Memory, seed: int, requests: int = 400) -> list[int]:
         if turns[conversation] > 8:
             turns[conversation] = 1
     return hits
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'fifo' is no policy of eviction; there are reuse, forecast, lru$"):
-        policy_named("fifo")
 
 
 @every_policy
@@ -76,39 +70,6 @@ def test_the_same_calls_lead_to_the_same_evictions(make: Make) -> None:
     assert memories[0].refused == memories[1].refused
 
 
-valuing = pytest.mark.parametrize("make", [make for name, make in POLICIES.items() if name not in ("lru", "forecast")])
-"""Policies that value an access before they have learned anything."""
-
-
-@valuing
-def test_a_return_to_the_order_is_no_access(make: Make) -> None:
-    """A segment leaves the order and returns: its value is at most that of a segment accessed once, just now."""
-    memory = Memory(make(), 100)
-    for number in range(10):
-        memory.store(number, 0, float(10 * number))
-    pinned = memory.here[0]
-    memory.policy.remove(pinned, 100.0, evicted=False)
-    memory.policy.insert(pinned, 110.0)
-    retention_value = memory.policy.retention_value(pinned, 110.0)
-    memory.store("new", 0, 110.0)
-    assert retention_value <= memory.policy.retention_value(memory.here["new"], 110.0)
-
-
-@valuing
-def test_touches_within_a_second_are_one_access(make: Make) -> None:
-    """A segment touched a thousand times in one second leaves before one that was accessed twice."""
-    memory = Memory(make(), 3)
-    memory.store("twice", 0, 0.0)
-    memory.request(["twice"], 20.0)
-    memory.store("once", 0, 20.0)
-    for step in range(1000):
-        memory.request(["once"], 20.0 + step / 1001)
-    for number in range(8):
-        memory.store(number, 0, 30.0 + number)
-    gone = [*memory.evicted, *memory.order(40.0)]
-    assert gone.index("once") < gone.index("twice")
-
-
 @every_policy
 def test_a_hot_segment_outlives_a_scan(make: Make) -> None:
     memory = Memory(make(), 10)
@@ -138,14 +99,10 @@ def paths_of(asked: Requests) -> list[tuple[float, list[object]]]:
     return prompts
 
 
-ordered = pytest.mark.parametrize("name", ["lru", "reuse"])
-
-
-@ordered
 @settings(max_examples=examples(60))
 @given(asked=requests(120))
-def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -> None:
-    memory = Memory(POLICIES[name](), 1000)
+def test_lru_evicts_children_before_their_parents(asked: Requests) -> None:
+    memory = Memory(LeastRecentlyUsed(), 1000)
     prompts = paths_of(asked)
     for now, prompt in prompts:
         memory.request(prompt, now)
@@ -153,31 +110,6 @@ def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -
     for _, prompt in prompts:
         places = [gone.index(segment) for segment in prompt]
         assert places == sorted(places, reverse=True)
-
-
-@ordered
-@settings(max_examples=examples(60))
-@given(asked=requests(40), nodes=st.integers(2, 3), later=st.sampled_from([0.0, 20.0, 3000.0]))
-def test_a_parent_is_valued_no_less_than_a_child_elsewhere(
-    name: str, asked: Requests, nodes: int, later: float
-) -> None:
-    """Each node has only some of the segments; all nodes restored the same statistics."""
-    experienced = Memory(POLICIES[name](), 20)
-    busy(experienced, seed=4)
-    memories = [Memory(POLICIES[name](), 1000) for _ in range(nodes)]
-    for memory in memories:
-        memory.policy.restore(experienced.policy.save())
-    prompts = paths_of(asked)
-    for now, prompt in prompts:
-        for depth in reversed(range(len(prompt))):
-            memories[depth % nodes].store(prompt[depth], depth, now)
-    for _, prompt in prompts:
-        end = prompts[-1][0] + later
-        held = [memories[depth % nodes] for depth in range(len(prompt))]
-        retention_value = [
-            memory.policy.retention_value(memory.here[name], end) for memory, name in zip(held, prompt, strict=True)
-        ]
-        assert retention_value == sorted(retention_value, reverse=True)
 
 
 @pytest.mark.parametrize("make", [LeastRecentlyUsed])
@@ -189,9 +121,8 @@ def test_a_policy_without_statistics_saves_nothing(make: Make) -> None:
         policy.restore(b"x")
 
 
-@pytest.mark.parametrize("name", ["reuse", "forecast"])
-def test_policies_that_merge_become_alike(name: str) -> None:
-    experienced, fresh = Memory(POLICIES[name](), 20), Memory(POLICIES[name](), 20)
+def test_policies_that_merge_become_alike() -> None:
+    experienced, fresh = Memory(Forecast(), 20), Memory(Forecast(), 20)
     busy(experienced, seed=5)
     key = key_of("new")
     apart = []
@@ -216,9 +147,9 @@ def test_other_data_is_not_merged(make: Make) -> None:
     assert policy.save() == saved
 
 
-@pytest.mark.parametrize("name", ["lru", "reuse", "forecast"])
-def test_iteration_begins_with_the_victim(name: str) -> None:
-    memory = Memory(POLICIES[name](), 20)
+@every_policy
+def test_iteration_begins_with_the_victim(make: Make) -> None:
+    memory = Memory(make(), 20)
     busy(memory, seed=6)
     coldest = memory.policy.victim(400.0)
     assert next(iter(memory.policy)) is coldest

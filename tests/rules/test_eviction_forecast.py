@@ -11,9 +11,9 @@ import pytest
 
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
-from tokenlake.store.eviction import learning, odds
+from tokenlake.store.eviction import LeastRecentlyUsed, odds, records
 from tokenlake.store.eviction.forecast import Forecast
-from tokenlake.store.eviction.learning import GHOST_S
+from tokenlake.store.eviction.records import GHOST_S
 
 SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, unshared=0))
 """Hints of a prompt that appended one segment: it comes again after half a minute."""
@@ -38,6 +38,38 @@ def conversations(memory: Memory, seed: int, seconds: int = 1500) -> None:
             memory.policy.check_integrity()
 
 
+def test_it_hits_more_than_lru() -> None:
+    """So many prompts come once that no segment stays half a minute under LRU."""
+
+    def hits(memory: Memory) -> int:
+        draw, found = random.Random(1), 0
+        due: list[tuple[float, int, int]] = []
+        for second in range(1500):
+            _, conversation, turn = due.pop(0) if due and due[0][0] <= second else (0.0, second, 0)
+            if goes_on := turn < 3 and (turn > 0 or draw.random() < 0.5):
+                due.append((second + 30.0, conversation, turn + 1))
+            said = Hints(Outlook.GOES_ON if goes_on else Outlook.OVER)
+            found += memory.request([(conversation, depth) for depth in range(turn + 1)], float(second), said)
+        return found
+
+    assert hits(Memory(Forecast(), 24)) > 2 * hits(Memory(LeastRecentlyUsed(), 24))
+
+
+def test_a_refused_segment_is_valued_more_at_its_next_try() -> None:
+    """Eight segments are accessed over and over, beside a scan: the scan is refused, and known when it comes again."""
+    policy = Forecast()
+    memory = Memory(policy, 8)
+    for second in range(2000):
+        memory.request([("kept", second % 8)], float(second))
+        memory.store(("passing", second), 0, float(second))
+    assert {name[0] for name in memory.here if isinstance(name, tuple)} == {"kept"}
+    again, new = key_of(memory.refused[-1]), key_of("new")
+    values = [policy.retention_value_of_new(key, NO_HINTS, 1999.5) for key in (again, new)]
+    assert values[0] > values[1]
+    assert not policy.admits(new, NO_HINTS, 1999.5)
+    assert policy.retention_value_of_new(new, NO_HINTS, 2001.0) > values[1]
+
+
 def test_it_learns_which_requests_come_again() -> None:
     policy = Forecast()
     conversations(Memory(policy, 60), seed=1)
@@ -54,7 +86,7 @@ def test_it_evicts_and_refuses_requests_that_end() -> None:
 
 
 def test_ghosts_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "LEAST_GHOSTS", 50)
+    monkeypatch.setattr(records, "LEAST_GHOSTS", 50)
     policy = Forecast()
     memory = Memory(policy, 10)
     for number in range(300):
@@ -76,6 +108,22 @@ def test_the_deepest_segment_of_a_request_leaves_first() -> None:
     memory.policy.insert(memory.here[9], 2.0)
     assert [segment.depth for segment in memory.policy] == [9, 8, 7, 6, 5]
     assert memory.order(3.0) == [9, 8, 7, 6, 5]
+
+
+def test_touches_within_a_second_are_one_access() -> None:
+    """A segment touched a thousand times in one second has the value of one accessed once."""
+    memory = Memory(Forecast(), 60)
+    conversations(memory, seed=8)
+    memory.store("twice", 0, 1500.0, SHORT)
+    memory.store("once", 0, 1520.0, SHORT)
+    for step in range(1000):
+        memory.request(["once"], 1520.0 + step / 1001, SHORT)
+    memory.request(["twice"], 1520.999, SHORT)
+    memory.store("other", 0, 1520.999, SHORT)
+    once, other, twice = (
+        memory.policy.retention_value(memory.here[name], 1521.0) for name in ("once", "other", "twice")
+    )
+    assert once == other != twice
 
 
 def test_an_access_while_out_of_order_is_learned_at_its_age() -> None:
@@ -134,6 +182,28 @@ def test_nodes_without_samples_do_not_dilute_a_merge() -> None:
         learned.merge(odds.Odds().save())
         assert other.retention_value(features)[5] == pytest.approx(learned.retention_value(features)[5], rel=0.01)
     assert others[0].retention_value(features)[5] > 2 * odds.Odds().retention_value(features)[5]
+
+
+def test_nodes_that_merge_learn_as_fast_as_one_that_sees_all() -> None:
+    """Eight nodes see an eighth of the samples each, and each merges with the next ones in turn."""
+
+    def learned(nodes: int, exchanging: int, turns: int) -> float:
+        models = [odds.Odds() for _ in range(nodes)]
+        for model in models:
+            model.nodes = exchanging
+        for turn in range(turns):
+            for sample in range(16):
+                model = models[sample % nodes]
+                model.add(model.features(1, SHORT), 5, 0.75, 1.0)
+            for model in models:
+                model.learn()
+            saved = [model.save() for model in models]
+            for number in range(nodes if nodes > 1 else 0):
+                models[(number + 1 + turn % (nodes - 1)) % nodes].merge(saved[number])
+        return models[0].retention_value(models[0].features(1, SHORT))[5]
+
+    goal, unaware, eight = learned(1, 1, 200), learned(8, 1, 3), learned(8, 8, 3)
+    assert abs(eight - goal) < 0.1 * goal < abs(unaware - goal)
 
 
 def test_a_false_report_does_not_stop_the_learning() -> None:

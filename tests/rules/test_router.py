@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -19,7 +18,7 @@ SEGMENT_BYTES = MODEL.segment_bytes
 
 
 def router(measured: bool = False, seed: int = 0) -> Router:
-    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, rates(measured), random.Random(seed))
+    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, rates(measured), seed)
 
 
 def named(prompt: Request, name: str) -> Request:
@@ -81,8 +80,10 @@ def test_starts_equal_a_count_segment_by_segment(
     expected = naive(asked, owners, under_way)
     starts = {start.instance: start for start in made.starts(asked, owners)}
     assert {name: (start.prefill.new, start.moved) for name, start in starts.items()} == expected
+    cached = {name: start.prefill.prefix for name, start in starts.items()}
     assert {name: start.cost for name, start in starts.items()} == {
-        name: queued[name] + new + moved for name, (new, moved) in expected.items()
+        name: queued[name] + new + moved + max(cached.values()) - cached[name]
+        for name, (new, moved) in expected.items()
     }
     least = min(start.cost for start in starts.values())
     assert made.where(asked, owners).cost == least
@@ -100,6 +101,23 @@ def test_an_idle_instance_takes_what_a_busy_one_has_cached() -> None:
     assert other.moved == 4 * TOKENS
     made.first_token(long.name)
     assert made.where(short, owners).instance == "i1"
+
+
+def test_a_request_waits_for_the_prefix_that_another_one_computes() -> None:
+    """Computing it again at an idle instance takes as long as waiting for it."""
+    made = router()
+    first, second = (named(request("abcdefgh" + last), last) for last in "xy")
+    start = made.where(first, {})
+    made.sent(first, start)
+    following = made.where(second, {})
+    assert following.instance == start.instance
+    assert following.prefill.new == TOKENS + 5
+    # Behind several of them it would wait for longer.
+    for number in range(20):
+        made.sent(named(request("z" * 9), str(number)), made.starts(request("z" * 9), {}, [start.instance])[0])
+    idle = made.where(second, {})
+    assert idle.instance != start.instance
+    assert (idle.prefill.new, idle.repeated) == (second.tokens, 8 * TOKENS)
 
 
 def test_a_prefix_in_flight_is_found_where_it_was_sent() -> None:

@@ -24,7 +24,7 @@ from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
-from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake.store.eviction import Forecast, LeastRecentlyUsed
 from tokenlake.store.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
@@ -273,12 +273,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.published.get(ref, content) == content, f"a reader with no pin accepts other bytes in {ref}"
 
 
-class ReuseMachine(StoreMachine):
-    policy = POLICIES["reuse"]
-
-
 class ForecastMachine(StoreMachine):
-    policy = POLICIES["forecast"]
+    policy = Forecast
 
 
 SEARCH = settings(
@@ -287,10 +283,9 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestStore = StoreMachine.TestCase
-TestReuse = ReuseMachine.TestCase
 TestForecast = ForecastMachine.TestCase
 TestStore.settings = SEARCH
-TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=examples(60))
+TestForecast.settings = settings(SEARCH, max_examples=examples(60))
 
 
 def test_the_search_for_a_victims_age_is_bounded() -> None:

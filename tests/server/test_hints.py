@@ -39,7 +39,7 @@ BAD: dict[str, Any] = {"outlook": 7, "category": "x" * 33, "priority": 2, "ttl_s
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Cluster]:
-    with daemons(eviction="lru") as cluster:
+    with daemons() as cluster:
         yield cluster
 
 

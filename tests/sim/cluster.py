@@ -15,6 +15,7 @@ from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, State
 from tokenlake.wire import Code
+from tokenlake.wire.slots import join_keys
 
 __all__ = ["Cluster"]
 
@@ -113,8 +114,9 @@ class Cluster(World):
         self.run_for(1.5)
 
     def check_settled(self) -> None:
-        """Nothing leaked: no pins, no quarantine, no grown maps; tokens add up; each segment that some node keeps is
-        found from every node and has one primary copy."""
+        """Nothing leaked: no pins, no quarantine, no grown maps; tokens add up; no segment has two primary copies; each
+        segment that a node owns is named by its directory node, and each with a primary copy is found from every
+        node."""
         self.check()
         for name, node in self.nodes.items():
             core = node.core
@@ -132,7 +134,27 @@ class Cluster(World):
             assert counters[ASKED] == sum(counters[metric] for metric in answered), f"{name}: tokens do not add up"
         keepers = self.keepers()
         assert all(len(names) == 1 for names in keepers.values()), f"two primary copies: {keepers}"
+        self._check_directory()
         self._find_all(list(keepers))
+
+    def check_stand_ins(self, dead: int) -> None:
+        """After `check_settled`: a node dies, and each segment that hashes to it and that another node owns is named by
+        its other candidate."""
+        self.node(dead).crash()
+        self.run_for(0.3)
+        self.check()
+        self._check_directory()
+
+    def _check_directory(self) -> None:
+        """Each segment that a node owns is named by the node that keeps its directory entry now."""
+        cores = {name: node.core for name, node in self.nodes.items() if node.core is not None}
+        for name, core in cores.items():
+            owned = [each for each in core.store.segments() if each.owned]
+            pairs = core.ring.candidates(join_keys(each.key for each in owned))
+            for segment, (first, other) in zip(owned, pairs, strict=True):
+                keeper = first if first in cores else other
+                named = cores[keeper]._directory_node.recorded_owner(segment.tenant, segment.key)
+                assert named == name, f"{segment} of {name}: {keeper} names {named}"
 
     def keepers(self) -> dict[tuple[TenantId, SegmentKey], list[str]]:
         """The nodes with a primary copy, by segment."""

@@ -7,29 +7,41 @@ that follow. After each step every view that some process may look at holds the 
 and key (but for copies in which a bit flipped), every slot that some process may write is still its own, no answer has
 named a copy since a check found it wrong, and every core is whole: slots and pins are
 conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
-a map, each token asked for was counted once, and no segment has two primary copies.
+a map, each token asked for was counted once, no segment has two primary copies, and the directory node of each segment
+that a node owns names that node. Then one node dies, and the other candidate names the owners in its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.profiles import examples
 from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tests.sim.malformed import malformed
-from tests.sim.prompts import PROMPTS
+from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
+from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.handover import HANDED_OVER
 from tokenlake.core.node import HandlerFailed
+from tokenlake.core.ownership import DUPLICATES
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.store import State
-from tokenlake.wire import peer
+from tokenlake.wire import Code, peer
+from tokenlake.wire.slots import join_keys
 
 NODES = 3
 MAX_ENGINES = 8
+SEEN = dict.fromkeys((FETCHED, HANDED_OVER, DUPLICATES), 0)
+"""Counts over all examples: each of these must have happened."""
 PAUSES = st.sampled_from((0.0, 0.001, 0.004, 0.02, 0.06))
 
 readings = st.builds(
@@ -117,6 +129,17 @@ class ClusterMachine(RuleBasedStateMachine):
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))
                 engine.store(prompt[start:], start, Storing(ending, fill_s, shared=random.random() < 0.5))
             self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
+
+    @rule(node=nodes, turns=st.integers(4, 12))
+    def skew(self, node: int, turns: int) -> None:
+        """The engines of one node compute new prompts, until its memory is full and that of others is emptier."""
+        for _ in range(turns):
+            engines = [engine for engine in self.cluster.alive() if engine.node is self.cluster.node(node)]
+            if engines:
+                engines[0].store(prompt(f"skew {self.cluster.next_id()}", 3), 0, Storing())
+            elif len(self.cluster.alive()) < MAX_ENGINES:
+                self.cluster.join(node)
+            self.cluster.run_for(0.06)
 
     @rule(number=which, fault=st.sampled_from(("silence", "silence", "kill", "kill the second process")))
     def engine_fault(self, number: int, fault: str) -> None:
@@ -213,9 +236,13 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.check(self.look_inside)
 
     def teardown(self) -> None:
+        for node in self.cluster.nodes.values():
+            for metric in SEEN:
+                SEEN[metric] += node.core.counters[metric] if node.core is not None else 0
         self.cluster.settle()
         if self.look_inside:
             self.cluster.check_settled()
+            self.cluster.check_stand_ins(self.cluster.clock.random.randrange(NODES))
 
 
 def name_of(event: events.Event) -> str:
@@ -224,5 +251,20 @@ def name_of(event: events.Event) -> str:
     return type(event).__name__ + ("" if message is None else f" with a {type(message).__name__}")
 
 
-TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)
+def test_nothing_breaks_and_every_rule_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    SEEN.update(dict.fromkeys(SEEN, 0))
+    original, stood_in = DirectoryNode.ask, 0
+
+    def ask(self: DirectoryNode, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
+        """Counts the owners that a stand-in names."""
+        nonlocal stood_in
+        answers = original(self, tenant, keys)
+        pairs = self._context.ring.candidates(join_keys(keys))
+        named = zip(pairs, answers, strict=True)
+        stood_in += sum(code is Code.ELSEWHERE and other == self._context.node for (_, other), (code, _) in named)
+        return answers
+
+    monkeypatch.setattr(DirectoryNode, "ask", ask)
+    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(100), stateful_step_count=30))
+    assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}
+    assert stood_in

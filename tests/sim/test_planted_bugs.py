@@ -21,9 +21,11 @@ from tokenlake.core.fetch import Transfers
 from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peers
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
+from tokenlake.directory import Entry
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
 from tokenlake.store.slot_table import SlotTable
@@ -150,20 +152,30 @@ def send_unpinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def directory_node_restarted_empty(patch: pytest.MonkeyPatch) -> None:
-    """Nobody advertises to a directory node that came back, and it answers MISSING."""
-    patch.setattr(DirectoryNode, "advertise", lambda self, node: None)
+    """No node advertises to a directory node that came back, and it answers MISSING."""
+    patch.setattr(DirectoryNode, "restored", lambda self, peer_: None)
     patch.setattr(DirectoryNode, "complete", property(lambda self: True))
+
+
+def stand_in_not_told(patch: pytest.MonkeyPatch) -> None:
+    """Owners do not tell the other candidate the segments of a directory node that died."""
+    patch.setattr(DirectoryNode, "lost", lambda self, peer_: None)
 
 
 def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """A directory node believes each node that claims a primary copy, and names no copy as redundant."""
 
-    def held(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
+    def owned(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any, previous: Any = None) -> peer.Redundant:
         for key in keys:
-            self._directory.held(tenant, key, node, self._incarnation(node))
+            self._directory._put(tenant, key, Entry(node, self._incarnation(node)))
         return peer.Redundant(tenant, b"", ())
 
-    patch.setattr(DirectoryNode, "held", held)
+    patch.setattr(DirectoryNode, "owned", owned)
+
+
+def redundant_copy_stays_primary(patch: pytest.MonkeyPatch) -> None:
+    """A node that is told of another owner keeps its primary copy."""
+    patch.setattr(Ownership, "redundant", lambda self, message: None)
 
 
 def peer_lease_kept(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +254,9 @@ SEEN_INSIDE = (
     push_delivered_twice,
     dead_engine_frees_nothing,
     directory_node_restarted_empty,
+    stand_in_not_told,
     second_primary_copy_kept,
+    redundant_copy_stays_primary,
     peer_lease_kept,
     heard_before_it_is_checked,
     renewed_before_it_is_checked,

@@ -6,7 +6,6 @@ import msgspec
 
 from tokenlake.config import kinds
 from tokenlake.config.setting import Setting
-from tokenlake.store.eviction import POLICIES
 
 __all__ = ["RuleSettings"]
 
@@ -33,15 +32,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="longer than the prefill of a long prompt",
         ),
     ] = 30.0
-    eviction: Annotated[
-        str,
-        Setting(
-            kinds.one_of(*POLICIES),
-            "policy by which a full node chooses the primary copies to evict, and the segments not to store "
-            "([policies](operations.md#eviction)); the same on all nodes, which compare retention values",
-            why="on eight nodes its hit rate is at least that of the other policies on each measured trace",
-        ),
-    ] = "reuse"
     cached_share: Annotated[
         float,
         Setting(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -23,17 +23,13 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["KnownAccess", "RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
+__all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
 
 MAX_RECENT_MATCHES = 32
 """Incomplete matches that a session remembers: an upper bound on the requests that it computes at a time."""
 MAX_REPORTED = 4096
 """Keys reported to one owner per gossip interval; further reads of copies in that interval are not reported."""
 _READY = State.READY
-
-
-KnownAccess = tuple[int, AccessRecord, float]
-"""(index of a segment in its prompt, its last access record, seconds since that access)"""
 
 
 def access_of_match(
@@ -160,9 +156,10 @@ class Touches:
             else:
                 self._relay(tenant, its_keys, report)
 
-    def touched(self, message: wire.Touched) -> None:
-        """Another node reports reads of its copies, or hints; the keys come deepest first. They apply to the segments
-        that this node owns; about the others the report is relayed once to their owners."""
+    def touched(self, node: NodeId, message: wire.Touched) -> None:
+        """`node` reports reads of its copies, or hints; the keys come deepest first. They apply to the segments that
+        this node owns; about the others the report is relayed once to their owners. `node` is told of those that are
+        neither here nor recorded elsewhere, since it may take this node for their owner."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
         owned = [segment for segment in reversed(found) if segment is not None and segment.owned]
@@ -175,14 +172,21 @@ class Touches:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)
             absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
-            self._relay(tenant, absent, report)
+            unknown = self._relay(tenant, absent, report)
+            if unknown:
+                self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown), self._context.node))
 
-    def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> None:
-        """Queue a report about segments that this node lacks to the owners that its directory records."""
+    def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
+        """Queue a report about segments that this node lacks to the owners that its directory records. Returns the keys
+        without one."""
+        unknown: list[SegmentKey] = []
         for key in keys:
             owner = self._recorded_owner(tenant, key)
             if owner is not None and owner != self._context.node:
                 self._add(owner, tenant, report._replace(relayed=True), [key])
+            else:
+                unknown.append(key)
+        return unknown
 
     def _report_copies(self, segments: list[Segment], report: _Report) -> None:
         """Queue a report to the owner of each of these segments that this node does not own."""

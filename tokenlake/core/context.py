@@ -10,22 +10,27 @@ import msgspec
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
+from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
-__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
+__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess"]
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
 PAUSE_S = 0.005
 """Between two slices of long work: ten times the time of a slice."""
+
+
+KnownAccess = tuple[int, AccessRecord, float]
+"""(index of a segment in its prompt, its last access record, seconds since that access)"""
 
 
 class CoreConfig(RuleSettings, frozen=True):
@@ -66,7 +71,7 @@ class Context:
             config.region_bytes,
             Budgets(cached=config.cached_share, dirty=config.dirty_share),
             self.counters,
-            policy=policy_named(config.eviction),
+            policy=Forecast,
             quotas=config.quotas,
             removals=self.removals,
         )

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.directory import Directory, Entry
+from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.store import Cursor, Segment
 from tokenlake.wire import Code
@@ -144,13 +145,15 @@ class DirectoryNode:
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
     ) -> wire.Redundant:
         """`node` owns these segments. Returns the answer for it: the keys that another node owns that can be reached,
-        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced."""
+        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced; so is each entry
+        where this node stands in for the directory node: it may be of an earlier outage, and its owner has told later
+        changes to the directory node."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
-        incarnation = self._incarnation(node)
-        for key in keys:
+        incarnation, here = self._incarnation(node), self._context.node
+        for key, (first, _) in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
             owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None and owner != self._context.node and not self._peers.reachable(owner):
+            if owner is not None and (first != here or (owner != here and not self._peers.reachable(owner))):
                 self._directory.gone(tenant, key, owner)
                 owner = self._directory.own(tenant, key, node, incarnation, previous)
             if owner is not None:
@@ -167,9 +170,29 @@ class DirectoryNode:
         for key in keys:
             self._directory.gone(tenant, key, node)
 
-    def tell_gone(self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId, rule: str = "") -> None:
-        """Tell the directory nodes that `node` does not have these segments, and by which rule they left it."""
-        self.gone(tenant, self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule)), node)
+    def tell_evicted(
+        self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str, access: AccessRecord, age_s: float
+    ) -> None:
+        """Tell the directory nodes that this node does not have these segments any more, by which rule they left it,
+        and their last access, which was `age_s` ago."""
+        node = self._context.node
+        own = self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule, access, age_s))
+        self.gone(tenant, own, node)
+        self.remember(tenant, own, access, age_s)
+
+    # -- last accesses
+
+    def remember(self, tenant: TenantId, keys: Iterable[SegmentKey], access: AccessRecord, age_s: float) -> None:
+        """These segments left their owner; their last access was `age_s` ago. Wherever they come back, their next
+        request is valued by it."""
+        if access.segments:
+            for key in keys:
+                self._directory.remember(tenant, key, access, self._context.now - age_s)
+
+    def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> KnownAccess | None:
+        """Of the last of `keys` whose last access is remembered: its index, that access, the seconds since then."""
+        known = self._directory.last_access(tenant, keys)
+        return None if known is None else (known[0], known[1], self._context.since(known[2]))
 
     # -- directory nodes that come and go
 
@@ -197,9 +220,9 @@ class DirectoryNode:
             self._advertised[node] = peer.incarnation
 
     def _walk(self, node: NodeId, needed: Callable[[], bool], done: Callable[[], None] = lambda: None) -> None:
-        """Tell the segments of this node that hash to `node` to the nodes that keep their entries now, in slices, for
-        as long as `needed`; then call `done`. A walk for the same node that is under way is replaced. Segments that
-        this node comes to own meanwhile are told at once."""
+        """Tell the segments of this node that hash to `node`, and those that `node` stands in for, to the nodes that
+        keep their entries now, in slices, for as long as `needed`; then call `done`. A walk for the same node that is
+        under way is replaced. Segments that this node comes to own meanwhile are told at once."""
         number = self._context.next_id()
         self._walks[node] = number
         cursor: Cursor | None = Cursor()
@@ -225,8 +248,10 @@ class DirectoryNode:
             if segment.owned:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            pairs = self._context.ring.candidates(join_keys(keys))
-            its_keys = [key for key, (first, _) in zip(keys, pairs, strict=True) if first == node]
+            packed_keys = join_keys(keys)
+            kept_by = self._peers.directory_nodes(packed_keys)
+            pairs = self._context.ring.candidates(packed_keys)
+            its_keys = [key for key, pair, now in zip(keys, pairs, kept_by, strict=True) if node in (pair[0], now)]
             own = self._tell(its_keys, lambda packed, tenant=tenant: wire.Owned(tenant, packed))  # type: ignore[misc]
             self.owned(self._context.node, tenant, own)
 

@@ -22,6 +22,7 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -48,10 +49,18 @@ GRACE_S = 1.0
 class Handover:
     """Makes offers and takes those of other nodes."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        context: Context,
+        peers: Peers,
+        directory_node: DirectoryNode,
+        ownership: Ownership,
+        transfers: Transfers,
+    ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of the lead of each peer."""
@@ -132,8 +141,13 @@ class Handover:
                 self._context.store.unpin(segment)
                 codes[index] = self._take_over(segment)
             if not waiting:
+                # A segment that arrived first may have left while others were on their way.
+                for at, here in enumerate(self._context.ready(tenant, keys)):
+                    if codes[at] == Code.COMMITTED and (here is None or not here.owned):
+                        codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
-                self._directory_node.tell_owned(tenant, taken, previous=node)
+                # Where this node is the directory node itself, it may know of a third node that owns some of them.
+                self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
                 vacancy, load = self._context.vacancy(), self._context.load()
                 self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
 

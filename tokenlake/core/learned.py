@@ -14,7 +14,7 @@ from tokenlake.core.instructions import Note
 from tokenlake.core.peers import Peers
 from tokenlake.identity import TenantId
 from tokenlake.store import PoolId
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import Forecast
 from tokenlake.wire import peer as wire
 
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
@@ -28,7 +28,6 @@ MAX_LEARNED_BYTES = 16 << 20
 
 
 class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    policy: str
     pools: tuple[tuple[str, int, bytes], ...]
     """(tenant, slot bytes, result of `EvictionPolicy.save`)."""
 
@@ -53,6 +52,7 @@ class Learned:
 
     def _send(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]
+        self._context.store.exchange_among(1 + len(reachable))
         # Without a reachable peer the statistics need not be collected.
         learned = self._context.store.learned() if reachable else {}
         pools = [(tenant, size, data) for (tenant, size), data in learned.items()]
@@ -61,15 +61,13 @@ class Learned:
             # The next pools follow once all peers were sent these; otherwise each peer would always get the same ones.
             first = self._sent // len(reachable) * POOLS_SENT % len(pools)
             some = (pools[first:] + pools[:first])[:POOLS_SENT]
-            self._peers.tell(node, wire.EvictionStatistics(self._context.config.eviction, tuple(some)))
+            self._peers.tell(node, wire.EvictionStatistics(tuple(some)))
             self._sent += 1
         self.start()
 
     def heard(self, message: wire.EvictionStatistics) -> None:
-        """Add the statistics of another node. Those of another policy or version are ignored, and noted once."""
+        """Add the statistics of another node. Those of another version are ignored, and noted once."""
         try:
-            if message.policy != self._context.config.eviction:
-                raise ValueError(f"another node's policy is {message.policy!r}")
             self._context.store.merge_learned(
                 {PoolId(TenantId(name), size): data for name, size, data in message.pools}
             )
@@ -81,16 +79,12 @@ class Learned:
     def save(self) -> bytes:
         """The statistics of all pools, those without memory included. Changes nothing."""
         pools = tuple((tenant, size, data) for (tenant, size), data in self._context.store.learned().items())
-        return msgspec.msgpack.encode(_Saved(self._context.config.eviction, pools))
+        return msgspec.msgpack.encode(_Saved(pools))
 
     def check(self, data: bytes) -> None:
         """Raises `ValueError` with the reason why `restore` cannot use the data. Changes nothing."""
-        saved = self._decoded(data)
-        here = self._context.config.eviction
-        if saved.policy != here:
-            raise ValueError(f"statistics of the policy {saved.policy!r}; this node runs {here!r}")
-        for _, _, learned in saved.pools:
-            policy_named(here)().restore(learned)
+        for _, _, learned in self._decoded(data).pools:
+            Forecast().restore(learned)
 
     def restore(self, data: bytes) -> None:
         """Begin with data that an earlier process saved and that passed `check`; before the node has segments."""

@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tokenlake.core.access import KnownAccess, access_of_match, with_access
-from tokenlake.core.context import Context
+from tokenlake.core.access import access_of_match, with_access
+from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch import MISSING
@@ -255,6 +255,9 @@ class Matches:
         here = self._context.node
         own = [index for index, node in search.directory_nodes.items() if node == here]
         answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        known = self._directory_node.last_access(search.tenant, search.keys_of(own))
+        if known is not None:
+            search.found.accesses.append((own[known[0]], *known[1:]))
         for index, (code, owner) in zip(own, answers, strict=True):
             self._heard(search, index, here, code, owner)
         self._continue(search)

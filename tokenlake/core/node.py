@@ -30,6 +30,7 @@ from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
+from tokenlake.hints import AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
@@ -64,7 +65,7 @@ class NodeCore:
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
         self._ownership = Ownership(context, self._peers, self._directory_node)
-        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
+        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
@@ -136,7 +137,7 @@ class NodeCore:
             peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
             peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._evicted,
-            peer.Touched: lambda node, m: self._touches.touched(m),
+            peer.Touched: self._touches.touched,
             peer.Corrupt: self._corruption.node_reports,
             peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
             peer.ExplainMissing: self._explain.ask,
@@ -297,19 +298,23 @@ class NodeCore:
             self._peers.tell(node, redundant)
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
-        tenant, keys = TenantId(message.tenant), split_keys(message.keys)
-        self._directory_node.gone(tenant, keys, NodeId(message.node))
+        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
+        self._directory_node.gone(tenant, keys, owner)
+        self._directory_node.remember(tenant, keys, message.last_access, message.last_access_age_s)
+        self._ownership.owner_evicted(owner, tenant, keys)
         self._explain.gone(tenant, keys, message)
 
     def _report_evicted(self) -> None:
-        """Tell the directory nodes which segments left this node, and by which rule."""
+        """Tell the directory nodes which segments left this node, by which rule, and their last access."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
-        by_rule: dict[tuple[TenantId, str], list[SegmentKey]] = {}
+        groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
         for segment in evicted:
             gone = self._context.removals.get(segment.tenant, segment.key)
-            by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment.key)
-        for (tenant, rule), keys in by_rule.items():
-            self._directory_node.tell_gone(tenant, keys, self._context.node, rule)
+            rule = gone.rule if gone is not None else ""
+            groups.setdefault((segment.tenant, rule, segment.hints.access), []).append(segment)
+        for (tenant, rule, access), segments in groups.items():
+            age_s = self._context.since(segments[0].touched)
+            self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other usable nodes that may have a copy, the most likely first: the one that this node's directory names, the

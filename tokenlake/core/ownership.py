@@ -13,7 +13,8 @@ segments that would be evicted have a higher retention value, a new segment beco
 owner: its directory node names this node until it is evicted. A read raises its retention value, and the policy is
 asked again.
 
-A node whose cached copy outlives the owner of the segment owns the segment from then on.
+A node whose cached copy outlives the owner of the segment, or the owner's copy, owns the segment from then on. It
+learns of an eviction by the answer to its report of a read (`access`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Iterable
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.identity import NodeId, TenantId
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.wire import peer as wire
@@ -85,6 +86,11 @@ class Ownership:
             return cursor is not None
 
         self._context.after(self._peers.notices_s, lambda: self._context.in_slices(work))
+
+    def owner_evicted(self, owner: NodeId, tenant: TenantId, keys: Iterable[SegmentKey]) -> None:
+        """`owner` does not have these any more: this node owns those of which it has cached copies from there."""
+        found = (segment for segment in self._context.ready(tenant, keys) if segment is not None)
+        self._adopt(segment for segment in found if segment.source == owner)
 
     def _adopt(self, segments: Iterable[Segment]) -> None:
         by_tenant: dict[TenantId, list[Segment]] = {}

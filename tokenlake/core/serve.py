@@ -235,12 +235,19 @@ class Serving:
     def _deepest(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]
     ) -> tuple[int, AccessRecord, float]:
-        """The number of keys up to the last one that is here or has an access record here, that record, and its age in
-        seconds: fields of `LookupReply`."""
+        """The number of keys up to the last one that is here or of which a last access is known here, that access, and
+        its age in seconds: fields of `LookupReply`."""
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
-        remembered = self._context.store.last_access(tenant, keys[known:], self._context.now)
+        behind = keys[known:]
+        sources = (
+            self._context.store.last_access(tenant, behind, self._context.now),
+            self._directory_node.last_access(tenant, behind),
+        )
+        remembered = max(
+            (each for each in sources if each is not None), key=lambda each: (each[0], -each[2]), default=None
+        )
         if remembered is not None:
             index, access, age_s = remembered
             return known + index + 1, access, min(MAX_SECONDS, age_s)

@@ -123,13 +123,18 @@ def _start_costs(
     }
     anywhere = [Prefill(new, tree.hit_tokens[request]) for request, new in batch.new.items()]
     computing = router.computing(anywhere)
+    furthest = sum(max(ahead.values(), default=0) for ahead in further.values())
     moving = {tokens: router.moving(tokens) for tokens in {total - each for each in held.values()}}
     costs: list[float] = []
     for name, node in instances.items():
-        reach = {request: ahead[name] for request, ahead in further.items() if name in ahead}
-        compute = computing if not reach else router.computing(_shortened(anywhere, batch.requests, reach, tree))
         moved = total - held[node]
-        costs.append(compute + (moving[moved] if not coming[name] else router.moving(max(0.0, moved - coming[name]))))
+        if not furthest and not coming[name]:
+            costs.append(computing + moving[moved])
+            continue
+        reach = {request: ahead[name] for request, ahead in further.items() if name in ahead}
+        repeated = (furthest - sum(reach.values())) * tree.segment_tokens
+        shortened = _shortened(anywhere, batch.requests, reach, tree)
+        costs.append(router.computing(shortened) + router.moving(max(0.0, moved - coming[name]), repeated))
     return costs
 
 

@@ -3,20 +3,22 @@ and those that have to be brought to the instance's node.
 
 ::
 
-    prompt      |== here ==|== at other nodes ==|== in flight here ==|== computed by no one ==|
-    cost               0     brought, and a copy           0                   new                + what is queued here
+    prompt   |== here ==|== at other nodes ==|== in flight here ==|== in flight elsewhere ==|== new ==|
+    cost           0          transfer                 0                   compute            compute
+                               + copy                                       + copy                     + the queue here
 
 A request that an instance has got and not answered is *in flight* there: a request that follows it to the same instance
 starts after its prefill, and finds its prefix.
 
-Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. Bringing a token costs its
-transfer, and as much as computing it: the copy takes the slot of another segment, which is computed again when it is
-read. With transfers alone a prefix is copied to every node, and the pool holds less.
+Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. A second copy of a token
+costs as much as computing it, beside the time that bringing it or computing it again takes: it takes the slot of
+another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
+computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
 """
 
 from __future__ import annotations
 
-import random
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from tokenlake.planner.tree import Request
 __all__ = ["COPY_PRICE", "Prefill", "Router", "Start"]
 
 COPY_PRICE = 1.0
-"""Cost of a copy at another node, as a multiple of the cost of computing its tokens."""
+"""Cost of a second copy of some tokens, as a multiple of the cost of computing them."""
 
 Owners = Mapping[SegmentKey, Collection[NodeId]]
 
@@ -50,6 +52,8 @@ class Start(msgspec.Struct, frozen=True):
     prefill: Prefill
     moved: int
     """Tokens of the prefix that are brought from other nodes."""
+    repeated: int
+    """Tokens that are computed here and are in flight at another instance."""
 
 
 class _UnderWay(NamedTuple):
@@ -76,16 +80,16 @@ class Router:
         segment_tokens: int,
         segment_bytes: int,
         rates: Rates | None = None,
-        draw: random.Random | None = None,
+        seed: int = 0,
     ) -> None:
         """`instances`: the node of each. `rates`: an object that the caller may go on updating (default: none is
-        measured). `draw` chooses among equal costs (default: seeded with 0); of several routers each needs a seed of
-        its own."""
+        measured). Equal costs are drawn by `seed`; of several routers each needs its own."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
-        self._draw = draw or random.Random(0)
+        self._seed = seed
+        self._drawn = 0
         self._under_way: dict[str, _UnderWay] = {}
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Per instance, the prompts without a first token, by name of the request."""
@@ -110,7 +114,7 @@ class Router:
     # -- choices
 
     def where(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> Start:
-        """The start of least cost; equal ones are drawn. Changes no state but that of `draw`.
+        """The start of least cost; equal ones are drawn. Changes nothing but the state of the draw.
 
         `owners`: the nodes that have each segment, as of the last lookup; segments that are absent are at no node.
         `among`: the instances to choose from (default: all). Raises ValueError where there is none.
@@ -120,7 +124,12 @@ class Router:
             raise ValueError(f"request {request.name}: there is no instance to choose from")
         least = min(start.cost for start in starts)
         cheapest = [start for start in starts if start.cost == least]
-        return cheapest[0] if len(cheapest) == 1 else self._draw.choice(cheapest)
+        return cheapest[0] if len(cheapest) == 1 else cheapest[self._draw() % len(cheapest)]
+
+    def _draw(self) -> int:
+        self._drawn += 1
+        digest = hashlib.blake2b(f"{self._seed}#{self._drawn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big")
 
     def starts(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> list[Start]:
         """The start at each instance of `among`. Arguments as of `where`. Pure."""
@@ -139,12 +148,15 @@ class Router:
                     coming[instance] += 1
         starts: list[Start] = []
         further = self.further(request, depth)
+        furthest = max(further.values(), default=0)
         for instance, node in chosen.items():
-            cached = (depth + further.get(instance, 0)) * self._segment_tokens
+            reach = further.get(instance, 0)
+            cached = (depth + reach) * self._segment_tokens
             moved = (depth - held[node] - coming[instance]) * self._segment_tokens
             prefill = Prefill(max(1, request.tokens - cached), cached)
-            cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved)
-            starts.append(Start(instance, cost, prefill, moved))
+            repeated = (furthest - reach) * self._segment_tokens
+            cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved, repeated)
+            starts.append(Start(instance, cost, prefill, moved, repeated))
         return starts
 
     def _keys(self, request: Request) -> Sequence[SegmentKey]:
@@ -183,14 +195,16 @@ class Router:
             return sum(fit.seconds(new, prefix) for new, prefix in prefills)
         return float(sum(new for new, _ in prefills))
 
-    def moving(self, tokens: float) -> float:
-        """Cost of bringing so many tokens of cache from other nodes, copies included."""
-        if not tokens:
+    def moving(self, moved: float, repeated: float = 0.0) -> float:
+        """Cost of bringing `moved` tokens of cache from other nodes, and of the copies of these and of `repeated`."""
+        copied = moved + repeated
+        if not copied:
             return 0.0
         fit = self.rates.prefill
-        if fit.known:
-            return self.rates.slowest_fetch_s(tokens * self._token_bytes) + COPY_PRICE * fit.seconds(tokens, 0)
-        return COPY_PRICE * tokens
+        if not fit.known:
+            return COPY_PRICE * copied
+        transfer = self.rates.slowest_fetch_s(moved * self._token_bytes) if moved else 0.0
+        return transfer + COPY_PRICE * fit.seconds(copied, 0)
 
     # -- what passes through the router
 

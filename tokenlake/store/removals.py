@@ -13,12 +13,13 @@ __all__ = [
     "CORRUPT_RULE",
     "MAX_REMOVALS",
     "NOT_ADMITTED_RULE",
+    "POLICY_RULE",
     "RECLAIMED_RULE",
     "Removal",
     "RemovalLog",
 ]
 
-# Rules beside those of the policies of eviction.
+POLICY_RULE = "least retention value"
 CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
 NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"

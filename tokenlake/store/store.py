@@ -11,7 +11,7 @@ from types import MappingProxyType
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
-from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
 from tokenlake.store.region_allocator import RegionAllocator
@@ -19,6 +19,7 @@ from tokenlake.store.removals import (
     CACHED_RULE,
     CORRUPT_RULE,
     NOT_ADMITTED_RULE,
+    POLICY_RULE,
     RECLAIMED_RULE,
     Removal,
     RemovalLog,
@@ -92,7 +93,6 @@ class SegmentStore:
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
-        self._rule = next((name for name, make in POLICIES.items() if make is policy), "the policy")
         self._removals = RemovalLog() if removals is None else removals
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[PoolId, SlotPool] = {}
@@ -101,6 +101,8 @@ class SegmentStore:
         self._unserved: dict[PoolId, None] = {}
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
         """Copies with wrong bytes were found here, and no sound copy came since."""
+        self._exchanging = 1
+        """Nodes that merge each other's statistics."""
         self._learned: dict[PoolId, bytes] = {}
         """Statistics of pools without memory, the newest last."""
 
@@ -135,6 +137,7 @@ class SegmentStore:
                 return None
             pool = self._pools[at] = SlotPool(at, region_slots, self._budgets, self._policy)
             pool.retention.restore(self._learned.pop(at, b""))
+            pool.retention.exchange_among(self._exchanging)
             self._grow(pool)
         return pool
 
@@ -338,6 +341,12 @@ class SegmentStore:
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
 
+    def exchange_among(self, nodes: int) -> None:
+        """So many nodes, this one included, merge each other's statistics."""
+        self._exchanging = nodes
+        for pool in self._pools.values():
+            pool.retention.exchange_among(nodes)
+
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
         """Merge the statistics of another node's store into the pools that are here as well. ValueError for data
         that an equal policy did not save."""
@@ -487,7 +496,7 @@ class SegmentStore:
         """`rule`: the reason, if it is none of the order of eviction."""
         self._counters.add(EVICTED)
         if not rule and segment.kind is Kind.PRIMARY:
-            rule = self._pools[segment.pool].retention.rule(segment) or self._rule
+            rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
         removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))
         self._removals.add(segment.tenant, segment.key, removal)
         if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):

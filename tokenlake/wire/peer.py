@@ -223,13 +223,18 @@ class Redundant(_Message, frozen=True, tag=14):
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """To the directory node: `node` does not have these. Sent by that node, or by a reader that found none there."""
+    """`node` does not have these. To their directory node from that node, or from a reader that found none there; to a
+    node that reported reads of its copies from the node that it took for the owner."""
 
     tenant: str
     keys: bytes
     node: Name
     rule: Name = ""
     """The rule by which they left `node`; empty: not known."""
+    last_access: AccessRecord = NO_ACCESS
+    """Their last access, for the directory node to remember."""
+    last_access_age_s: Seconds = 0.0
+    """Time since that access."""
 
 
 class Corrupt(_Message, frozen=True, tag=48):
@@ -251,7 +256,6 @@ class ExplainMissing(_Message, frozen=True, tag=45):
 class EvictionStatistics(_Message, frozen=True, tag=47):
     """Recent statistics of the sender's eviction policy, per pool: (tenant, slot bytes, statistics)."""
 
-    policy: Name
     pools: tuple[tuple[str, SlotBytes, Statistics], ...]
 
 

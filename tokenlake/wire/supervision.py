@@ -82,6 +82,10 @@ class Report(_Message, frozen=True, tag=7):
     """Parts of the answered queries of engines that were LOST."""
     results: int
     """Answers to other query engines."""
+    result_bytes: int
+    """Bytes of partial attention in those answers."""
+    result_ns: int
+    """Nanoseconds in which attention for other query engines was computed."""
     late_results: int
     """Results of other query engines that arrived after their deadline."""
 

@@ -1,98 +1,181 @@
-"""Replays prompts on the daemons' stores, eviction policies and placement, without messages, bytes or simulated time.
+"""Replays prompts on the daemons' stores and eviction policies, without messages, bytes or simulated time.
 
-The study compares policies on millions of accesses, which would take hours with whole nodes (`NodeCore`); it uses the
-same store, ring and placement. Prompts are served one at a time, with the steps of a node in their order: found
-segments are pinned while the rest is computed; each missing segment takes a slot at its owner, which evicts another
-segment or refuses; new segments are published, deepest first; then the found segments are unpinned and touched, deepest
-first. Segments behind the first missing one that a node has are computed again, and touched as well.
+The study compares policies on millions of accesses, which whole nodes (`NodeCore`) would take hours for; it shares the
+store with them. Prompts are served one at a time, each at the node that `least_cost` names, in the order of its steps:
 
-Dirty copies, cached copies and delays are left out: a new segment is at its owner at once, and every node knows the
-number of free slots of the others.
+1. The longest prefix is found of which this node has a copy, or some node the primary copy; the copies are pinned.
+2. Segments that lie at other nodes are copied into slots of this node (cached copies). Without a slot the prefix ends.
+3. Each missing segment takes a slot of this node, which evicts or refuses. New segments are published, deepest first.
+4. The segments that were found are unpinned and touched, here and at their owners, deepest first. Segments after the
+   first missing one that were held are computed again, and touched as well.
+
+Left out: dirty copies, replicas and delays. Queues are empty whenever the time of the trace advances: a prompt waits
+for the prompts of the same moment only. Those spread a trace with one first segment for all prompts over
+the nodes: with no queues at all the owner of that segment would have the least cost for each of them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Sequence
 
+from tokenlake.config.rules import RuleSettings
 from tokenlake.core.access import access_after, with_access
 from tokenlake.core.learned import SEND_S
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
-from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.placement import Vacancy, choose_owner, default_run_length, lean_of, runs
-from tokenlake.ring import Ring
 from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.store.region import GENERATION_BYTES
 from tokenlake_bench.baselines import Accesses, Prompt
 
-__all__ = ["NodeStores", "slots_per_node"]
+__all__ = ["NodeStores", "least_cost", "slots_per_node"]
 
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64
 _PAGE = 4096
+_BUDGETS = Budgets(cached=RuleSettings().cached_share)
+"""As daemons have them by default."""
+READ_COST = 1.0
+"""Cost of a token that is read from another node, in computed tokens."""
+
+
+def least_cost(
+    queued: Sequence[float], uncached: Sequence[float], elsewhere: Sequence[float], rng: random.Random
+) -> int:
+    """The node where a prompt starts soonest. By node, in tokens: the work of the prompts that it was sent before and
+    did not compute yet; the part of this prompt that it would compute; the part that it would read from other nodes.
+    `rng` draws among equal nodes."""
+    costs = [wait + compute + READ_COST * read for wait, compute, read in zip(queued, uncached, elsewhere, strict=True)]
+    least = min(costs)
+    return rng.choice([node for node, cost in enumerate(costs) if cost == least])
 
 
 class NodeStores:
     """`nodes` stores with an even share of `capacity_tokens`. Segments are those of `accesses`, by their ids."""
 
     def __init__(
-        self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: Callable[[], EvictionPolicy]
+        self,
+        accesses: Accesses,
+        nodes: int,
+        capacity_tokens: int,
+        policy: Callable[[], EvictionPolicy],
+        seed: int = 0,
     ) -> None:
         slots = slots_per_node(accesses, nodes, capacity_tokens)
         self._stores = [_store(slots, policy) for _ in range(nodes)]
+        for store in self._stores:
+            store.exchange_among(nodes)
+        self._segment_tokens = accesses.segment_tokens
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]
         self._ids = {key: segment for segment, key in enumerate(self._keys)}
         self._held: list[Segment | None] = [None] * len(self._keys)
-        """By id, the segment as the store of its node has it; None where no node has it."""
+        """By id, the primary copy, at whichever node it is."""
         self._node: list[int] = [0] * len(self._keys)
-        """By id, the node that holds the segment, or held it last."""
-        self._names = [NodeId(f"node-{node}") for node in range(nodes)]
-        self._previous_owner: list[NodeId | None] = [None] * len(self._keys)
-        """By id, the node that had the segment last, or refused it, as a directory node reports it to a writer."""
-        self._numbers = {name: number for number, name in enumerate(self._names)}
+        """By id, the node that has the primary copy, or had it last."""
+        self._rng = random.Random(seed)
+        self._queued = [0.0] * nodes
+        """By node, the work of the prompts that arrived at `_at_s`, in computed tokens."""
+        self._at_s = 0.0
         self._shared_at, self._rounds = 0.0, 0
-        self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
-        self._candidates = self._ring.candidates(b"".join(self._keys))
 
     def serve(self, prompt: Prompt, hints: Hints) -> int:
         """Serve one prompt. Returns the length of its longest prefix that was found, in segments."""
-        now, chain, held = prompt.at_s, prompt.chain, self._held
+        now, chain = prompt.at_s, prompt.chain
         self._share_learned(now)
-        hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
-        hints = with_access(hints, self._access(chain, hits, now))
-        found = self._by_node(chain[:hits])
-        for node, segments in found.items():
-            self._stores[node].pin(*segments)
-        created = self._store_new(chain, hits, hints, now)
-        for node, segments in self._by_node(chain[hits:]).items():
-            self._stores[node].touch([segment for segment in segments if not segment.pins], now, hints)
-        for node, segment in reversed(created):
-            self._stores[node].publish(segment, b"", now)
-            self._stores[node].unpin(segment)
-        for node, segments in found.items():
-            self._stores[node].unpin(*segments)
-            self._stores[node].touch(segments, now, hints)
+        node = self._computed_at(chain, now)
+        store = self._stores[node]
+        copies = [self._copy(node, segment) for segment in chain]
+        hits = next((depth for depth, copy in enumerate(copies) if copy is None), len(chain))
+        hints = with_access(hints, self._access(node, chain, copies, hits, now))
+        pinned = [copy for copy in copies[:hits] if copy is not None]
+        store.pin(*pinned)
+        hits, fetched = self._fetch(node, chain, hits, hints, now)
+        created = self._store_new(node, chain, hits, hints, now)
+        # Copies that the new segments displaced have left their order.
+        again = [segment for segment in chain[hits:] if (copy := self._copy(node, segment)) and not copy.pins]
+        self._touch(node, again, now, hints)
+        for segment in reversed(created):
+            store.publish(segment, b"", now)
+        store.unpin(*created, *fetched, *pinned)
+        self._touch(node, chain[:hits], now, hints)
         return hits
 
-    def _access(self, chain: tuple[int, ...], hits: int, now: float) -> AccessRecord:
-        """The access record of this request, as a match gets it: from the node with the deepest known segment, or from
-        a policy that remembers that segment."""
+    def _computed_at(self, chain: tuple[int, ...], now: float) -> int:
+        """The node that computes a prompt. Its queue has the other prompts of the same moment; without these all
+        prompts that share a first segment would be computed at one node (module docstring)."""
+        if len(self._stores) == 1:
+            return 0
+        if now > self._at_s:
+            self._at_s, self._queued = now, [0.0] * len(self._stores)
+        tokens, keys = self._segment_tokens, [self._keys[segment] for segment in chain]
+        uncached, elsewhere = [], []
+        for store in self._stores:
+            index = store.index(_TENANT)
+            found = read = 0
+            for segment, key in zip(chain, keys, strict=True):
+                if key not in index:
+                    if self._held[segment] is None:
+                        break
+                    read += 1
+                found += 1
+            uncached.append((len(chain) - found) * tokens)
+            elsewhere.append(read * tokens)
+        node = least_cost(self._queued, uncached, elsewhere, self._rng)
+        self._queued[node] += uncached[node] + READ_COST * elsewhere[node]
+        return node
+
+    def _copy(self, node: int, segment: int) -> Segment | None:
+        """The copy that the node reads: its own, or the primary copy."""
+        return self._stores[node].get(_TENANT, self._keys[segment]) or self._held[segment]
+
+    def _fetch(
+        self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float
+    ) -> tuple[int, list[Segment]]:
+        """Copy the segments of `chain[:hits]` that lie at other nodes only. Returns the length of the prefix that the
+        node has then, and the copies, each pinned once."""
+        store = self._stores[node]
+        fetched: list[Segment] = []
+        for depth, segment in enumerate(chain[:hits]):
+            if store.get(_TENANT, self._keys[segment]) is None:
+                made = self._reserve(node, segment, Kind.CACHED, depth, hints, now)
+                if made is None:
+                    return depth, fetched
+                store.publish(made, b"", now)
+                fetched.append(made)
+        return hits, fetched
+
+    def _touch(self, node: int, segments: Sequence[int], now: float, hints: Hints) -> None:
+        """Touch the copies of the node, and the primary copies that other nodes have; `segments` in prompt order."""
+        own = (self._stores[node].get(_TENANT, self._keys[segment]) for segment in segments)
+        by_node: dict[int, list[Segment]] = {node: [copy for copy in own if copy is not None]}
+        for segment in segments:
+            primary = self._held[segment]
+            if primary is not None and self._node[segment] != node:
+                by_node.setdefault(self._node[segment], []).append(primary)
+        for owner, copies in by_node.items():
+            self._stores[owner].touch(copies, now, hints)
+
+    def _access(
+        self, node: int, chain: tuple[int, ...], copies: Sequence[Segment | None], hits: int, now: float
+    ) -> AccessRecord:
+        """The access record of this request, as a match gets it: from the deepest segment of which this node finds a
+        copy, or which its policy remembers."""
         for index in range(len(chain) - 1, -1, -1):
-            segment = self._held[chain[index]]
-            if segment is not None:
-                return access_after([(index, segment.hints.access, now - segment.touched)], len(chain), hits)
-            remembered = self._remembered(chain[index], now)
+            copy = copies[index]
+            if copy is not None:
+                return access_after([(index, copy.hints.access, now - copy.touched)], len(chain), hits)
+            remembered = self._remembered(node, chain[index], now)
             if remembered:
                 return access_after([(index, access, age_s) for _, access, age_s in remembered], len(chain), hits)
         return access_after([], len(chain), hits)
 
-    def _remembered(self, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """Access records of an evicted segment that the policies of its candidates remember."""
-        asked = [self._stores[self._numbers[name]] for name in dict.fromkeys(self._candidates[segment])]
-        told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in asked]
+    def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
+        """Access records of an evicted segment."""
+        told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
         return [each for each in told if each is not None]
 
     def _share_learned(self, now: float) -> None:
@@ -110,7 +193,7 @@ class NodeStores:
         return sum(segment is not None for segment in self._held)
 
     def copies(self) -> int:
-        """Number of segments in the stores of all nodes, copies counted separately."""
+        """Number of copies over all nodes."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
     def orphans(self) -> int:
@@ -125,64 +208,41 @@ class NodeStores:
         """Raises AssertionError when this object's maps differ from the stores. Slow; for tests."""
         for store in self._stores:
             store.check_integrity()
-        here = {(node, id(segment)) for node, store in enumerate(self._stores) for segment in store.segments()}
+        here = {
+            (node, id(segment))
+            for node, store in enumerate(self._stores)
+            for segment in store.segments()
+            if segment.kind is Kind.PRIMARY
+        }
         assert here == {
             (node, id(segment)) for node, segment in zip(self._node, self._held, strict=True) if segment is not None
         }
 
-    def _store_new(self, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[tuple[int, Segment]]:
-        """Reserve slots for the missing segments, in prompt order: (node, segment), each pinned once."""
-        missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
-        # Computed once per prompt, as a writer asks the other nodes for vacancies once for all its new segments.
-        vacancies = self._vacancies(now) if missing else {}
-        created: list[tuple[int, Segment]] = []
-        for sequence in runs(missing, self._ring.run_length):
-            owner = self._owner(chain[missing[sequence.start]], vacancies)
-            for index in sequence:
-                depth = missing[index]
-                made = self._reserve(owner, chain[depth], depth, hints, now)
+    def _store_new(self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[Segment]:
+        """Reserve slots for the missing segments, in prompt order; each is pinned once."""
+        created: list[Segment] = []
+        for depth in range(hits, len(chain)):
+            if self._copy(node, chain[depth]) is None:
+                made = self._reserve(node, chain[depth], Kind.PRIMARY, depth, hints, now)
                 if made is not None:
-                    created.append((owner, made))
+                    self._held[chain[depth]] = made
+                    self._node[chain[depth]] = node
+                    created.append(made)
         return created
 
-    def _vacancies(self, now: float) -> dict[NodeId, Vacancy]:
-        if len(self._stores) == 1:
-            return {}
-        return {name: self._stores[number].vacancy(now) for name, number in self._numbers.items()}
-
-    def _owner(self, segment: int, vacancies: dict[NodeId, Vacancy]) -> int:
-        if not vacancies:
-            return 0
-        candidates = [(name, vacancies[name]) for name in self._candidates[segment]]
-        return self._numbers[choose_owner(candidates, lean_of(self._keys[segment]), self._previous_owner[segment])]
-
-    def _reserve(self, node: int, number: int, depth: int, hints: Hints, now: float) -> Segment | None:
+    def _reserve(self, node: int, segment: int, kind: Kind, depth: int, hints: Hints, now: float) -> Segment | None:
         store = self._stores[node]
-        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[number], Kind.PRIMARY, depth, now, hints)
+        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], kind, depth, now, hints)
         store.reissued.clear()
         for gone in store.evicted:
-            self._held[self._ids[gone.key]] = None
-            self._previous_owner[self._ids[gone.key]] = self._names[node]
+            if gone.kind is Kind.PRIMARY:
+                self._held[self._ids[gone.key]] = None
         store.evicted.clear()
-        if not isinstance(made, Segment):
-            self._previous_owner[number] = self._names[node]
-            return None
-        self._held[number] = made
-        self._node[number] = node
-        return made
-
-    def _by_node(self, numbers: Iterable[int]) -> dict[int, list[Segment]]:
-        """The held segments by node, in the same order."""
-        grouped: dict[int, list[Segment]] = {}
-        for number in numbers:
-            segment = self._held[number]
-            if segment is not None:
-                grouped.setdefault(self._node[number], []).append(segment)
-        return grouped
+        return made if isinstance(made, Segment) else None
 
 
 def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
-    """Number of segments in an even share of the capacity. Raises ConfigurationError where none fits."""
+    """Segments of an even share. Raises ConfigurationError where not one fits."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     slots = capacity_tokens // nodes // accesses.segment_tokens
@@ -194,7 +254,7 @@ def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
 
 def _store(slots: int, policy: Callable[[], EvictionPolicy]) -> SegmentStore:
     header_bytes = -(-slots * GENERATION_BYTES // _PAGE) * _PAGE
-    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, Budgets(), Counters(), policy)
+    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, _BUDGETS, Counters(), policy)
 
 
 def _key(segment: int) -> SegmentKey:
@@ -202,10 +262,10 @@ def _key(segment: int) -> SegmentKey:
 
 
 def _parents(accesses: Accesses) -> list[int]:
-    """For each segment id, the id of the segment before it, the same in every prompt; -1 for a first segment."""
+    """By id, the segment before it in every prompt that contains it; -1 for a first segment."""
     parents: dict[int, int] = {}
     for prompt in accesses.prompts:
-        # Backwards until a segment whose parent is known: the parents of all segments before it are known, too.
+        # A segment with a parent was seen before, with all segments before it.
         for depth in range(len(prompt.chain) - 1, -1, -1):
             if prompt.chain[depth] in parents:
                 break

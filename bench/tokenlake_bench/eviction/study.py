@@ -57,7 +57,7 @@ def run_cells(
     for capacity in capacities:
         for nodes in plan.nodes:
             for policy in plan.policies:
-                run = _Run(accesses, nodes, capacity, policy)
+                run = _Run(accesses, nodes, capacity, policy, plan.seed)
                 for start in range(0, len(accesses.prompts), STEP):
                     stop = min(start + STEP, len(accesses.prompts))
                     run.serve(given, start, stop)
@@ -68,13 +68,13 @@ def run_cells(
 class _Run:
     """One policy, capacity and number of nodes, with its counts so far."""
 
-    def __init__(self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: str) -> None:
+    def __init__(self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: str, seed: int) -> None:
         self._accesses = accesses
         self._nodes = nodes
         self._capacity_tokens = capacity_tokens
         self._name = policy
         self._policies: list[Timed] = []
-        self._stores = NodeStores(accesses, nodes, capacity_tokens, self._policy)
+        self._stores = NodeStores(accesses, nodes, capacity_tokens, self._policy, seed)
         self._hits = 0
         self._touches = 0
         self._cpu_s = self._wall_s = 0.0

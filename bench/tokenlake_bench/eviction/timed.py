@@ -90,6 +90,10 @@ class Timed(EvictionPolicy):
         """See `EvictionPolicy`."""
         return self._policy.save()
 
+    def exchange_among(self, nodes: int) -> None:
+        """See `EvictionPolicy`."""
+        self._policy.exchange_among(nodes)
+
     def merge(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         self._policy.merge(learned)

@@ -12,8 +12,8 @@ __all__ = ["ClockedInstance"]
 
 
 class ClockedInstance:
-    """An `Instance` that the clock drives. `begin` and `first` as in `Instance`; `finished(job, now)` is called at the
-    last token of a job."""
+    """An `Instance` that the clock drives. `begin`, `first` and `ran` as in `Instance`; `finished(job, now)` is called
+    at the last token of a job."""
 
     def __init__(
         self,
@@ -24,9 +24,10 @@ class ClockedInstance:
         begin: Callable[[Job, float], None],
         first: Callable[[Job, float], None],
         finished: Callable[[Job, float], None],
+        ran: Callable[[float, float], None],
     ) -> None:
         self._clock = clock
-        self._instance = Instance(engine, options, begin=begin, first=first)
+        self._instance = Instance(engine, options, begin=begin, first=first, ran=ran)
         self._finished = finished
         self._armed = math.inf
         """Time of the next valid wake-up; others that were scheduled before and are still in the clock have no

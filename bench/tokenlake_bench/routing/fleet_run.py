@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest
@@ -100,8 +101,7 @@ class _Request:
     fetched: int = 0
     """Segments of the prompt that the prefill instance has once the copies have arrived."""
     moved: int = 0
-    """Number of copied segments, which are the last of the `fetched` ones. They count as reads of the source
-    instance."""
+    """Number of copied segments, which are the last of the `fetched` ones."""
     hit_tokens: int = 0
     began_s: float = 0.0
     first_s: float = 0.0
@@ -126,6 +126,7 @@ class _Run:
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
+        self._sent, self._busy = SendLog(instances), BusyLog(instances)
         self._instances = [
             ClockedInstance(
                 self._clock,
@@ -134,6 +135,7 @@ class _Run:
                 begin=self._begins(i),
                 first=self._first,
                 finished=self._finishes(i),
+                ran=partial(self._busy.add, i),
             )
             for i in range(instances)
         ]
@@ -142,8 +144,6 @@ class _Run:
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
         self._progress: Callable[[int], None] = lambda done: None
-        self._reads = ReadLog(instances)
-        self._moved_tokens = 0
 
     def run(self, progress: Callable[[int], None]) -> SystemRow:
         """Run all requests to the last token."""
@@ -153,11 +153,10 @@ class _Run:
         progress(len(self._requests))
         return row_of(
             self._answers,
-            self._reads,
+            self._sent,
+            self._busy,
             self._engine,
             duplication=self._caches.copies_per_segment(),
-            bytes_moved=self._moved_tokens * self._engine.model.cache_bytes,
-            seed=self._options.seed,
             closed_loop=self._turns.closed,
         )
 
@@ -186,8 +185,9 @@ class _Run:
             return 0.0
         request.fetched, request.moved = copied, missing
         self._caches.touch(chain[:copied], fetch.source)
-        self._read(chain[copied - missing : copied], fetch.source, now)
-        self._moved_tokens += missing * self._segment
+        for segment in chain[copied - missing : copied]:
+            holders = tuple(i for i in self._caches.holders(segment) if i != request.choice.prefill)
+            self._sent.add(now, fetch.source, self._segment * self._engine.model.cache_bytes, holders)
         return self._engine.transfer_s(missing * self._segment)
 
     # -- callbacks of the instances
@@ -202,8 +202,6 @@ class _Run:
                 request.began_s = now
                 # The prefix counts as accessed now, so that it is not evicted while it is read.
                 self._caches.touch(chain[:depth], instance)
-                here = chain[: request.fetched - request.moved] + chain[request.fetched : depth]
-                self._read(here, instance, now)
             self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
 
         return begin
@@ -224,7 +222,7 @@ class _Run:
             self._hold(instance, cached - job.prompt - job.output)
             prompt, choice = request.prompt, request.choice
             if instance == choice.prefill != choice.decode:
-                self._moved_tokens += prompt.tokens
+                self._sent.add(now, instance, prompt.tokens * self._engine.model.cache_bytes)
                 if prompt.output_tokens > 1:
                     self._hand_over(request, now)
                     return
@@ -239,6 +237,7 @@ class _Run:
             prompt_tokens=prompt.tokens,
             output_tokens=max(1, prompt.output_tokens),
             hit_tokens=request.hit_tokens,
+            remote_tokens=request.moved * self._segment,
             first_s=request.first_s,
             finished_s=now,
         )
@@ -266,8 +265,3 @@ class _Run:
             return
         free = self._capacity * self._segment - self._held[instance]
         self._caches.resize(instance, max(0, free // self._segment))
-
-    def _read(self, segments: Sequence[int], instance: int, now: float) -> None:
-        nbytes = self._segment * self._engine.model.cache_bytes
-        for segment in segments:
-            self._reads.add(now, instance, segment, nbytes)

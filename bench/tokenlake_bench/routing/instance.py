@@ -84,7 +84,8 @@ class InstanceOptions:
 
 class Instance:
     """The queue and the batch of one engine instance. `begin(job, now)` is called when a job's prefill begins,
-    `first(job, now)` at its first token; both are called within `advance`, in time order."""
+    `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all are
+    called within `advance`, in time order."""
 
     def __init__(
         self,
@@ -93,11 +94,13 @@ class Instance:
         *,
         begin: Callable[[Job, float], None] = lambda job, now: None,
         first: Callable[[Job, float], None] = lambda job, now: None,
+        ran: Callable[[float, float], None] = lambda from_s, to_s: None,
     ) -> None:
         self._engine = engine
         self._options = options
         self._begin = begin
         self._first = first
+        self._ran = ran
         self._order = itertools.count()
         self._later: list[tuple[float, int, Job]] = []
         """Jobs that are not ready yet."""
@@ -176,6 +179,7 @@ class Instance:
         self._each_s = self._engine.step_s(parts, decoding, context)
 
     def _end_step(self, now: float, finished: list[Job]) -> None:
+        self._ran(self._started_s, now)
         self._steps += self._taken
         self._context += self._taken * len(self._decoding)
         while self._decoding and self._decoding[0][0] <= self._steps:

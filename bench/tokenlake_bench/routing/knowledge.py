@@ -29,6 +29,10 @@ class TrackedCaches:
         """Length of the longest prefix at one instance, in segments; does not count as an access."""
         return self._caches[instance].match(chain)
 
+    def holders(self, segment: int) -> tuple[int, ...]:
+        """The instances that hold the segment, ascending."""
+        return tuple(instance for instance, cache in enumerate(self._caches) if segment in cache)
+
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
         """Add or access all segments of the chain at the instance; the first one becomes the most recent."""
         self._note_owner(chain, instance)

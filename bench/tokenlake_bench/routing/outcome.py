@@ -9,8 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from tokenlake_bench import balance
-from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.balance import BusyLog, SendLog, load, spread
 from tokenlake_bench.engine_model import EngineModel
 
 __all__ = ["SLO_FACTOR", "Answered", "SystemRow", "row_of"]
@@ -27,6 +26,8 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     output_tokens: int
     hit_tokens: int
+    remote_tokens: int
+    """Those of `hit_tokens` that came from other instances."""
     first_s: float
     finished_s: float
 
@@ -44,15 +45,22 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
-    The load is defined in `balance`; `duplication` is copies per held segment at the end; `goodput_rps` counts requests
-    within their objective per second of arrivals, or, where requests follow answers, per second from the first arrival
-    to the last answer: there a slow system stretches the arrivals. `slo_attainment` is their share; `bytes_moved` went
-    between instances, the hand-over from prefill to decode included.
+    `remote_share` is the part of the hit tokens that came from another instance; the others are own reads. The load is
+    defined in `balance`; it is None for a system whose instances sent nothing to each other, as that of a router with
+    private caches. `busy_share` is the share of the time from the first arrival to the last answer in which an instance
+    computes, on average, `busy_cv` the spread of these seconds over the instances, per window as for the load.
+    `duplication` is copies per held segment at the end; `goodput_rps` counts requests within their objective per second
+    of arrivals, or, where requests follow answers, per second from the first arrival to the last answer: there a slow
+    system stretches the arrivals. `slo_attainment` is their share; `bytes_moved` went between instances, the hand-over
+    from prefill to decode included.
     """
 
     token_hit_rate: float
-    load_cv: float
-    load_cv_floor: float
+    remote_share: float
+    load_cv: float | None
+    load_cv_floor: float | None
+    busy_share: float
+    busy_cv: float
     duplication: float
     ttft_p50_ms: float
     ttft_p99_ms: float
@@ -72,26 +80,29 @@ def within_objective(answered: Answered, engine: EngineModel) -> bool:
 
 def row_of(
     answers: Sequence[Answered],
-    reads: ReadLog,
+    sent: SendLog,
+    busy: BusyLog,
     engine: EngineModel,
     *,
     duplication: float,
-    bytes_moved: int,
-    seed: int,
     closed_loop: bool = False,
 ) -> SystemRow:
     """The row of a system with these answers, at least one. Answers of one token have no time per further token.
-    `closed_loop`: there are requests that followed answers."""
+    `sent`: all bytes between the instances. `closed_loop`: there are requests that followed answers."""
     met = sum(within_objective(answered, engine) for answered in answers)
     arrivals = [answered.at_s for answered in answers]
-    ends_s = max(answered.finished_s for answered in answers) if closed_loop else max(arrivals)
-    duration_s = ends_s - min(arrivals)
+    finished_s = max(answered.finished_s for answered in answers)
+    duration_s = (finished_s if closed_loop else max(arrivals)) - min(arrivals)
+    hits = sum(answered.hit_tokens for answered in answers)
     ttft = [answered.ttft_s for answered in answers]
     tpot = [answered.tpot_s for answered in answers if answered.output_tokens > 1]
     return SystemRow(
-        token_hit_rate=sum(a.hit_tokens for a in answers) / sum(a.prompt_tokens for a in answers),
-        load_cv=balance.spread(reads).cv,
-        load_cv_floor=balance.floor(reads, seed).cv,
+        token_hit_rate=hits / sum(a.prompt_tokens for a in answers),
+        remote_share=sum(a.remote_tokens for a in answers) / max(1, hits),
+        load_cv=load(sent).cv,
+        load_cv_floor=load(sent.at_floor()).cv,
+        busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),
+        busy_cv=spread(busy.table()).cv or 0.0,
         duplication=duplication,
         ttft_p50_ms=_quantile_ms(ttft, 0.5),
         ttft_p99_ms=_quantile_ms(ttft, 0.99),
@@ -99,7 +110,7 @@ def row_of(
         tpot_p99_ms=_quantile_ms(tpot, 0.99),
         goodput_rps=met / duration_s if duration_s > 0 else math.nan,
         slo_attainment=met / len(answers),
-        bytes_moved=bytes_moved,
+        bytes_moved=sum(sent.totals()),
     )
 
 

@@ -50,11 +50,11 @@ class SimulatedCluster:
         self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
         self.clock = Clock()
         self.network = Network(options.network, options.nodes)
-        self.meter = Meter(options.nodes, self.size.layout.segment_bytes, BEGINS_S)
         names = [f"n{index:04}" for index in range(options.nodes)]
         members = dict.fromkeys(names, self.size.memory)
         rules = {"gossip_s": GOSSIP_S, **options.rules}
         cores = [NodeCore(CoreConfig(name, 1, members, 1, self.size.memory, **rules)) for name in names]
+        self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S)
         self.nodes = [
             SimNode(index, options.nodes, core, self.clock, self.network, self.meter)
             for index, core in enumerate(cores)
@@ -100,7 +100,6 @@ class SimulatedCluster:
         indices = itertools.count()
 
         def arrive(number: int, request: Arrival, at_s: float) -> None:
-            index = next(indices)
             index = next(indices)
             arrival = request if request.follows is None else request.arrived(at_s)
             self.routing += 1

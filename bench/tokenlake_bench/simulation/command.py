@@ -11,7 +11,6 @@ from typing import Final
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.pictures import check_plot
@@ -54,7 +53,6 @@ class SimulateArguments:
     speed: float = 0.0
     route: str | None = None
     seed: int = 0
-    eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
     baselines: str | None = None
@@ -76,8 +74,6 @@ class SimulateArguments:
             )
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
-        if self.eviction is not None and self.eviction not in POLICIES:
-            raise ConfigurationError("eviction", self.eviction, " or ".join(POLICIES))
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
@@ -170,14 +166,13 @@ class _Study:
     def _run_pool(self, pool: PoolSystem) -> None:
         arguments = self.arguments
         capacity_tokens, segment_tokens = arguments.size
-        rules = {} if arguments.eviction is None else {"eviction": arguments.eviction}
         options = pool_options(
             self.engine,
             nodes=arguments.nodes,
             capacity_tokens=capacity_tokens,
             segment_tokens=segment_tokens,
             seed=arguments.seed,
-            rules=rules,
+            rules={},
         )
         run, own_route = pool.prepare(options, self.engine)
         route = run.round_robin if arguments.route == ROUND_ROBIN else own_route

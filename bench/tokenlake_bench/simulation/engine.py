@@ -134,12 +134,6 @@ class SimulatedEngine:
                 assert isinstance(fetched, engine.Fetched)
                 codes = fetched.codes
             arrived = len(codes) - len(codes.lstrip(_LOCAL))
-            local = b"".join(
-                keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-                for at, code in enumerate(matched_codes[:arrived], start)
-                if code == Code.LOCAL
-            )
-            self._node.meter.read(self._clock.now, self._node.index, local)
             served.hits += arrived
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
             self._send(engine.Release(((matched.lease, start, stop),)))

@@ -1,44 +1,39 @@
-"""Reads of the simulated arenas over time."""
+"""Bytes that simulated nodes send to each other, each with the nodes that could have sent it."""
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 
-import numpy as np
-
-from tokenlake.keys import KEY_BYTES
-from tokenlake_bench.balance import ReadLog
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.store import SegmentStore, State
+from tokenlake_bench.balance import SendLog
 
 __all__ = ["Meter"]
 
 
 class Meter:
-    """A read is counted at the node whose arena the bytes were in, whether an engine of that node read them or another
-    node fetched them for one of its engines. Transfers that hand segments over are not reads. Times are those of the
-    workload."""
+    """Logs each segment that a node sends. Times are those of the workload."""
 
-    def __init__(self, nodes: int, segment_bytes: int, begins_s: float) -> None:
-        """`begins_s`: time of the clock at which the workload's time is 0."""
-        self._nodes = nodes
+    def __init__(self, stores: Sequence[SegmentStore], segment_bytes: int, begins_s: float) -> None:
+        """`stores` by node; only read. `begins_s`: time of the clock at which the workload's time is 0."""
+        self.log = SendLog(len(stores))
+        self._stores = stores
         self._segment_bytes = segment_bytes
         self._begins_s = begins_s
-        self._at_s = array("d")
-        self._node = array("q")
-        self._segment = array("q")
 
-    def read(self, now: float, node: int, keys: bytes) -> None:
-        """Count segments read from the arena of `node`."""
-        count = len(keys) // KEY_BYTES
-        # Keys are uniform: their first 8 bytes identify a segment.
-        self._segment.frombytes(np.frombuffer(keys, dtype="<i8")[:: KEY_BYTES // 8].tobytes())
-        self._at_s.extend([now - self._begins_s] * count)
-        self._node.extend([node] * count)
+    def read(self, now: float, node: int, reader: int, tenant: str, keys: Sequence[bytes]) -> None:
+        """`node` sends these segments to an engine of node `reader`. The holders of each are the other nodes that have
+        a READY copy now."""
+        others = [(index, store.index(TenantId(tenant))) for index, store in enumerate(self._stores) if index != reader]
+        ready = State.READY
+        for key in map(SegmentKey, keys):
+            holders = [
+                index
+                for index, segments in others
+                if (segment := segments.get(key)) is not None and segment.state is ready
+            ]
+            self.log.add(now - self._begins_s, node, self._segment_bytes, tuple(holders))
 
-    def log(self, start_s: float, stop_s: float) -> ReadLog:
-        """The reads between two times, by the node whose arena was read."""
-        at_s, node, segment = np.array(self._at_s), np.array(self._node), np.array(self._segment)
-        chosen = (at_s >= start_s) & (at_s < stop_s)
-        log = ReadLog(self._nodes)
-        for row in zip(at_s[chosen].tolist(), node[chosen].tolist(), segment[chosen].tolist(), strict=True):
-            log.add(*row, self._segment_bytes)
-        return log
+    def handed_over(self, now: float, node: int, segments: int) -> None:
+        """`node` sends as many segments to another node that becomes their owner."""
+        self.log.add(now - self._begins_s, node, segments * self._segment_bytes)

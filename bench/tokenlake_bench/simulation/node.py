@@ -49,8 +49,7 @@ class _SizedPull(Pull):
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
         sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
-        if not self.returned:
-            self._count(bulk.codes)
+        self._count(bulk.codes)
         clock.at(sent, self.end_sending)
         clock.at(arrived, self._return_codes)
 
@@ -72,15 +71,15 @@ class _SizedPull(Pull):
         )
 
     def _count(self, codes: bytes) -> None:
-        """A transfer for an engine is a read of the sender's arena; one that hands segments over is none."""
+        """A background transfer hands segments over; an engine waits for any other one."""
         order, source = self.order, self._source
+        now, node, meter = source.clock.now, source.index, source.meter
         if order.background:
+            meter.handed_over(now, node, codes.count(Code.LOCAL))
             return
         keys = order.keys
-        if codes.count(Code.LOCAL) < len(codes):
-            parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, code in enumerate(codes) if code == Code.LOCAL)
-            keys = b"".join(parts)
-        source.meter.read(source.clock.now, source.index, keys)
+        sent = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, code in enumerate(codes) if code == Code.LOCAL]
+        meter.read(now, node, self._target.index, order.tenant, sent)
 
 
 class SimNode:

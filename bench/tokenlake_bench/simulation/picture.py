@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.pictures import check_plot
+from tokenlake_bench.report import format_ratio
 from tokenlake_bench.simulation.results import PoolView, SimulatedResult
 
 __all__ = ["plot_simulated"]
@@ -33,16 +34,16 @@ def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel(label)
     hits.set_title(f"{result.requests:,} requests, {result.nodes} nodes, {result.rate:.1f}/s")
-    reads = view.reads.arrays()
-    if len(reads.at_s):
-        window = np.floor(reads.at_s / WINDOW_S).astype(np.int64)
-        shape = (view.nodes, int(window.max()) + 1)
-        table = np.bincount(reads.node * shape[1] + window, weights=reads.nbytes, minlength=shape[0] * shape[1])
-        relative = table.reshape(shape) / np.maximum(1.0, table.reshape(shape).mean(axis=0))
-        extent = (0.0, shape[1] * WINDOW_S, view.nodes - 0.5, -0.5)
+    starts, sent = view.sent.table()
+    if len(starts):
+        table = np.zeros((view.nodes, round(starts[-1] / WINDOW_S) + 1))
+        table[:, np.rint(starts / WINDOW_S).astype(np.int64)] = sent.T
+        relative = table / np.maximum(1.0, table.mean(axis=0))
+        extent = (0.0, table.shape[1] * WINDOW_S, view.nodes - 0.5, -0.5)
         image = load.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm", extent=extent)
-        figure.colorbar(image, ax=load, label="read from the node / mean")
+        figure.colorbar(image, ax=load, label="bytes sent / mean")
     load.set_xlabel("trace time, s")
     load.set_ylabel("node")
-    load.set_title(f"load per {WINDOW_S:g} s: CV {result.load_cv:.3f}, floor {result.load_cv_floor:.3f}")
+    cv, floor = format_ratio(result.load_cv), format_ratio(result.load_cv_floor)
+    load.set_title(f"load per {WINDOW_S:g} s: CV {cv}, floor {floor}")
     FigureCanvasAgg(figure).print_png(str(path))

@@ -12,7 +12,6 @@ queues and memory.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -39,8 +38,7 @@ class PlannedRoute:
         self._indices = {node: index for index, node in enumerate(self._nodes)}
         instances = {str(node): node for node in self._nodes}
         layout = self._cluster.size.layout
-        draw = random.Random(options.seed)
-        self.router = Router(instances, options.segment_tokens, layout.segment_bytes, draw=draw)
+        self.router = Router(instances, options.segment_tokens, layout.segment_bytes, seed=options.seed)
         self._one_way_s = SOCKET_S + options.network.usual.latency_s
         run.first_token = self._first_token
         run.answered = self._answered

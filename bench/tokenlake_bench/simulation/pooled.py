@@ -24,6 +24,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
 from tokenlake.store import Kind, Segment, State
+from tokenlake_bench.balance import BusyLog
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
@@ -41,8 +42,9 @@ __all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
 POOL, POOL_REAL = "pool", "pool-real"
 """`pool`: requests under way take no memory from the pool, as in the `-perfect` systems. `pool-real`: they take memory.
 """
-AHEAD = 4
-"""Requests of an instance that may have read their prefix and not begun to compute."""
+AHEAD = 1
+"""Requests of an instance that may have read their prefix and not begun to compute: those that read early miss what the
+requests before them are about to store."""
 DRAIN_S = 86_400.0
 """The longest time that a run goes on after the last arrival."""
 
@@ -137,6 +139,7 @@ class PooledEngine(SimulatedEngine):
             begin=self._begin,
             first=self._first,
             finished=self._answered_all,
+            ran=self._ran,
         )
 
     def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
@@ -174,6 +177,9 @@ class PooledEngine(SimulatedEngine):
         # Reading calls the node, which may call back: it must not happen within the instance's step.
         self._clock.after(0.0, self._read_ahead)
 
+    def _ran(self, from_s: float, to_s: float) -> None:
+        self._run.busy.add(self._node.index, from_s - BEGINS_S, to_s - BEGINS_S)
+
     def _first(self, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
@@ -204,6 +210,7 @@ class PooledEngine(SimulatedEngine):
                 prompt_tokens=arrival.tokens,
                 output_tokens=job.output,
                 hit_tokens=request.served.hits * self._options.segment_tokens,
+                remote_tokens=request.served.remote * self._options.segment_tokens,
                 first_s=request.first_s - BEGINS_S,
                 finished_s=now - BEGINS_S,
             )
@@ -265,6 +272,7 @@ class PooledRun:
         self.engine = engine
         self.counts_memory = counts_memory
         self.answers: list[Answered] = []
+        self.busy = BusyLog(options.nodes)
         self.done: list[Arrival] = []
         """The answered requests, in order of their answers."""
         self.first_token: Callable[[Arrival], None] = lambda arrival: None
@@ -315,13 +323,11 @@ class PooledRun:
     def row(self) -> SystemRow:
         """The row of all answered requests; there must be at least one."""
         simulation = self.simulation
-        totals = simulation.totals()
         return row_of(
             self.answers,
-            simulation.cluster.meter.log(0.0, float("inf")),
+            simulation.cluster.meter.log,
+            self.busy,
             self.engine,
-            duplication=totals.duplication,
-            bytes_moved=totals.bytes_moved,
-            seed=simulation.options.seed,
+            duplication=simulation.totals().duplication,
             closed_loop=self._closed_loop,
         )

@@ -8,11 +8,10 @@ from operator import attrgetter
 
 from rich.table import Table
 
-from tokenlake_bench import balance
-from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.balance import SendLog, max_over_mean_from
 from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_share, hit_rates
+from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_ratio, format_share, hit_rates
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
@@ -21,6 +20,18 @@ from tokenlake_bench.simulation.run import Measured, Totals
 __all__ = ["PoolView", "SimulatedResult", "pool_table", "result_of", "systems_table"]
 
 FLASH_WINDOWS = 2
+_COLUMNS = (
+    "hits",
+    "remote",
+    "load CV (floor)",
+    "busy (CV)",
+    "copies",
+    "TTFT",
+    "TPOT",
+    "in SLO",
+    "goodput/s",
+    "moved",
+)
 
 
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
@@ -50,7 +61,7 @@ class PoolView:
 
     measured: Measured
     totals: Totals
-    reads: ReadLog
+    sent: SendLog
     done: Accesses
     """The answered requests, in order of arrival."""
     seed: int
@@ -68,9 +79,9 @@ class PoolView:
         cluster = simulation.cluster
         seconds = max(answer.at_s for answer in run.answers)
         return cls(
-            measured=simulation.measure(0.0, float("inf")),
+            measured=simulation.measure(),
             totals=simulation.totals(),
-            reads=cluster.meter.log(0.0, float("inf")),
+            sent=cluster.meter.log,
             done=accesses_of(sorted(run.done, key=attrgetter("at_s")), simulation.options.segment_tokens),
             seed=simulation.options.seed,
             nodes=simulation.options.nodes,
@@ -92,8 +103,11 @@ def result_of(
     """Combine the pool's figures with the rows of all systems that are done."""
     measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
-    flash = [] if flash_at is None else balance.max_over_mean_from(view.reads, flash_at, FLASH_WINDOWS)
-    floor = [] if flash_at is None else balance.floor_from(view.reads, seed, flash_at, FLASH_WINDOWS)
+    reads = view.sent.reads()
+    flash, flash_floor = (
+        () if flash_at is None else tuple(max_over_mean_from(sent, flash_at, FLASH_WINDOWS))
+        for sent in (reads, reads.at_floor())
+    )
     duration_s = prompts[-1].at_s - prompts[0].at_s
     return SimulatedResult(
         token_hit_rate=measured.token_hit_rate,
@@ -102,11 +116,11 @@ def result_of(
         private_routed_token_hit_rate=compared.private_routed.rate,
         remote_share=measured.remote_share,
         duplication=totals.duplication,
-        load_cv=measured.load_cv,
-        load_cv_floor=measured.load_cv_floor,
-        load_max_over_mean=measured.load_max_over_mean,
-        flash_max_over_mean=tuple(flash),
-        flash_floor=tuple(floor),
+        load_cv=measured.load.cv,
+        load_cv_floor=measured.load_floor.cv,
+        load_max_over_mean=measured.load.max_over_mean,
+        flash_max_over_mean=flash,
+        flash_floor=flash_floor,
         bytes_moved=totals.bytes_moved,
         wrong_bytes=0,
         requests=totals.requests,
@@ -136,9 +150,10 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     table.add_row("capacity of the pool", f"{result.capacity_tokens:,} tokens")
     table.add_row("segment", f"{view.segment_tokens:,} tokens")
     table.add_row("hits from another node", format_share(result.remote_share))
-    table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
+    table.add_row("load max / mean", format_ratio(result.load_max_over_mean))
     for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
-        table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+        label = f"the same of the reads in window {number} of the flash crowd"
+        table.add_row(label, f"{ratio:.3f} (floor {least:.3f})")
     table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
     table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
     table.add_row("processor time", format_duration(result.processor_s))
@@ -151,13 +166,15 @@ def systems_table(result: SimulatedResult) -> Table:
     title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
     table = Table(title=title, title_justify="left")
     table.add_column("system")
-    for name in ("hits", "load CV (floor)", "copies", "TTFT", "TPOT", "in SLO", "goodput/s", "moved"):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for name, row in result.systems.items():
         table.add_row(
             name,
             format_share(row.token_hit_rate),
-            f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
+            format_share(row.remote_share),
+            "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
+            f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
             f"{row.duplication:.2f}",
             f"{format_duration(row.ttft_p50_ms / 1e3)} / {format_duration(row.ttft_p99_ms / 1e3)}",
             f"{format_duration(row.tpot_p50_ms / 1e3)} / {format_duration(row.tpot_p99_ms / 1e3)}",

@@ -1,4 +1,4 @@
-"""Runs a workload on a simulated cluster and measures it between two times."""
+"""Runs a workload on a simulated cluster and measures it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from tokenlake.identity import SegmentKey
 from tokenlake.store import State
 from tokenlake.wire import Code
-from tokenlake_bench import balance
+from tokenlake_bench.balance import Spread, load
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
@@ -25,18 +25,14 @@ __all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in
-    `balance`."""
+    """Figures of the finished requests. `remote_share` is the share of the hits that came from other nodes; the others
+    are own reads, which are no load. `load` and `load_floor` are defined in `balance`."""
 
-    from_s: float
-    to_s: float
     requests: int
     token_hit_rate: float
     remote_share: float
-    load_cv: float
-    load_cv_floor: float
-    load_max_over_mean: float
-    load_max_over_mean_floor: float
+    load: Spread
+    load_floor: Spread
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +60,7 @@ class Simulation:
         self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
         self.cluster = SimulatedCluster(options, self._finished, engine)
-        self._at_s = array("d")
-        self._tokens = array("q")
-        self._hits = array("q")
-        self._remote = array("q")
+        self._tokens = self._hits = self._remote = 0
         self._read_s = array("d")
         self._processor_s = 0.0
 
@@ -91,25 +84,15 @@ class Simulation:
         finally:
             self._processor_s += time.process_time() - began
 
-    def measure(self, from_s: float, to_s: float) -> Measured:
-        """Figures of the requests that arrived, and of the reads that happened, between two times."""
-        at_s = np.array(self._at_s)
-        chosen = (at_s >= from_s) & (at_s < to_s)
-        tokens, hits, remote = (
-            int(np.array(column)[chosen].sum()) for column in (self._tokens, self._hits, self._remote)
-        )
-        log = self.cluster.meter.log(from_s, to_s)
-        spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
+    def measure(self) -> Measured:
+        """Figures of the requests that finished so far, and of all bytes sent."""
+        sent = self.cluster.meter.log
         return Measured(
-            from_s=from_s,
-            to_s=to_s,
-            requests=int(chosen.sum()),
-            token_hit_rate=hits * self.options.segment_tokens / max(1, tokens),
-            remote_share=remote / max(1, hits),
-            load_cv=spread.cv,
-            load_cv_floor=floor.cv,
-            load_max_over_mean=spread.max_over_mean,
-            load_max_over_mean_floor=floor.max_over_mean,
+            requests=self.done,
+            token_hit_rate=self._hits * self.options.segment_tokens / max(1, self._tokens),
+            remote_share=self._remote / max(1, self._hits),
+            load=load(sent),
+            load_floor=load(sent.at_floor()),
         )
 
     def read_s(self, quantile: float) -> float:
@@ -135,10 +118,9 @@ class Simulation:
 
     def _finished(self, served: RequestOutcome) -> None:
         self.done += 1
-        self._at_s.append(served.arrival.at_s)
-        self._tokens.append(served.arrival.tokens)
-        self._hits.append(served.hits)
-        self._remote.append(served.remote)
+        self._tokens += served.arrival.tokens
+        self._hits += served.hits
+        self._remote += served.remote
         self.stored += served.stored
         if served.hits:
             self._read_s.append(served.read_s)

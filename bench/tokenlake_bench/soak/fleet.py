@@ -64,9 +64,7 @@ class Fleet:
         self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
         """Counters of the daemons, summed over all their lives as of each life's last sample."""
-        # The policy is LRU, because the check that new segments displace all old ones fails with policies that keep the
-        # segments of high retention value.
-        rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S, "eviction": "lru"}
+        rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S}
         self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), **rules)
         self.engines = {
             (slot := f"engine {number}.{place}"): EngineSlot(

@@ -1,8 +1,9 @@
 """After the load: checks that every slot still takes a segment.
 
 As many new segments are stored as there are slots, through every node; each is read back and compared. Then all daemons
-but the first, which ran as long as the soak, are ended, and the first one stores as many segments as it has slots: none
-of its earlier segments may be left, as a segment that is pinned forever would be.
+but the first, which ran as long as the soak, are ended. The earlier segments get a low priority, and the first daemon
+stores as many others as it has slots: none of the earlier segments may be left, as a segment that is pinned forever
+would be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
 from tokenlake_bench.live_client import LiveClient
@@ -63,9 +65,12 @@ def displace(node: Node, seed: int) -> int:
     for group in GROUPS:
         with Pool.connect(node.socket, group.layout, group.credential) as pool:
             slots = _slots(node.metrics(), group)
-            _store_many([pool], seed, _DISPLACE, slots, Refilled())
             before = [prompt(seed, number) for number in range(PROMPTS)]
             before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
+            for each in before:
+                # The policy of eviction would keep the valuable ones of them.
+                pool.hint(pool.prefix(each.tokens).keys, Hints(priority=-1))
+            _store_many([pool], seed, _DISPLACE, slots, Refilled())
             stayed += len({key for each in before for key in _found(pool, each)})
     return stayed
 

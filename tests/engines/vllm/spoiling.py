@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.layout import Layout
-from tokenlake_client import Pool
+from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
 __all__ = ["spoil", "tracebacks"]
+
+DEADLINES = Deadlines(call_s=5.0, match_s=5.0, fetch_s=5.0)
+"""They hold on a busy machine."""
 
 
 def tracebacks(engine: Engine) -> list[str]:
@@ -26,8 +29,8 @@ def spoil(
     number."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))
     with (
-        Pool.connect(cluster.nodes[0].socket, layout) as pool,
-        pool.match(pool.prefix(tokens, salt=salt).keys, deadline_s=5.0) as lease,
+        Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool,
+        pool.match(pool.prefix(tokens, salt=salt).keys) as lease,
     ):
         count = len(lease.fetch())
         first = 0 if segments is None else count - segments

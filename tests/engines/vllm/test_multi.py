@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -21,7 +21,7 @@ RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(2, "128MiB", "16MiB") as running:
+    with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as running:
         yield running
 
 

@@ -75,6 +75,9 @@ class EvictionPolicy(ABC):
         """The statistics of a policy that learns, for `restore`, without anything about single segments."""
         return b""
 
+    def exchange_among(self, nodes: int) -> None:  # noqa: B027  most policies learn nothing
+        """So many nodes, this one included, `merge` each other's statistics, and each sees a part of the requests."""
+
     def merge(self, learned: bytes) -> None:
         """Take over half of the difference to the statistics that an equal policy saved on another node. ValueError
         for data that is no such thing; nothing is changed then."""

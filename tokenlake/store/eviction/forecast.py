@@ -1,26 +1,25 @@
-"""Forecast of re-use: segments that one request accessed together come again together, or not. A model (`odds.py`)
-predicts how soon from the history of the request: how much of its prompt was found, which turn of a conversation it is,
-how long ago the turn before was, how often the segments were accessed.
+"""The learned policy: a forecast of re-use. Segments that one request accessed together come again together, or not. A
+model (`odds.py`) predicts how soon from the history of the request: how much of its prompt was found, which turn of a
+conversation it is, how long ago the turn before was, how often the segments were accessed.
 
 ::
 
-    cohort      the segments that one request accessed, with equal features; they age together
     heap        cohorts with segments here, by retention value at their age; within one the deepest segment leaves first
-    ghosts      records of segments that were evicted or refused, in that order (`learning.py`)
+    ghosts      records of segments that were evicted or refused (`records.py`): the model learns from them too, and
+                knows a segment that comes back
 """
 
 from __future__ import annotations
 
 import heapq
-import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_ACCESS_S
-from tokenlake.store.eviction.learning import LearningPolicy, Record
+from tokenlake.store.eviction.base import SAME_ACCESS_S, EvictionPolicy
 from tokenlake.store.eviction.odds import AGES, EDGES, Features, Odds
+from tokenlake.store.eviction.records import GHOSTS_EACH, LEAST_GHOSTS, Cohort, Ghosts, Record
 from tokenlake.store.segment import Segment
 
 __all__ = ["Forecast"]
@@ -32,93 +31,85 @@ LEARN_AT = 1024
 """So many samples are learned at once: without accesses there are no such moments, while cohorts still age."""
 
 
-_depth = operator.attrgetter("depth")
-
-
-class _Cohort:
-    """Segments with equal features that one request accessed."""
-
-    __slots__ = (
-        "_order",
-        "age",
-        "at",
-        "features",
-        "heap_entry",
-        "here",
-        "joined",
-        "number",
-        "prompt",
-        "retention_value",
-        "unused",
-        "used",
-    )
-
-    def __init__(self, features: Features, retention_value: list[float], at: float, number: int) -> None:
-        self.features = features
-        self.retention_value = retention_value
-        """By age, as predicted when it was made."""
-        self.at = at
-        """Time of the access."""
-        self.number = number
-        """Cohorts are numbered in order of creation."""
-        self.age = 0
-        """Bucket."""
-        self.unused = 0
-        """Members that were not used again yet, with their segments here or ghosts."""
-        self.used = 0
-        """Members that were used again at this age."""
-        self.joined = 0
-        """All records that ever were members."""
-        self.prompt = 0
-        """Segments of the prompt with the same history, on all nodes."""
-        self.here: dict[Segment, _Record] = {}
-        self._order: list[Segment] | None = None
-        """Segments here, deepest last, and some that left; None when a segment came since."""
-        self.heap_entry = 0
-        """Number of the valid entry in the heap; entries with another number are void."""
-
-    def sample_size(self) -> float:
-        """Segments for which this cohort is a sample at its age: the segments of the prompt at other nodes have the
-        same future, and nodes that see a part each should learn as fast as one that sees all."""
-        return (self.used + self.unused) * max(1.0, self.prompt / self.joined)
-
-    def enter(self, segment: Segment, record: _Record) -> None:
-        """The segment of a member is here."""
-        self.here[segment] = record
-        self._order = None
-
-    def deepest(self) -> Segment:
-        """The deepest segment here, of which there is at least one. The order in which segments came is no order by
-        depth: segments behind a gap are touched before those that fill the gap are stored."""
-        if self._order is None:
-            self._order = sorted(self.here, key=_depth, reverse=True)
-            self._order.reverse()
-        while self._order[-1] not in self.here:
-            self._order.pop()
-        return self._order[-1]
-
-
-_Record = Record[_Cohort]
-
-
-class Forecast(LearningPolicy[_Cohort]):
-    """Orders cohorts by the predicted rate of accesses."""
+class Forecast(EvictionPolicy):
+    """Evicts the segment with the fewest predicted accesses per second that it would be kept, and refuses a new one
+    with fewer than that."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._ghosts = Ghosts()
+        self._size = 0
+        """Segments in order."""
+        self._now = 0.0
+        self._last_moment = 0.0
+        """Time of the last access of any segment."""
+        self._moments = 0
+        """Different times of accesses."""
         self._odds = Odds()
-        self._heap: list[tuple[float, float, int, int, _Cohort]] = []
+        self._heap: list[tuple[float, float, int, int, Cohort]] = []
         """(retention value, time, number, number of the entry, cohort)"""
         self._live = 0
         """Cohorts with segments here."""
-        self._ages: list[deque[_Cohort]] = [deque() for _ in range(AGES - 1)]
-        self._newest: dict[Features, _Cohort] = {}
+        self._ages: list[deque[Cohort]] = [deque() for _ in range(AGES - 1)]
+        self._newest: dict[Features, Cohort] = {}
         """Cohorts that segments still join: the segments of one request come one by one."""
         self._newest_since = 0.0
         self._cohorts = 0
         """Cohorts made so far."""
         self._next_aging = float("inf")
         """When the next cohort reaches its next age."""
+
+    # -- segments
+
+    def insert(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        if isinstance(segment.policy_state, Record):
+            self._enter(segment, segment.policy_state, again=True)
+            return
+        ghost = self._ghosts.pop(segment.key, None)
+        record = segment.policy_state = Record(now) if ghost is None else ghost
+        self._count_access(record, now)
+        self._enter(segment, record)
+
+    def touch(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        now = self._advance(now) if now > self._now else self._now
+        record = self._leave(segment)
+        if now - record.counted >= SAME_ACCESS_S:
+            self._count_access(record, now)
+        self._enter(segment, record)
+
+    def hints_changed(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`. The request that sent the hints used the segment until now."""
+        self._advance(now)
+        self._enter(segment, self._leave(segment))
+
+    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
+        """See `EvictionPolicy`. The record stays in its cohort, so that an access after the return is learned at its
+        age."""
+        now = self._advance(now)
+        record = self._leave(segment)
+        if evicted:
+            self._add_ghost(segment.key, record, segment.hints, now)
+
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        if not self._size or self.retention_value_of_new(key, hints, now) >= self.retention_value(
+            self.victim(now), now
+        ):
+            return True
+        ghost = self._ghosts.pop(key, None)
+        record = Record(now) if ghost is None else ghost
+        if now - record.counted >= SAME_ACCESS_S:
+            self._count_access(record, now)
+        self._leave_cohort(record)
+        self._join_cohort(record, hints)
+        self._add_ghost(key, record, hints, now)
+        return False
+
+    def __len__(self) -> int:
+        return self._size
 
     # -- the order
 
@@ -155,7 +146,7 @@ class Forecast(LearningPolicy[_Cohort]):
         while frontier:
             (*_, number, cohort), at = heapq.heappop(frontier)
             if number == cohort.heap_entry:
-                yield from sorted(cohort.here, key=_depth, reverse=True)
+                yield from cohort.deepest_first()
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(self._heap):
                     heapq.heappush(frontier, (self._heap[child], child))
@@ -163,6 +154,10 @@ class Forecast(LearningPolicy[_Cohort]):
     def save(self) -> bytes:
         """See `EvictionPolicy`."""
         return self._odds.save()
+
+    def exchange_among(self, nodes: int) -> None:
+        """See `EvictionPolicy`."""
+        self._odds.nodes = nodes
 
     def merge(self, learned: bytes) -> None:
         """See `EvictionPolicy`; cohorts that exist keep their values."""
@@ -175,7 +170,43 @@ class Forecast(LearningPolicy[_Cohort]):
 
     # -- inside
 
-    def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
+    def _count_access(self, record: Record, now: float) -> None:
+        """An access, which is a re-use if the record is in a cohort; the record leaves that."""
+        if record.cohort is not None:
+            self._used_again(record)
+        record.accesses += 1
+        record.counted = now
+        if now > self._last_moment:
+            self._last_moment = now
+            self._moments += 1
+            if self._moments % LEARN_EVERY == 0:
+                self._odds.learn()
+
+    @staticmethod
+    def _record(segment: Segment) -> Record:
+        """The record of a segment that was inserted."""
+        record = segment.policy_state
+        assert isinstance(record, Record)
+        return record
+
+    def _accesses_of_new(self, key: SegmentKey) -> int:
+        ghost = self._ghosts.get(key)
+        return ghost.accesses + 1 if ghost is not None else 1
+
+    def _add_ghost(self, key: SegmentKey, record: Record, hints: Hints, now: float) -> None:
+        record.access = hints.access
+        for forgotten in self._ghosts.add(key, record, now, self._size):
+            self._leave_cohort(forgotten)
+
+    def _advance(self, now: float) -> float:
+        """Pass the time until `now`. The latest time of all calls: a segment may be inserted again with an earlier
+        one."""
+        if now > self._now:
+            self._now = now
+            self._time_passed(now)
+        return self._now
+
+    def _enter(self, segment: Segment, record: Record, again: bool = False) -> None:
         """Into a cohort of this moment. `again`: into its old one."""
         segment.touched = self._now
         cohort = record.cohort
@@ -189,8 +220,8 @@ class Forecast(LearningPolicy[_Cohort]):
         cohort.enter(segment, record)
         self._size += 1
 
-    def _leave(self, segment: Segment) -> _Record:
-        """See `LearningPolicy`."""
+    def _leave(self, segment: Segment) -> Record:
+        """Take the segment out of the order; its record, which stays in its cohort."""
         record = self._record(segment)
         cohort = record.cohort
         assert cohort is not None
@@ -206,7 +237,7 @@ class Forecast(LearningPolicy[_Cohort]):
         while self._heap and self._heap[0][3] != self._heap[0][4].heap_entry:
             heapq.heappop(self._heap)
 
-    def _push(self, cohort: _Cohort) -> None:
+    def _push(self, cohort: Cohort) -> None:
         cohort.heap_entry += 1
         # Between equals the older cohort first, and of one request the one made first, which has the deeper segments.
         heapq.heappush(
@@ -216,37 +247,30 @@ class Forecast(LearningPolicy[_Cohort]):
             self._heap = [entry for entry in self._heap if entry[3] == entry[4].heap_entry]
             heapq.heapify(self._heap)
 
-    def _used_again(self, record: _Record) -> None:
+    def _used_again(self, record: Record) -> None:
         cohort = record.cohort
         assert cohort is not None
         cohort.used += 1
         self._leave_cohort(record)
         if not cohort.unused and cohort.age < AGES - 1:
-            self._odds.add(cohort.features, cohort.age, 1.0, cohort.sample_size())
+            self._odds.add(cohort.features, cohort.age, 1.0, cohort.members)
 
-    def _moment_passed(self) -> None:
-        if self._moments % LEARN_EVERY == 0:
-            self._odds.learn()
-
-    def _leave_cohort(self, record: _Record) -> None:
+    def _leave_cohort(self, record: Record) -> None:
         if record.cohort is not None:
             record.cohort.unused -= 1
             record.cohort = None
 
-    def _join_cohort(self, record: _Record, hints: Hints) -> _Cohort:
+    def _join_cohort(self, record: Record, hints: Hints) -> Cohort:
         features = self._odds.features(record.accesses, hints)
         cohort = self._newest.get(features)
         if cohort is None:
             self._cohorts += 1
-            cohort = self._newest[features] = _Cohort(
+            cohort = self._newest[features] = Cohort(
                 features, self._odds.retention_value(features), self._now, self._cohorts
             )
             self._ages[0].append(cohort)
             self._next_aging = min(self._next_aging, self._now + EDGES[1])
         cohort.unused += 1
-        cohort.joined += 1
-        access = hints.access
-        cohort.prompt = max(cohort.prompt, access.segments - access.known if record.accesses == 1 else access.known)
         record.cohort = cohort
         return cohort
 
@@ -271,10 +295,10 @@ class Forecast(LearningPolicy[_Cohort]):
         if self._odds.pending >= LEARN_AT:
             self._odds.learn()
 
-    def _grow_older(self, cohort: _Cohort, age: int) -> None:
+    def _grow_older(self, cohort: Cohort, age: int) -> None:
         if not cohort.unused:
             return
-        self._odds.add(cohort.features, age - 1, cohort.used / (cohort.used + cohort.unused), cohort.sample_size())
+        self._odds.add(cohort.features, age - 1, cohort.used / cohort.members, cohort.members)
         cohort.age, cohort.used = age, 0
         if age < AGES - 1:
             self._ages[age].append(cohort)
@@ -283,7 +307,8 @@ class Forecast(LearningPolicy[_Cohort]):
 
     def check_integrity(self) -> None:
         """AssertionError when sizes, cohorts or bounds do not add up."""
-        super().check_integrity()
+        assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
+        assert all(record.cohort is not None for record in self._ghosts.values())
         live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
         assert len(live) == self._live == len({cohort.number for cohort in live})
         assert self._size == sum(len(cohort.here) for cohort in live)

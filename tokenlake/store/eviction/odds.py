@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.hints import NEVER, Hints
-from tokenlake.store.eviction.learning import Label, Labels
+from tokenlake.store.eviction.labels import Label, Labels
 
 __all__ = ["AGES", "EDGES", "LABELS", "Features", "Odds"]
 
@@ -43,6 +43,9 @@ _OFFSETS = np.concatenate([[0], np.cumsum(_SIZES)]).tolist()
 _WEIGHTS = _OFFSETS[-1]
 
 RATE, RATE_REGIME, RATE_AGE = 0.1, 0.05, 0.3
+"""Of AdaGrad in one cache. See `Odds.nodes`."""
+MAX_NODES = 16
+"""More nodes do not make the steps longer: single nodes would go too far between two merges."""
 BATCH = 64
 """Samples of one step. More at once would each push the weights the same way, and together too far."""
 SIZE_POWER = 0.4
@@ -77,6 +80,10 @@ class Odds:
     """The model of one pool; bounded."""
 
     def __init__(self) -> None:
+        self.nodes = 1
+        """Nodes that merge their weights, each of which sees a part of the requests. Set by the caller. With 1/n of the
+        samples AdaGrad moves the weights of a node 1/sqrt(n) as far, and a merge is a mean. So the steps are longer by
+        sqrt(n), and n nodes together learn as fast as one that sees all."""
         self._labels = Labels(LABELS)
         # Each array is beside the sums of squared errors, by which AdaGrad makes its steps smaller.
         self._age, self._age_sum = np.full(AGES, INITIAL_BIAS), np.ones(AGES)
@@ -139,11 +146,12 @@ class Odds:
         regime = _REGIME[age]
         logits = self._age[age] + self._effective[found, regime[:, None]].sum(axis=1)
         error = (share - 1.0 / (1.0 + np.exp(-logits))) * weight
-        _step(self._age, self._age_sum, age, error, RATE_AGE)
+        longer = math.sqrt(min(self.nodes, MAX_NODES))
+        _step(self._age, self._age_sum, age, error, longer * RATE_AGE)
         repeated = np.repeat(error, found.shape[1])
-        _step(self._all, self._all_sum, found.ravel(), repeated, RATE)
+        _step(self._all, self._all_sum, found.ravel(), repeated, longer * RATE)
         place = (found * _REGIMES + regime[:, None]).ravel()
-        _step(self._regime.reshape(-1), self._regime_sum.reshape(-1), place, repeated, RATE_REGIME)
+        _step(self._regime.reshape(-1), self._regime_sum.reshape(-1), place, repeated, longer * RATE_REGIME)
         self._tables()
 
     def _tables(self) -> None:

@@ -350,7 +350,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
             lambda: Pool.connect(
-                self.settings.socket or None, layout, self.settings.credential, daemon_uid=self.settings.daemon_uid
+                self.settings.socket or None,
+                layout,
+                self.settings.credential,
+                daemon_uid=self.settings.daemon_uid,
+                deadlines=self.settings.deadlines,
             ),
             self._reports.failure,
             wait_s=0.0,
@@ -387,6 +391,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 session=SessionId(number),
                 verify=self.settings.verify,
                 daemon_uid=self.settings.daemon_uid,
+                deadlines=self.settings.deadlines,
             ),
             self._reports.failure,
         )

@@ -11,6 +11,7 @@ import msgspec
 from tokenlake.config import ENGINE_PREFIX, kinds
 from tokenlake.config.setting import Setting, read
 from tokenlake.config.sources import of_environment
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
 __all__ = ["EngineSettings", "read_settings"]
 
@@ -99,6 +100,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="short beside a prefill, and long for a daemon that is not overloaded",
         ),
     ] = 20.0
+    call_ms: Annotated[
+        float,
+        Setting(
+            kinds.real(0.001, 60_000, "milliseconds"),
+            "deadline of the calls that the daemon answers from its own memory, such as the first one of a load",
+            why="a daemon that is not overloaded answers within milliseconds; a frozen one costs a load this much",
+        ),
+    ] = 1e3 * DEFAULT_DEADLINES.call_s
+    fetch_ms: Annotated[
+        float,
+        Setting(
+            kinds.real(0, 60_000, "milliseconds"),
+            "deadline of the transfers of a load, 32 segments at a time; 0: the daemon predicts it from the rate of "
+            "earlier transfers",
+            why="a slow network gets more time, and a frozen node costs little",
+        ),
+    ] = 1e3 * DEFAULT_DEADLINES.fetch_s
     salt: Annotated[
         str | None,
         Setting(
@@ -134,6 +152,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="a short burst of writes does not lose segments",
         ),
     ] = 1.0
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The deadlines of the connections to the daemon. Lookups have their own, `match_ms`."""
+        return Deadlines(call_s=self.call_ms / 1e3, fetch_s=self.fetch_ms / 1e3)
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.rules.eviction_scene import key_of
-from tokenlake.store.eviction import learning
-from tokenlake.store.eviction.learning import GHOST_S, GHOSTS_EACH, Ghosts, Record
+from tokenlake.store.eviction import records
+from tokenlake.store.eviction.records import GHOST_S, GHOSTS_EACH, Ghosts, Record
 
 
-def add(ghosts: Ghosts[object], name: object, now: float, segments: int = 10) -> int:
+def add(ghosts: Ghosts, name: object, now: float, segments: int = 10) -> int:
     """Add a ghost; how many were forgotten."""
     return len(ghosts.add(key_of(name), Record(now), now, segments))
 
 
 def test_ghosts_are_forgotten_after_a_while() -> None:
     """A few at a time, the oldest first."""
-    ghosts = Ghosts[object]()
+    ghosts = Ghosts()
     for number in range(90):
         assert add(ghosts, number, float(number)) == 0
     assert list(ghosts) == [key_of(number) for number in range(90)]
@@ -28,8 +28,8 @@ def test_ghosts_are_forgotten_after_a_while() -> None:
 
 @pytest.mark.parametrize("segments", [5, 30])
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch, segments: int) -> None:
-    monkeypatch.setattr(learning, "LEAST_GHOSTS", 50)
-    ghosts = Ghosts[object]()
+    monkeypatch.setattr(records, "LEAST_GHOSTS", 50)
+    ghosts = Ghosts()
     for number in range(1000):
         add(ghosts, number, number / 100, segments)
     assert len(ghosts) == max(50, GHOSTS_EACH * segments)
@@ -37,8 +37,8 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch, segments: int) -> N
 
 
 def test_a_ghost_that_returns_in_time_is_the_same_record() -> None:
-    ghosts = Ghosts[object]()
-    record = Record[object](3.0)
+    ghosts = Ghosts()
+    record = Record(3.0)
     ghosts.add(key_of("a"), record, 5.0, 1)
     assert ghosts.pop(key_of("a")) is record
     assert record.gone == 5.0
