@@ -81,9 +81,9 @@ def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **argument
     return counts
 
 
-def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    """Compute the prompts at `WRITER` and wait until every segment is at its owner."""
-    with engine_at(cluster, WRITER, model, mode="fetch") as engine:
+def put(cluster: Cluster, model: Any, rows: list[list[int]], node: int = WRITER) -> None:
+    """Compute the prompts at a node and wait until the directory nodes know that it owns their segments."""
+    with engine_at(cluster, node, model, mode="fetch") as engine:
         for row in rows:
             # `prefill` does not compute the last token: one is added, so that all of the prompt is stored.
             engine.prefill([*row, 2])
@@ -112,15 +112,15 @@ def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model
     layout = layout_of(model, segment_tokens=SEGMENT)
     writer, other, reader = (node.name for node in cluster.nodes)
     wanted = [{reader}, {writer}, {other}, {writer, other}]
-    found: dict[frozenset[str], list[int]] = {}
-    rows: list[list[int]] = []
-    # The owner of a segment depends on how full its two candidates are.
-    while not found.keys() >= set(map(frozenset, wanted)):
-        assert len(rows) < 500, found
-        more = [prompt(2 * SEGMENT + 1 + seed, 100 + len(rows) + seed) for seed in range(SEGMENT)]
-        put(cluster, model, more)
-        rows += more
-        found |= {frozenset(places(cluster, READER, layout, row)): row for row in more}
+    rows = [prompt(2 * SEGMENT + 1 + seed % SEGMENT, 100 + seed) for seed in range(4 * 8)]
+    for node in range(3):
+        put(cluster, model, rows[8 * node : 8 * node + 8], node)
+    # Of the last rows, `WRITER` computes the first segment, and the other node the second one. Where the reader's node
+    # is the directory node of the second segment, it asks the other node for both, which has a copy of the first.
+    put(cluster, model, [row[:SEGMENT] for row in rows[24:]])
+    put(cluster, model, rows[24:], 1)
+    found = {frozenset(places(cluster, READER, layout, row)): row for row in rows}
+    assert found.keys() == set(map(frozenset, wanted))
     with engine_at(cluster, READER, model) as engine:
         for nodes in wanted:
             counts = check(engine, model, [found[frozenset(nodes)]])
