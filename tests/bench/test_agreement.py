@@ -39,7 +39,7 @@ def test_daemons_and_simulated_nodes_agree() -> None:
     )
     simulation = Simulation(options)
     simulation.run(arrivals_of(intern_segments(workload, segment_tokens)))
-    measured, totals = simulation.measure(0.0, float("inf")), simulation.totals()
+    measured, totals = simulation.measure(), simulation.totals()
     print(live.result, measured, totals)
     assert measured.token_hit_rate == pytest.approx(live.result.token_hit_rate, abs=0.02)
     assert totals.bytes_moved == pytest.approx(live.result.bytes_moved, rel=0.1)
