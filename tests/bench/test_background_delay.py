@@ -30,10 +30,9 @@ def read_s(*, flood: bool) -> float:
     cluster = SimulatedCluster(options, served.append)
     cluster.clock.run_until(cluster.clock.now + 2.0)
     writers = range(1, NODES)
-    for writer in writers:
-        cluster.engines[writer].serve(prompt(10_000 * writer, 680))
-    cluster.clock.run_until(cluster.clock.now + 5.0)
     cluster.engines[NODES - 1].serve(prompt(1, PREFIX))
+    for writer in writers:
+        cluster.engines[writer].serve(prompt(10_000 * writer, 640))
     # The mean over 60 s of the lead of the empty node.
     cluster.clock.run_until(cluster.clock.now + 60.0)
     for writer in writers if flood else ():

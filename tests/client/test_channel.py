@@ -122,7 +122,7 @@ def test_a_fetch_with_the_deadline_of_its_pool() -> None:
         owner, node = cluster.nodes
         for prompt in (one, other):
             store(writer, prompt)
-        wait_pushed(cluster)
+        wait_told(cluster)
         with (
             Pool.connect(node.socket, LAYOUT, deadlines=deadlines) as patient,
             cluster.connect(1, LAYOUT) as reader,

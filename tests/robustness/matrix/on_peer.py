@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.robustness.live import flip, wait_told, wait_until
+from tests.robustness.live import Prompt, flip, wait_told, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
 from tests.robustness.matrix.proxy import Cut, Direction, Flip, Trickle
 from tests.robustness.matrix.world import world
@@ -102,7 +102,7 @@ def full(seed: int) -> Outcome:
     """An engine of the node has leased all its slots: the node serves what it has and takes nothing."""
     with world(seed, memory="1MiB", session_lease_share="1") as at:
         mine, other = at.engines
-        stored = []
+        stored: list[Prompt] = []
         while at.metric(1, "tokenlake_free_slots"):
             stored.append(at.fresh(len(stored)))
             assert other.store(stored[-1], patience=5.0) == {Code.COMMITTED}
