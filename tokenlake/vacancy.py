@@ -10,7 +10,7 @@ __all__ = ["MAX_RETENTION_VALUE", "UNKNOWN_VACANCY", "Vacancy"]
 MAX_RETENTION_VALUE = 1e9
 """The victim's value where nothing can be evicted."""
 FULL = 0.1
-"""A node with less free memory than this share is full for `full`."""
+"""Free share below which a node counts as full: the memory of a request that ends is free for a moment."""
 FREE_NOISE, FREE_CLEAR = 0.005, 0.05
 """Difference of free shares: below the first it is noise, beyond the second one node is clearly emptier."""
 RATIO_NOISE = math.log(1.02)
@@ -32,7 +32,7 @@ class Vacancy(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Does each new segment evict one?"""
+        """Does a new segment evict another one, now or soon?"""
         return self.free_share < FULL
 
     def lead(self, other: Vacancy) -> float:

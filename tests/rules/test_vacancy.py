@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.vacancy import FREE_NOISE, MAX_RETENTION_VALUE, UNKNOWN_VACANCY, Vacancy
+from tokenlake.vacancy import FULL, MAX_RETENTION_VALUE, UNKNOWN_VACANCY, Vacancy
 
 vacancies = st.builds(
     Vacancy,
@@ -49,6 +49,6 @@ def test_a_node_that_has_not_reported_is_never_the_emptier_one(one: Vacancy) -> 
 
 
 @given(vacancies)
-def test_a_node_without_free_slots_is_full(one: Vacancy) -> None:
-    assert one.full == (one.free_share < FREE_NOISE)
+def test_a_node_with_few_free_slots_is_full(one: Vacancy) -> None:
+    assert one.full == (one.free_share < FULL)
     assert Vacancy(0.0, one.victim_age_s, one.victim_value).full
