@@ -92,16 +92,14 @@ def test_a_router_waits_for_its_lookup() -> None:
 
 
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
-    """A match once found at most as many segments as half of a node has slots, also where other nodes had the rest."""
+    """A match finds at most as many segments as a node has slots, and at least half as many."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    # At a node with few of these segments a request finds the whole prompt; at a node full of cached copies of the
-    # prompt it finds these (36 or more) and 12 segments at other nodes.
-    assert max(found) == 60
-    assert min(found) >= 36 + 12
+    assert max(found) == 48
+    assert min(found) >= 24
 
 
 def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:

@@ -243,7 +243,7 @@ def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch
     [check] = core.handle(events.Requested(connection, engine.Corrupt(lease, 0)), now)
     assert isinstance(check, CheckSlot)
     with monkeypatch.context() as patch:
-        failing(patch, DirectoryNode, "tell_gone")
+        failing(patch, DirectoryNode, "tell_evicted")
         out = failed(core, events.SlotChecked(check.check, False), now)
     assert [type(each) for each in out] == [Note]
     assert core.handle(events.SendDone(4711), now) == []

@@ -117,7 +117,7 @@ def test_the_wait_grows_with_the_missing_segments() -> None:
     store(cluster, engines[2], keys[:2])
     ask(engines[0].processes[0], engine.Prepare, join_keys(keys[2:]), 2)
     cluster.run_for(0.05)
-    fields = join_keys(keys), 0.0, True, "", None, 0, 5.0, False
+    fields = join_keys(keys), 0.0, True, "", None, 0, 5.0
     short = ask(engines[1].processes[0], engine.Match, *fields, 0.3)
     whole = ask(engines[3].processes[0], engine.Match, *fields, 100.0)
     cluster.run_for(0.2)

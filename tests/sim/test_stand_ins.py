@@ -41,7 +41,8 @@ def stored(cluster: Cluster, owners: Sequence[Engine]) -> list[tuple[SegmentKey,
 def test_the_death_of_a_directory_node_hides_almost_nothing(fault: str) -> None:
     """Of a node that owns none of the segments and is the directory node of a fifth of them. Each segment is matched by
     itself, at a node that does not own it, so that no neighbour leads to its owner."""
-    regions = PROMPTS * LENGTH // SLOTS + 20
+    # No node counts as full, so that nothing is handed over to the node without segments.
+    regions = 5 * PROMPTS * LENGTH // (4 * SLOTS) + 20
     cluster = Cluster(NODES, regions=regions, dirty_share=1.0, session_reserve_share=1.0)
     cluster.calm()
     cluster.run_for(0.3)
