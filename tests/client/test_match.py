@@ -21,8 +21,13 @@ WAIT = MatchOptions(in_flight_wait_s=10.0)
 
 
 def wait_claimed(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
-    """Wait until a match of all `keys` says `code`."""
-    wait_until(lambda: set(pool.match(keys, deadline_s=PATIENT_S).codes) == {code}, f"all are {code.name}")
+    """Wait until a match of each of the `keys` says `code`: a match does not ask for keys behind the first one that is
+    not there."""
+
+    def claimed() -> bool:
+        return all(pool.match([key], deadline_s=PATIENT_S).codes == bytes([code]) for key in keys)
+
+    wait_until(claimed, f"all are {code.name}")
 
 
 def test_a_prompt_is_computed_once(three: Cluster) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -74,9 +75,13 @@ class Prompt:
         return sum(array.tobytes() != self.content(start + at) for at, array in enumerate(arrays))
 
 
+LOW = Hints(priority=-1)
+
+
 def store(pool: Pool, prompt: Prompt, patience: float = LIMIT_S) -> bytes:
-    """Store all of a prompt; the codes."""
-    return pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=patience)
+    """Store all of a prompt; the codes. Segments of low priority are evicted in order of their last access, and new
+    ones are always admitted: tests fill the memory to evict what is not leased."""
+    return pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=patience, hints=LOW)
 
 
 def match(pool: Pool, prompt: Prompt, deadline_s: float = PATIENT_S) -> Lease:

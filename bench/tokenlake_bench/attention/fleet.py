@@ -36,6 +36,8 @@ SEGMENTS: Final = 16
 NODES: Final = 5
 STORED: Final = 10 * SEGMENTS
 """Number of stored segments: enough that each node owns at least as many as a view takes from it."""
+EACH: Final = 4
+"""Consecutive segments that one node stores."""
 START_S: Final = 60.0
 STEP_S: Final = 10.0
 LOAD_SEGMENTS: Final = 4
@@ -124,18 +126,19 @@ class Fleet:
                 process.join()
 
     def _spread(self) -> list[list[SegmentKey]]:
-        """Store one long prompt. Returns the keys by owner."""
-        writer = self._pools[1]
+        """Store the segments of one long prompt at the nodes in turn. Returns the keys by owner."""
         tokens = np.random.default_rng(0).integers(0, 1 << 17, STORED * self.layout.segment_tokens)
-        keys = writer.prefix(tokens).keys
+        keys = self._pools[0].prefix(tokens).keys
         draw = np.random.default_rng(1)
 
         def fill(_: int, slot: NDArray[np.uint8]) -> None:
             slot[:] = from_float32(draw.standard_normal(len(slot) // 2, np.float32), "bfloat16").view(np.uint8)
 
-        codes = writer.store_all(keys, fill, patience=START_S)
-        if set(codes) != {Code.COMMITTED}:
-            raise TokenLakeError(f"segments could not be stored: {[Code(code).name for code in set(codes)]}")
+        for start in range(0, STORED, EACH):
+            writer = self._pools[start // EACH % NODES]
+            codes = writer.store_all(keys[start : start + EACH], fill, start, patience=START_S)
+            if set(codes) != {Code.COMMITTED}:
+                raise TokenLakeError(f"segments could not be stored: {[Code(code).name for code in set(codes)]}")
         until = time.monotonic() + START_S
         while True:
             found = self._where(keys)
