@@ -15,7 +15,8 @@ ENGINE_MODULES: Final = {
     "vllm": ("vllm", "tokenlake_client", "tokenlake_testing"),
     "transformers": ("torch", "transformers", "tokenlake_client", "tokenlake_testing"),
 }
-"""Modules that a process of `tokenlake_testing.engine_lines` imports, by kind of engine."""
+"""By kind of engine, the modules that `check_interpreter` requires of an interpreter: those that an engine process
+(`tokenlake_testing.engine_lines`) imports."""
 REMEDIES: Final = {
     "vllm": "in the repository `make install-vllm` makes one at .venv-vllm",
     "transformers": "pip install tokenlake-bench 'tokenlake[transformers]'",

@@ -61,13 +61,13 @@ class LeaseHold:
         return stop
 
     def release(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Release items. Returns, per item, True when it was held and is not held any more."""
+        """Release the items from `start` to `stop`. Returns, per item, True if this call ended the hold of it."""
         free: NDArray[np.bool_] = self.unreleased[start:stop] & (self.pins[start:stop] == 0)
         self.unreleased[start:stop] = False
         return free
 
     def unpin(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Unpin items. Returns, per item, True when it is not held any more."""
+        """Unpin the items from `start` to `stop`. Returns, per item, True when it is not held any more."""
         self.pins[start:stop] -= 1
         return ~self.held()[start:stop]
 
@@ -213,7 +213,8 @@ class Grants:
         self._ended_pins.append((hold, start, stop))
 
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """Release items of `hold`, and give back those that no array pins. Never raises."""
+        """Release the items of `hold` from `start` to `stop`. Those that no array pins and no other object holds are
+        given back to the daemon. Never raises."""
         with self.lock:
             self._give_back(hold, start, hold.release(start, stop))
         self.sweep()

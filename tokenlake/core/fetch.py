@@ -127,7 +127,7 @@ class Transfer:
     slot_bytes: int
     shards: int
     wait_s: float
-    """Seconds after which it is aborted, or dropped from the queue."""
+    """Seconds after which the transfer is aborted, or dropped from the queue of background transfers."""
     request: str
     """Name of the request in the log."""
     segments: list[Segment] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Transfer:
 
     @property
     def background(self) -> bool:
-        """No engine waits for the segments."""
+        """True if no engine waits for the segments."""
         return self.kind is not Kind.CACHED
 
     @property
@@ -179,7 +179,8 @@ class Transfers:
         """Transfer (key, depth in the prompt, callback) each from `node`, as copies of `kind`.
 
         A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once.
-        `wait_s`: abort after this. CACHED copies are for an engine that waits; the others are background transfers.
+        `wait_s`: seconds after which the transfer is aborted. CACHED copies are for an engine that waits; the others
+        are background transfers.
         """
         transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request)
         refused: list[tuple[OnArrival, Code]] = []
@@ -359,7 +360,7 @@ class Transfers:
         return (segment for transfer in (*self._under_way.values(), *self._queue) for segment in transfer.segments)
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """The number of entries in each map, by the name of the map."""
         return {
             "transfers": len(self._under_way),
             "queued transfers": len(self._queue),
@@ -389,7 +390,7 @@ class _Fetch:
         self.tried: dict[int, list[NodeId]] = {}
         """By item that arrived with a wrong checksum: the nodes that were asked for it."""
         self.corrupt: list[int] = []
-        """Those items of which another copy is still to be asked for."""
+        """Items that arrived with a wrong checksum and are still to be requested from another node."""
 
     def set_code(self, index: int, code: Code) -> None:
         """The outcome of item `index` of the lease."""
@@ -510,7 +511,9 @@ class LeaseReads:
         room = self._grants.fetch_room(fetch.process.session)
         if sum(map(len, by_node.values())) <= room:
             return by_node
-        # An item that another process fetches takes no further slot. The deepest items are left out.
+        # The session may hold fewer further slots than this fetch has items. An item that another fetch of the lease
+        # waits for takes no further slot. Of the others, the deepest ones, for which no slot is left, are left out of
+        # the request.
         indices = itertools.chain.from_iterable(by_node.values())
         beyond = frozenset(sorted(index for index in indices if index not in lease.coming)[room:])
         if beyond and lease.trail is not None:
@@ -521,7 +524,7 @@ class LeaseReads:
         return {node: at for node, at in requested.items() if at}
 
     def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
-        """Seconds until the fetch is answered with the items that are here."""
+        """Seconds after which the fetch is answered with the items that have arrived by then."""
         if fetch.request.deadline_s > 0:
             return min(fetch.request.deadline_s, MAX_DEADLINE_S)
         size = fetch.process.session.slot_bytes

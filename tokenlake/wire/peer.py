@@ -136,17 +136,17 @@ class LookupReply(_Message, frozen=True, tag=5):
     lease: int
     codes: bytes
     nodes: tuple[str, ...]
-    """One for each ELSEWHERE, in order."""
+    """The owner of each segment whose code is ELSEWHERE, in the order of the keys."""
     vacancy: tuple[Share, Seconds, RetentionValue]
-    """The sender's."""
+    """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
     load: Amount
     """Recent rate of bytes that the sender sends to engines of other nodes, per second."""
     known_depth: Index = 0
-    """Number of keys up to the deepest one that the sender has or remembers; 0: none."""
+    """Number of keys up to the deepest one whose segment the sender has or remembers; 0: none."""
     last_access: AccessRecord = NO_ACCESS
-    """Access record of that key."""
+    """The access record of the deepest key that `known_depth` counts."""
     last_access_age_s: Seconds = 0.0
-    """Time since that access."""
+    """Seconds since the access in `last_access`."""
     redirect: str = ""
     """A node that was recently sent the leased segments and that the caller should ask first (fan-out limit). Empty:
     none."""
@@ -165,7 +165,7 @@ class RenewLease(_Message, frozen=True, tag=30):
 
 
 class MarkInFlight(_Message, frozen=True, tag=7):
-    """To the directory node: an engine of the sender is computing or writing these."""
+    """To the directory node: an engine of the sender is computing or writing these segments."""
 
     tenant: str
     keys: bytes
@@ -173,14 +173,14 @@ class MarkInFlight(_Message, frozen=True, tag=7):
 
 
 class ClearInFlight(_Message, frozen=True, tag=8):
-    """To the directory node: the sender takes back its in-flight markers."""
+    """To the directory node: the sender takes back its in-flight markers of these segments."""
 
     tenant: str
     keys: bytes
 
 
 class Offer(_Message, frozen=True, tag=11):
-    """To a node with emptier memory: take these over from the sender."""
+    """To a node with emptier memory: the sender asks it to take over these segments."""
 
     call: int
     tenant: str
@@ -190,7 +190,7 @@ class Offer(_Message, frozen=True, tag=11):
     slot_bytes: SlotBytes
     shards: Shards
     hints: Hints | None = None
-    """Hints of the request that wrote them."""
+    """The hints of the request that wrote the segments."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):
@@ -199,9 +199,9 @@ class OfferReply(_Message, frozen=True, tag=12):
     call: int
     codes: bytes
     vacancy: tuple[Share, Seconds, RetentionValue]
-    """The sender's."""
+    """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
     load: Amount
-    """As in `LookupReply`."""
+    """Recent rate of bytes that the sender sends to engines of other nodes, per second."""
 
 
 class Owned(_Message, frozen=True, tag=13):
@@ -210,7 +210,7 @@ class Owned(_Message, frozen=True, tag=13):
     tenant: str
     keys: bytes
     previous: str = ""
-    """The owner that handed them over, whose entries are replaced; empty: none."""
+    """The owner that handed the segments over, whose entries in the directory are replaced; empty: none."""
 
 
 class Redundant(_Message, frozen=True, tag=14):
@@ -223,30 +223,30 @@ class Redundant(_Message, frozen=True, tag=14):
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """`node` does not have these. To their directory node from that node, or from a reader that found none there; to a
-    node that reported reads of its copies from the node that it took for the owner."""
+    """`node` does not have these segments. Sent to their directory node by `node`, or by a reader that did not find
+    them there; and to a node that reported reads of its copies, by the node that it took for their owner."""
 
     tenant: str
     keys: bytes
     node: Name
     rule: Name = ""
-    """The rule by which they left `node`; empty: not known."""
+    """The rule by which the segments left `node`; empty: not known."""
     last_access: AccessRecord = NO_ACCESS
-    """Their last access, for the directory node to remember."""
+    """The last access of the segments, for the directory node to remember."""
     last_access_age_s: Seconds = 0.0
-    """Time since that access."""
+    """Seconds since the access in `last_access`."""
 
 
 class Corrupt(_Message, frozen=True, tag=48):
-    """To the source of a transfer: these arrived with wrong checksums. The source checks its copies again and drops
-    those that are wrong."""
+    """To the source of a transfer: these segments arrived with wrong checksums. The source checks its copies again
+    and drops those that are wrong."""
 
     tenant: str
     keys: bytes
 
 
 class ExplainMissing(_Message, frozen=True, tag=45):
-    """To the directory node: an engine missed these; asks how they left the pool."""
+    """To the directory node: an engine did not find these segments; the sender asks how they left the pool."""
 
     call: int
     tenant: str
@@ -260,8 +260,8 @@ class EvictionStatistics(_Message, frozen=True, tag=47):
 
 
 class ExplainMissingReply(_Message, frozen=True, tag=46):
-    """Answers `ExplainMissing`, per key: the rule of its removal (empty where none is known), the node that it left and
-    the time since then."""
+    """Answers `ExplainMissing`, per key: the rule by which the segment was removed (empty where none is known), the
+    node that it left, and the time since then."""
 
     call: int
     rules: tuple[Name, ...]
@@ -270,16 +270,16 @@ class ExplainMissingReply(_Message, frozen=True, tag=46):
 
 
 class Touched(_Message, frozen=True, tag=16):
-    """To the owner: copies of these were read at another node. Deepest first."""
+    """To the owner: copies of these segments were read at another node. The keys come deepest first."""
 
     tenant: str
     keys: bytes
     hints: Hints | None = None
-    """Those of the requests that read them; requests with other hints have a message of their own."""
+    """The hints of the requests that read the copies; requests with other hints have a message of their own."""
     used: bool = True
-    """False: no read, but hints received after one."""
+    """False: the message reports no read, but hints that came after a read."""
     relayed: bool = False
-    """Forwarded by the node that the reader's copy came from, which has a copy too: not to be forwarded again."""
+    """True: the message was forwarded by the node from which the reader's copy came, and is not forwarded again."""
 
 
 class AdvertisingDone(_Message, frozen=True, tag=17):
@@ -303,13 +303,13 @@ class Pong(_Message, frozen=True, tag=19):
 
 
 class Pull(_Message, frozen=True, tag=20):
-    """On a bulk connection: send these segments."""
+    """On a bulk connection: asks for the bytes of these segments."""
 
     tenant: str
     keys: bytes
     request: RequestName = ""
     background: bool = False
-    """No engine waits for them."""
+    """True: no engine waits for the segments."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
@@ -318,7 +318,8 @@ class Pulled(_Message, frozen=True, tag=21):
     slot_bytes: int
     codes: bytes
     checksums: bytes
-    """Those of the writer, 8 bytes per shard of each LOCAL segment."""
+    """The checksums that the writers of the segments computed, 8 bytes per shard of each segment whose code is LOCAL,
+    in order."""
 
 
 PeerMessage = (

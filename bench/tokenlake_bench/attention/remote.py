@@ -45,7 +45,8 @@ class RemoteCase:
         self._compare()
 
     def sample(self, turn: int) -> float:
-        """See `Case`: the round trip of an engine's query."""
+        """Seconds of one query: from the engine's call until the attention over all segments has returned to it. Raises
+        `Unreachable` when the query was lost."""
         began = time.perf_counter()
         answer = self._fleet.pool.query(self._buffer, turn % LAYERS, deadline_s=PATIENT_S).wait()
         taken = time.perf_counter() - began
@@ -55,7 +56,8 @@ class RemoteCase:
         return taken
 
     def ceiling(self, turn: int) -> float:
-        """See `Case`."""
+        """Seconds of the same kernel over the same segments in this process, plus those of a bare transfer of as many
+        bytes as the last query moved there and back."""
         began = time.perf_counter()
         self._fleet.kernel.attend(self._queries, self._slots, turn % LAYERS)
         if self._sent:
@@ -63,7 +65,7 @@ class RemoteCase:
         return time.perf_counter() - began
 
     def bytes(self) -> int:
-        """See `Case`: frames included."""
+        """Bytes that the last query moved over the network in both directions, with the headers of the frames."""
         return self._sent + self._received
 
     def close(self) -> None:

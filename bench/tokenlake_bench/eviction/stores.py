@@ -10,8 +10,8 @@ store with them. Prompts are served one at a time, each at the node that `least_
    first missing one that were held are computed again, and touched as well.
 
 Left out: dirty copies, replicas and delays. Queues are empty whenever the time of the trace advances: a prompt waits
-for the prompts of the same moment only. Those spread a trace with one first segment for all prompts over
-the nodes: with no queues at all the owner of that segment would have the least cost for each of them.
+for the prompts of the same moment only. These queues spread the prompts over the nodes even if all prompts of the trace
+begin with the same segment: without queues the owner of that segment would have the least cost for each of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TENANT = TenantId("study")
 _SLOT_BYTES = 64
 _PAGE = 4096
 _BUDGETS = Budgets(cached=RuleSettings().cached_share)
-"""As daemons have them by default."""
+"""The shares of a store's slots for cached copies and for segments that are being written: a daemon's defaults."""
 READ_COST = 1.0
 """Cost of a token that is read from another node, in computed tokens."""
 
@@ -45,16 +45,17 @@ READ_COST = 1.0
 def least_cost(
     queued: Sequence[float], uncached: Sequence[float], elsewhere: Sequence[float], rng: random.Random
 ) -> int:
-    """The node where a prompt starts soonest. By node, in tokens: the work of the prompts that it was sent before and
-    did not compute yet; the part of this prompt that it would compute; the part that it would read from other nodes.
-    `rng` draws among equal nodes."""
+    """The node where a prompt starts soonest. Per node, in tokens: `queued`, the work of the prompts that the node was
+    sent before and has not computed yet; `uncached`, the part of this prompt that it would compute; `elsewhere`, the
+    part that it would read from other nodes. `rng` draws among equal nodes."""
     costs = [wait + compute + READ_COST * read for wait, compute, read in zip(queued, uncached, elsewhere, strict=True)]
     least = min(costs)
     return rng.choice([node for node, cost in enumerate(costs) if cost == least])
 
 
 class NodeStores:
-    """`nodes` stores with an even share of `capacity_tokens`. Segments are those of `accesses`, by their ids."""
+    """The stores of `nodes` nodes, each with an even share of `capacity_tokens`. The segments are those of `accesses`,
+    by their ids."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class NodeStores:
         self, node: int, chain: tuple[int, ...], copies: Sequence[Segment | None], hits: int, now: float
     ) -> AccessRecord:
         """The access record of this request, as a match gets it: from the deepest segment of which this node finds a
-        copy, or which its policy remembers."""
+        copy, or which the policy of some node remembers."""
         for index in range(len(chain) - 1, -1, -1):
             copy = copies[index]
             if copy is not None:
@@ -174,7 +175,7 @@ class NodeStores:
         return access_after([], len(chain), hits)
 
     def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """Access records of an evicted segment."""
+        """The access records of an evicted segment that the policies of the nodes remember."""
         told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
         return [each for each in told if each is not None]
 
@@ -242,7 +243,7 @@ class NodeStores:
 
 
 def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
-    """Segments of an even share. Raises ConfigurationError where not one fits."""
+    """How many segments fit into one node's even share of `capacity_tokens`. Raises ConfigurationError if none fits."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     slots = capacity_tokens // nodes // accesses.segment_tokens

@@ -1,4 +1,4 @@
-"""The rows of `bench growth`, and their measurement."""
+"""The rows of `bench growth`: what each of them measures, and the measurement."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class Kind:
 def matches(
     daemons: Mapping[int, GrowthDaemon], segments: Sequence[int], clients: Sequence[int], stack: ExitStack
 ) -> Iterator[Kind]:
-    """Rows of matches of segments that a daemon has. The client processes end with `stack`."""
+    """The rows to measure for matches, whose keys all belong to segments that the daemon holds. They vary the keys per
+    call, the client processes that call at the same time, and the segments that the daemon holds. The client processes
+    are started during the iteration, and end when `stack` is closed."""
 
     def matching(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
         client = Matching(daemon.pool, daemon.segments, seed=1)
@@ -92,7 +94,8 @@ def matches(
 
 
 def stores(daemons: Mapping[int, GrowthDaemon], segments: Sequence[int]) -> Iterator[Kind]:
-    """Rows of stores. Each call stores new segments and displaces as many others, because the daemons are full."""
+    """The rows to measure for stores. They vary the keys per call and the segments that the daemon holds. Each call
+    stores new segments and displaces as many others, because the daemons are full."""
     fresh = itertools.count()
 
     def storing(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:

@@ -23,14 +23,15 @@ BALANCING_THRESHOLD = 2.0
 
 
 def split(instances: int, prefill_parts: int, decode_parts: int) -> tuple[range, range]:
-    """(prefill instances, decode instances), at least one of each, in about the given proportion."""
+    """The numbers of the prefill instances and those of the decode instances: 0 to `instances` - 1, divided in about
+    the proportion `prefill_parts` to `decode_parts`, with at least one of each kind."""
     prefill = round(instances * prefill_parts / (prefill_parts + decode_parts))
     prefill = min(max(1, prefill), instances - 1)
     return range(prefill), range(prefill, instances)
 
 
 class Mooncake:
-    """A `Router`."""
+    """The `Router` that the docstring of this module describes."""
 
     def __init__(
         self,
@@ -77,8 +78,8 @@ class Mooncake:
         self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
-        """Number of segments that an instance with a prefix of `depth` segments fetches from the instance with the
-        longest prefix, of `best` segments."""
+        """How many segments an instance that has the first `depth` segments of a prompt fetches from the instance that
+        has the most, `best`: the difference, or 0 if `best` is less than the threshold times `depth`."""
         return best - depth if best >= self._threshold * depth else 0
 
     def _prefill_s(self, request: RoutedRequest, depth: int) -> float:

@@ -31,8 +31,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on the ratio of the pool's `row` to `peer_row` of `peer`; where `peer` is a prefix of several names, of
-    the fastest of these. `least` bounds the ratio of rates from below, `most` the ratio of times from above."""
+    """A bound on the ratio of the pool's `row` to `peer_row` of `peer`. If the names of several peers begin with
+    `peer`, the fastest of these peers counts. `least` bounds the ratio of rates from below, `most` the ratio of times
+    from above."""
 
     row: str
     peer: str
@@ -89,7 +90,7 @@ def bounds() -> dict[str, tuple[float, float]]:
 
 
 def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: str | None = None) -> Row:
-    """The row of one system; `ceilings`: samples of the machine in the same turns."""
+    """The row of one system. `ceilings`: samples, from the same turns, of the machine's own copies and transfers."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     name = kind.name if system is None else f"{system}/{kind.name}"
     if not kind.nbytes or kind.ceiling is None:
@@ -100,8 +101,9 @@ def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: s
 
 
 def compare(kind: RowKind, ours: Samples, peer: str, theirs: Samples) -> list[Comparison]:
-    """Compare the pool's `kind` with the peer's row of that name, and with other rows that a target names. The samples
-    are from the same turns."""
+    """Compare the pool's row `kind` with rows of `peer`: those that targets for this row and peer name or, if the peer
+    has none of these, its row of the same name. Empty if it has no such row either. The samples of the pool (`ours`)
+    and of the peer (`theirs`) must come from the same turns of the benchmark."""
     named = [t for t in TARGETS if t.row == kind.name and peer.startswith(t.peer) and t.peer_row in theirs]
     if not named and kind.name in theirs:
         return [_comparison(kind, ours, peer, theirs, kind.name, None)]

@@ -82,9 +82,9 @@ class LoadCosts:
     def add_load(self, owners: Sequence[str], time: LoadTime) -> None:
         """Add the measured time of a load. `owners`: the node of each of its segments, or `LOCAL`.
 
-        A load that lost segments was ended by its deadline. It counts only if it was slower than predicted: nodes that
-        are always too slow would otherwise have no samples. Its time is extrapolated by the ratio of all segments to
-        the fetched ones plus one.
+        A load that lost segments was ended by its deadline. Its fetch time is extrapolated: multiplied by the number of
+        all segments / (number of fetched segments + 1). The result is a sample only if it is longer than predicted.
+        Without such samples, nodes that always miss the deadline would never be measured.
         """
         now = self._clock()
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
@@ -156,7 +156,7 @@ class LoadCosts:
 
 
 class StepPart(Protocol):
-    """The tokens of one request in a step."""
+    """One request's part of a step of the engine, as two numbers of tokens."""
 
     @property
     def new(self) -> int:

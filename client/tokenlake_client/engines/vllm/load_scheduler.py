@@ -61,8 +61,8 @@ class ScheduledLoads:
                 load.time = time if load.time is None else time.slower(load.time)
 
     def fail(self, blocks: set[int]) -> list[str]:
-        """The requests whose loads should have filled some of `blocks`, which were not filled. These loads count as
-        having lost segments."""
+        """Mark the loads that should have filled some of `blocks`, which the ranks could not fill: their measured times
+        count as those of loads that lost segments. Returns the requests of these loads."""
         failed = {name: load for name, load in self._loads.items() if not blocks.isdisjoint(load.plan.blocks)}
         for load in failed.values():
             if load.time is not None:
