@@ -76,6 +76,8 @@ class FakePeer:
         match message:
             case peer.Ping():
                 sock.sendall(pack_frame(peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0)))
+                # The real node is the directory node of some of the keys.
+                sock.sendall(pack_frame(peer.Owned("default", b"".join(sorted(self._keys)))))
             case peer.Lookup():
                 keys = [message.keys[at : at + 32] for at in range(0, len(message.keys), 32)]
                 codes = bytes(Code.LOCAL if key in self._keys else Code.MISSING for key in keys)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.robustness.live import LIMIT_S, Prompt, outcomes, wait_until
 from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
+from tokenlake.hints import Hints
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 
@@ -96,11 +97,11 @@ class Asker:
                 self.waited_s += time.monotonic() - began
         return count
 
-    def store(self, prompt: Prompt, patience: float = 0.0) -> set[Code]:
+    def store(self, prompt: Prompt, patience: float = 0.0, hints: Hints | None = None) -> set[Code]:
         """Store all segments of a prompt. Returns the distinct codes; none when the call failed."""
         with suppress(self.misses):
             keys = self.pool.prefix(prompt.tokens).keys
-            return outcomes(self.call(lambda: self.pool.store_all(keys, prompt.fill, patience=patience)))
+            return outcomes(self.call(lambda: self.pool.store_all(keys, prompt.fill, patience=patience, hints=hints)))
         return set()
 
     def check(self, prompt: Prompt, arrays: list[NDArray[np.uint8]]) -> None:

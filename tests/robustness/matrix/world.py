@@ -19,6 +19,7 @@ from tests.robustness.live import (
 )
 from tests.robustness.matrix.measure import MATCH_S, Asker, Outcome
 from tests.robustness.matrix.proxy import Proxy
+from tokenlake.hints import Hints
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
@@ -78,10 +79,10 @@ class World:
 
     def fill(self, *askers: Asker) -> None:
         """Each of these engines, or the engine of each node, stores its share of the prompts; returns when the
-        directory nodes know the owners."""
+        directory nodes know the owners. The priority keeps them while engines store new prompts."""
         by = askers or self.engines
         for number, prompt in enumerate(self.prompts):
-            codes = by[number % len(by)].store(prompt, patience=LIMIT_S)
+            codes = by[number % len(by)].store(prompt, patience=LIMIT_S, hints=Hints(priority=1))
             assert codes == {Code.COMMITTED}
         wait_told(self.cluster)
 
