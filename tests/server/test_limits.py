@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ from tests.robustness.live import (
 from tests.server.raw import Raw, hello
 from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
+from tokenlake.identity import NodeId
 from tokenlake.layout import Layout
+from tokenlake.ring import Ring
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake_server.engine_connection import MAX_IN_FLIGHT, MAX_KEYS
 from tokenlake_server.metrics_page import MAX_THREADS
@@ -109,10 +112,11 @@ def test_requests_in_flight_are_bounded() -> None:
             cluster.nodes[1].freeze()
             draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
-            # Each match has keys of both directory nodes, so that it waits for the other node.
-            raw.write(
-                b"".join(pack_frame(engine.Match(at, draw.randbytes(32 * 16), 2.0)) for at in range(2, 2 + count))
-            )
+            # The frozen node is the directory node of each key, so that every match waits for it.
+            ring = Ring({NodeId(each.name): 1 for each in cluster.nodes})
+            drawn = (draw.randbytes(32) for _ in itertools.count())
+            keys = (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[1].name)
+            raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
             # A hint has no reply, so that the bound on requests in flight does not apply.
             raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
             replies = [raw.reply() for _ in range(count)]
