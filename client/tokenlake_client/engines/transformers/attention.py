@@ -41,7 +41,7 @@ class Attending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueryShape:
-    """The properties that the attention queries of all layers of a model share: heads, dimension, scale and dtype."""
+    """The number of heads and the scale of the logits, which the attention queries of all layers of a model share."""
 
     heads: int
     scale: float

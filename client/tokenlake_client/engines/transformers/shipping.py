@@ -167,7 +167,7 @@ class Shipment:
 
     def _send(self, cache: ShippedCache, layer: int, query: Any) -> _Sent | None:
         """Send the layer's queries of all prompts whose prefix has a view to the query engine. Returns None if there is
-        none. Raises `Void` when the results would be lost."""
+        none. Raises `Void` after an error, because their results are missing then."""
         shipped = [(prefix, rows) for prefix, rows in cache.prefixes if prefix.view is not None]
         if not shipped:
             return None
