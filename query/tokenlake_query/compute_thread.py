@@ -65,7 +65,7 @@ class Task:
 
 
 class ComputeThread:
-    """`submit` is thread-safe."""
+    """The thread that computes attention, in batches of tasks. `submit` is thread-safe."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()

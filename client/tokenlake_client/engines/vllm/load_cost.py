@@ -173,8 +173,8 @@ class StepPart(Protocol):
 
 
 class PrefillSteps:
-    """Chooses the steps whose time is a sample of the prefill time: those with at least half of their tokens in
-    prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
+    """Chooses the engine's steps whose time counts as a measured prefill time: those with at least half of their tokens
+    in prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
     sums over the requests of a step. For the scheduler's thread."""
 
     def __init__(self, fit: PrefillFit, clock: Callable[[], float]) -> None:
@@ -191,7 +191,7 @@ class PrefillSteps:
                 del self._steps[next(iter(self._steps))]
 
     def end(self, step: int, seconds: float) -> None:
-        """Record that `step` took `seconds`. Only the first call for a step counts."""
+        """Record that the engine's step `step` took `seconds`. Only the first call for a step counts."""
         parts = self._steps.pop(step, None)
         if parts is not None:
             self._fit.add_step(parts, seconds, self._clock())

@@ -195,7 +195,7 @@ class UnservedWorker:
         self._held: set[str] = set()
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step."""
+        """Take the plan of the engine's next step."""
         self._plan = plan
 
     def load(self) -> None:
