@@ -83,6 +83,6 @@ class ScheduledLoads:
             self.end(request)
 
     def close(self) -> None:
-        """End all loads."""
+        """End all loads: release their leases and report their times."""
         for request in list(self._loads):
             self.end(request)
