@@ -122,8 +122,8 @@ class PeerConnections:
                 except OSError:
                     pass
                 except Exception:
-                    # The dialling task survives every error and tries again; otherwise the peer would never be connected
-                    # again.
+                    # The dialling task survives every error and tries again; otherwise the peer would never be
+                    # connected again.
                     log.exception("dialling %s failed", name)
                 if name not in self._connections:
                     await asyncio.sleep(REDIAL_S)
