@@ -34,13 +34,15 @@ from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 __all__ = ["Channel", "Pending"]
 
 READ_BYTES = 64 << 10
-"""Bytes of one read. From 128 KiB on each read would map and unmap memory, which costs more than the read."""
+"""Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
+costs more than the read."""
 MAX_FRAME = 16 << 20
-"""Limit of the bytes of a reply. The daemon's limit for requests is in its `Welcome`."""
+"""Limit of the bytes of a reply from the daemon. The daemon's limit for requests is in its `Welcome`."""
 
 
 class Pending:
-    """A reply that was requested. Callers read it through `Channel.wait` and `Channel.poll`."""
+    """A request to the daemon whose reply is awaited. Callers read the reply through `Channel.wait` and
+    `Channel.poll`."""
 
     __slots__ = ("descriptor", "error", "reply")
 
@@ -48,11 +50,12 @@ class Pending:
         self.reply: EngineReply | None = None
         self.error: TokenLakeError | None = None
         self.descriptor: int | None = None
-        """The descriptor that came with a `Region` or `QueryOpened`; the caller that waits for the reply owns it."""
+        """The file descriptor that came beside the reply (of the types `Region` and `QueryOpened`); the caller that
+        waits for the reply owns it."""
 
     @property
     def done(self) -> bool:
-        """True once the reply has arrived, or will never arrive."""
+        """True once the reply to this request has arrived, or will never arrive because the connection ended."""
         return self.reply is not None or self.error is not None
 
 
@@ -85,15 +88,16 @@ class Channel:
         self._process = os.getpid()
         self._liveness = Liveness()
         self.max_frame = MAX_FRAME
-        """Limit of the bytes of a request. The owner of the channel sets it to the limit in the daemon's `Welcome`."""
+        """Limit of the bytes of a request to the daemon. The owner of the channel sets it to the limit in the daemon's
+        `Welcome`."""
         self.orphans: deque[EngineReply] = deque()
-        """Replies that arrived after their caller gave up."""
+        """Replies of the daemon that arrived after their caller gave up."""
         self.timeouts = 0
-        """The number of calls that missed their deadline."""
+        """The number of calls to the daemon that missed their deadline."""
 
     @property
     def broken(self) -> bool:
-        """True once the connection has ended: no call can succeed any more."""
+        """True once the connection to the daemon has ended: no call can succeed any more."""
         return self._broken is not None
 
     @property
@@ -129,7 +133,7 @@ class Channel:
         return pending
 
     def tell(self, message: EngineRequest) -> None:
-        """Send a message that has no reply."""
+        """Send the daemon a message that has no reply."""
         self._check()
         self._send(message)
 
@@ -141,11 +145,12 @@ class Channel:
         return self._result(pending)
 
     def poll(self, pending: Pending, wait_s: float = 0.0) -> EngineReply | None:
-        """The reply if it arrives within `wait_s`, else None."""
+        """The daemon's reply if it arrives within `wait_s` seconds, else None."""
         return self._result(pending) if self._await(pending, wait_s) else None
 
     def drop(self, pending: Pending) -> None:
-        """Give up a request: its reply becomes an orphan, also when it has arrived already."""
+        """Give up the request `pending`: its reply becomes an orphan (a reply that no caller waits for), also when it
+        has arrived already."""
         with self._changed:
             for number in [number for number, other in self._waiting.items() if other is pending]:
                 del self._waiting[number]
@@ -180,10 +185,12 @@ class Channel:
             try:
                 self._sock.sendall(frame)
             except OSError as error:
-                # Read what has arrived: a daemon that closes the connection sends the reason first.
+                # The send failed. Read the replies that have arrived before the connection ends: a daemon that closes
+                # it sends the reason first.
                 if self._start_reading(None, 0.0):
                     self._read_until(None, 0.0)
-                # A part of the frame may have been sent: the stream cannot be used any more.
+                # The send has failed and may have sent a part of the frame, so the daemon could not find the next frame
+                # in the stream: the connection ends.
                 self._break(Unreachable(f"the daemon at {self.path} does not read: {error}"))
         if self._broken is not None and pending is None:
             raise Unreachable(str(self._broken))
@@ -268,7 +275,8 @@ class Channel:
         descriptor = self._descriptors.take() if carries and self._descriptors else None
         pending = self._waiting.pop(reply.id, None)
         if isinstance(reply, Failed) and not reply.id:
-            # An error without the id of a request refuses the connection itself; the daemon closes it afterwards.
+            # An error of the daemon without the id of a request refuses the connection itself; the daemon closes the
+            # connection afterwards.
             raise _as_error(reply)
         if pending is None:
             if descriptor is not None:
@@ -283,7 +291,8 @@ class Channel:
     def _give_up(self, pending: Pending, deadline_s: float) -> None:
         with self._changed:
             if pending.done:
-                # The reply arrived between the caller's last check and this one, so the deadline was not missed.
+                # The reply arrived between the caller's last check and this one, so the caller gets the reply, and the
+                # deadline does not count as missed.
                 return
             self.drop(pending)
             self._liveness.deadline_missed()
@@ -302,7 +311,7 @@ class Channel:
             if self._broken is None:
                 self._broken = error
                 if self._process == os.getpid():
-                    # Not in a forked child: a shutdown there would end its parent's connection.
+                    # A forked child must not shut the socket down: that would end the connection of its parent.
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
                 if not self._reading:

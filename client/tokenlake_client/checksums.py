@@ -14,7 +14,7 @@ from tokenlake_client.parallel_copy import ParallelCopy
 __all__ = ["copy_with_checksums", "shard_checksums"]
 
 CACHED_BYTES = 1 << 20
-"""Limit of the bytes that are copied before they are hashed, while they are still in the processor's cache."""
+"""Limit of the bytes that are copied before they are hashed: so few bytes are still in the processor's cache."""
 
 
 def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = None) -> bytes:

@@ -42,8 +42,9 @@ class ControlPlane:
         """The requests under way. The caller tells it of each request that is sent, its first token and its end; a
         router that sends single requests asks it for their instances."""
         self.leases: tuple[Lease | None, ...] = ()
-        """One for each request of the last tree; None where no segment was found or the daemon did not answer. Owned by
-        this object and valid until the next `get_prefix_tree` with requests."""
+        """The leases of the last prefix tree, one for each of its requests; None where no segment was found or the
+        daemon did not answer. This object owns them, and they are valid until the next `get_prefix_tree` with
+        requests."""
         self._pool = pool
         self._known: OrderedDict[SegmentKey, NodeId] = OrderedDict()
         self._recent: deque[Request] = deque(maxlen=KNOWN_REQUESTS)
@@ -102,7 +103,8 @@ class ControlPlane:
                     with contextlib.suppress(Refused):
                         pending.append((index, self._pool.begin_match(keys)))
             for index, match in pending:
-                # A match that the daemon refuses, mostly because of its size or of the number of matches, is a miss.
+                # The daemon refused the match of one request, mostly because of its size or of the number of matches:
+                # it counts as a miss.
                 with contextlib.suppress(Refused):
                     found[index] = match.wait()
         except Unreachable:
@@ -113,7 +115,7 @@ class ControlPlane:
         return found
 
     def release(self) -> None:
-        """Release all leases. Idempotent."""
+        """Release the leases of the last prefix tree. Idempotent."""
         for lease in self.leases:
             if lease is not None:
                 lease.release()

@@ -18,31 +18,34 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     connect_s: float = 5.0
-    """Opening a connection: until the daemon has answered the handshake."""
+    """Seconds that opening a connection may take, until the daemon has answered the handshake."""
     send_s: float = 1.0
-    """Dialling, and sending one request. Requests are far smaller than the socket's buffer, so a send blocks only while
-    the daemon reads nothing."""
+    """Seconds that dialling the daemon, or sending one request, may take. Requests are far smaller than the socket's
+    buffer, so a send blocks only while the daemon reads nothing."""
     call_s: float = 0.250
-    """Calls that the daemon answers from its own memory: `attach`, `nodes`, heartbeats, and mapping a region that is
-    read."""
+    """Seconds for calls that the daemon answers from its own memory: `attach`, `nodes`, heartbeats, and mapping a
+    memory region that this process reads."""
     match_s: float = 0.020
-    """`match` and `begin_match`: how long the daemon may wait for the answers of other nodes."""
+    """Seconds for `match` and `begin_match`: how long the daemon may wait for the answers of other nodes."""
     fetch_s: float = 0.0
-    """`Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one. 0: the
-    daemon predicts it from the rate of earlier transfers, and the client waits as long as the daemon is alive."""
+    """Seconds for `Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one.
+    0: the daemon predicts the deadline from the rate of earlier transfers, and the client waits as long as the daemon
+    is alive."""
     store_s: float = 2.0
-    """Calls that reserve or commit slots, and mapping a region that is written. It is long, because engines store in
-    the background: a wait delays no request, and a store that fails loses computed cache."""
+    """Seconds for calls that reserve or commit slots, and for mapping a memory region that this process writes. The
+    deadline is long, because engines store in the background: a wait delays no request, and a store that fails loses
+    computed cache."""
     view_s: float = 1.5
-    """`open_view`: longer than the query engine waits for the query engines of other nodes."""
+    """Seconds for `open_view`: longer than the query engine waits for the query engines of other nodes."""
     query_s: float = 2.0
-    """`query`: attention of one layer over the segments of all views."""
+    """Seconds for `query`: attention of one layer over the segments of all views."""
     grace_s: float = 0.030
-    """Added to the deadlines of match, fetch, view and query while the client waits. The daemon or the query engine
-    answers these calls at the deadline, with what it has by then, and the answer takes this time to arrive."""
+    """Seconds that the client waits beyond the deadline of a match, fetch, view or query. The daemon or the query
+    engine answers these calls at the deadline, with the results that it has by then, and the answer takes this time to
+    arrive."""
     wakeup_s: float = 0.1
-    """How much longer a caller waits when its deadline has passed and the answer lies in the socket, where another
-    thread is about to read it: threads of a busy process are scheduled late."""
+    """Seconds that a caller waits beyond its deadline when the answer lies in the socket and another thread is about to
+    read it: the threads of a busy process are scheduled late."""
 
 
 DEFAULT_DEADLINES = Deadlines()

@@ -15,12 +15,13 @@ __all__ = ["MAX_DESCRIPTORS", "SPACE", "ReceivedDescriptors"]
 MAX_DESCRIPTORS = 8
 """Limit of the descriptors that were received on one connection and not taken yet."""
 SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-"""The size of the buffer for ancillary data that callers pass to `recvmsg`. They also pass MSG_CMSG_CLOEXEC, which
-`socket.recv_fds` does not."""
+"""The size in bytes of the buffer for ancillary data that callers pass to `recvmsg`. They also pass the flag
+MSG_CMSG_CLOEXEC, which `socket.recv_fds` does not set."""
 
 
 class ReceivedDescriptors:
-    """A queue of descriptors in the order in which they arrived. It owns each until the descriptor is taken."""
+    """A queue of received file descriptors, in the order in which they arrived. The queue owns each descriptor until it
+    is taken."""
 
     def __init__(self) -> None:
         self._descriptors: deque[int] = deque()
@@ -29,7 +30,8 @@ class ReceivedDescriptors:
         return len(self._descriptors)
 
     def add(self, ancillary: Iterable[tuple[int, int, bytes]]) -> None:
-        """Take over the descriptors in ancillary data of `recvmsg`. Raises ProtocolRefused beyond `MAX_DESCRIPTORS`."""
+        """Put the file descriptors in ancillary data of `recvmsg` into the queue, which then owns them. Raises
+        ProtocolRefused beyond `MAX_DESCRIPTORS`."""
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -41,12 +43,13 @@ class ReceivedDescriptors:
             )
 
     def take(self) -> int:
-        """The oldest descriptor, owned by the caller from now on. Raises ProtocolRefused where none arrived."""
+        """Remove the oldest file descriptor of the queue and return it; the caller owns it then. Raises ProtocolRefused
+        where the queue is empty."""
         if not self._descriptors:
             raise ProtocolRefused("a frame arrived without the descriptor that belongs to it")
         return self._descriptors.popleft()
 
     def close(self) -> None:
-        """Close the descriptors that were not taken. Idempotent."""
+        """Close the file descriptors that were not taken from the queue. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.popleft())

@@ -42,18 +42,19 @@ class LeaseHold:
     def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
         self.id = lease
         self.link = link
-        """The link over which the lease was granted."""
+        """The connection (`Link`) to the daemon over which the lease was granted."""
         self.pins = np.zeros(items, np.uint32)
-        """Per item: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
+        """Per segment of the lease: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
         self.unreleased = np.ones(items, np.bool_)
 
     def held(self) -> NDArray[np.bool_]:
-        """Per item: True while it is unreleased or pinned."""
+        """Per segment of the lease: True while the `Lease` object has not released it, or an array over it is alive."""
         held: NDArray[np.bool_] = np.logical_or(self.unreleased, self.pins)
         return held
 
     def pin(self, start: int, stop: int) -> int:
-        """Pin the items from `start` to `stop`, or to the first released one. Returns where the pinned items end."""
+        """Pin the segments of the lease from `start` to `stop`, or to the first released one, because arrays over them
+        are about to be made. Returns where the pinned segments end."""
         unreleased = self.unreleased[start:stop]
         if not unreleased.all():
             stop = start + int(unreleased.argmin())
@@ -61,13 +62,15 @@ class LeaseHold:
         return stop
 
     def release(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Release the items from `start` to `stop`. Returns, per item, True if this call ended the hold of it."""
+        """Release the segments of the lease from `start` to `stop`. Returns, per segment, True if this call ended the
+        hold of it: no array over it is alive."""
         free: NDArray[np.bool_] = self.unreleased[start:stop] & (self.pins[start:stop] == 0)
         self.unreleased[start:stop] = False
         return free
 
     def unpin(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Unpin the items from `start` to `stop`. Returns, per item, True when it is not held any more."""
+        """Remove one pin from the segments of the lease from `start` to `stop`. Returns, per segment, True when the
+        lease object does not hold it any more."""
         self.pins[start:stop] -= 1
         return ~self.held()[start:stop]
 
@@ -85,9 +88,9 @@ class Grants:
         self._fillings = 0
         self._leases: dict[int, list[LeaseHold]] = {}
         self._writes: dict[int, int] = {}
-        """By the number of a write, how many objects hold it."""
+        """By the number of a write, how many objects of this process hold the write."""
         self._abort_when_free: set[int] = set()
-        """Writes to abort when no object holds them any more."""
+        """Numbers of the writes to abort when no object of this process holds them any more."""
         self._attaching: dict[int, tuple[int, bool]] = {}
         """The `Attach` requests over the current link whose reply may still arrive: by the number of the request, the
         number of the lease or write, and whether it is a write."""
@@ -101,7 +104,7 @@ class Grants:
 
     @property
     def closed(self) -> bool:
-        """True once the pool was closed: nothing is granted any more."""
+        """True once the pool was closed: the daemon grants it no lease and no write any more."""
         return self._closed
 
     @property
@@ -143,8 +146,9 @@ class Grants:
                 self._release_unheld(lease)
 
     def current(self, link: Link) -> Link:
-        """The current link, over which a grant that was made over `link` is used. Raises `Unreachable` when the grant
-        ended with its daemon or its session, or the pool was closed."""
+        """The pool's current link. It serves for a lease or write that was granted over `link`, possibly an earlier
+        connection of the same session. Raises `Unreachable` when the grant ended with its daemon or its session, or
+        when the pool was closed."""
         current = self._link
         if self._closed:
             raise Unreachable("the pool was closed")
@@ -155,8 +159,8 @@ class Grants:
         return current
 
     def close(self) -> None:
-        """Grant nothing any more and leave the daemon. The daemon keeps the slots of arrays that are alive.
-        Idempotent."""
+        """Leave the daemon: the pool gets no lease and no write any more. The daemon keeps the slots of arrays that are
+        alive. Idempotent."""
         with self.lock:
             if self._closed:
                 return
@@ -165,8 +169,8 @@ class Grants:
             self._leave(self._link)
 
     def close_unless_pinned(self) -> bool:
-        """Close, unless arrays over leased slots are alive. Returns whether it closed. For a pool that is garbage: its
-        arrays are collected soon."""
+        """Close the connections of a pool that was garbage-collected, unless arrays over leased slots are alive; these
+        are collected soon. Returns whether it closed."""
         with self.lock:
             self.sweep()
             if self._pins:
@@ -189,8 +193,8 @@ class Grants:
     # -- leases
 
     def hold_lease(self, hold: LeaseHold) -> None:
-        """Register the hold of a new `Lease` object. Raises `Unreachable` when the connection has broken since the
-        lease was granted."""
+        """Register the segments that a new `Lease` object holds. Raises `Unreachable` when the connection has broken
+        since the lease was granted."""
         with self.lock:
             if hold.id and self._is_current(hold.link):
                 self._check_over(hold.link)
@@ -208,13 +212,13 @@ class Grants:
         self._pins += 1
 
     def note_unpin(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """Record that the arrays of one pin are gone. For finalisers, which may run in the middle of any code: this
-        takes no lock, and `sweep` unpins the items later."""
+        """Record that the arrays of one `Lease.fetch` over segments `start` to `stop` are gone. For finalisers, which
+        may run in the middle of any code: this takes no lock, and `sweep` unpins the segments later."""
         self._ended_pins.append((hold, start, stop))
 
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """Release the items of `hold` from `start` to `stop`. Those that no array pins and no other object holds are
-        given back to the daemon. Never raises."""
+        """Release the segments of the lease `hold` from `start` to `stop`. Those over which no array is alive and that
+        no other object holds are given back to the daemon. Never raises."""
         with self.lock:
             self._give_back(hold, start, hold.release(start, stop))
         self.sweep()
@@ -241,16 +245,16 @@ class Grants:
     # -- writes
 
     def hold_write(self, link: Link, write: WriteId) -> None:
-        """Count a new object that holds a write. Raises `Unreachable` when the connection has broken since the write
-        was granted."""
+        """Count a new object of this process that holds the write. Raises `Unreachable` when the connection has broken
+        since the write was granted."""
         with self.lock:
             if write and self._is_current(link):
                 self._check_over(link)
                 self._writes[write] = self._writes.get(write, 0) + 1
 
     def begin_filling(self, link: Link, write: WriteId) -> None:
-        """`hold_write` for a caller that is about to fill the slots of the write, until `end_filling`. Raises
-        `Unreachable`."""
+        """Count a new object that holds the write, for a caller that is about to fill the write's slots and calls
+        `end_filling` afterwards. Raises `Unreachable` when the connection has broken since the write was granted."""
         with self.lock:
             self.current(link)
             self._check_over(link)
@@ -258,13 +262,14 @@ class Grants:
             self.hold_write(link, write)
 
     def end_filling(self, link: Link) -> None:
-        """End `begin_filling`: the slots of the write are not filled any more."""
+        """Record that the slots of a write are not filled any more. Called once after each `begin_filling`."""
         with self.lock:
             if link.life == self._link.life:
                 self._fillings -= 1
 
     def drop_write(self, link: Link, write: WriteId, *, abort: bool) -> None:
-        """Count that an object has ceased to hold a write. `abort`: abort the write when no other object holds it."""
+        """Record that one object of this process has ceased to hold the write. `abort`: abort the write at the daemon
+        when no other object holds it."""
         with self.lock:
             if write and self._is_current(link):
                 left = self._writes.pop(write, 1) - 1
@@ -276,7 +281,7 @@ class Grants:
         self.sweep()
 
     def leave_write(self, link: Link, write: WriteId) -> None:
-        """Abort a write when no object holds it any more."""
+        """Abort the write at the daemon once no object of this process holds it any more."""
         with self.lock:
             if write and self._is_current(link):
                 self._abort_when_free.add(write)
@@ -384,7 +389,7 @@ class Grants:
                 self._give_back(hold, start, free)
 
     def _return_orphans(self) -> None:
-        """Give back the grants of replies that no caller waits for any more."""
+        """Give back the leases and writes that the daemon granted in replies that no caller waits for any more."""
         orphans = self._link.channel.orphans
         while orphans:
             reply = orphans.popleft()

@@ -24,9 +24,9 @@ __all__ = ["HeartbeatThread", "PendingHeartbeat", "Wake"]
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-"""Pause between two attempts to reach a daemon that does not listen."""
+"""Seconds between two attempts to reach a daemon that does not listen."""
 COLLECT_S = 0.05
-"""Pause between two checks, after the pool was collected, whether its arrays are collected too."""
+"""Seconds between two checks, after the pool was garbage-collected, whether its arrays are collected too."""
 
 
 class Wake:
@@ -45,7 +45,7 @@ class Wake:
             self._queue.get(timeout=limit_s)
 
     def forget(self) -> None:
-        """Discard the calls that were made until now: they end no later wait."""
+        """Discard the wake-ups until now, so that they do not end the next `wait`."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -59,7 +59,7 @@ class HeartbeatThread(threading.Thread):
         """`wake`: ends the thread's pauses; `connector` must call it when the connection breaks."""
         super().__init__(name="tokenlake", daemon=True)
         self.expired = 0
-        """How many times the daemon had ended the session because its heartbeats did not arrive."""
+        """How many times the daemon had ended the pool's session because no heartbeat had arrived in time."""
         self._grants = grants
         self._connector = connector
         self._wake = wake
@@ -103,7 +103,8 @@ class HeartbeatThread(threading.Thread):
             log.warning("the daemon ended session %d: its heartbeats did not arrive in time", link.session)
 
     def _reconnect(self, previous: Link) -> None:
-        """Resume the session where the daemon still has it, else open a new one."""
+        """Open a new connection to the daemon: it resumes the session of the link `previous` where the daemon still has
+        it, else it begins a new session."""
         try:
             link = self._connector.connect(previous.session, previous.connection, previous.incarnation)
         except Refused as error:
@@ -121,5 +122,5 @@ class PendingHeartbeat:
         self._pending = link.channel.begin(engine.Heartbeat)
 
     def poll(self) -> bool:
-        """Has the daemon answered? Never waits. Raises `Unreachable`."""
+        """Has the daemon answered the heartbeat? Never waits. Raises `Unreachable` when the connection has ended."""
         return self._link.channel.poll(self._pending) is not None

@@ -24,7 +24,7 @@ from tokenlake_client.regions import Mapping, Window
 __all__ = ["Lease", "PendingNodes"]
 
 COPY_BYTES = 4 << 20
-"""Size of the pieces in which two threads share a copy."""
+"""Bytes of each piece of a copy that two threads share."""
 _LOCAL = bytes([Code.LOCAL])
 
 
@@ -58,7 +58,7 @@ class Lease:
         matched: Matched,
         request: str = "",
     ) -> None:
-        """`link`: the link that `matched` was received over. Raises `Unreachable`."""
+        """`link`: the connection over which the daemon's answer `matched` was received. Raises `Unreachable`."""
         self.request = request
         """The name of the request in the logs of the nodes; empty for a lease that another process made."""
         hits = matched.hits
@@ -67,16 +67,19 @@ class Lease:
         self.keys = keys[:hits]
         self.hits = hits
         self.codes = matched.codes
-        """One `Code` for each key that was asked for."""
+        """One `Code` for each segment key of the match that made the lease."""
         self.link = link
         self._state = state
         self._grants = state.grants
-        # Codes, slots and checksums stay packed as they were received: most callers need only some of them.
+        # The codes, slots and checksums in the daemon's answer stay packed as they were received: most callers need
+        # only some of them.
         self._item_codes = bytearray(matched.codes[:hits])
         self.places = slot_array(bytearray(matched.slots))
-        """Where each hit lies in this node's arena: `region`, `slot`, `generation`; zeros where it is not local."""
+        """The place of each leased segment in this node's arena: `region`, `slot`, `generation`; zeros where the
+        segment is not on this node."""
         self._checksums = bytearray(matched.checksums)
-        """The checksums of the hits, as `shard_checksums` makes them; empty unless the pool verifies."""
+        """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies what
+        it reads."""
         self._hold = LeaseHold(self.id, link, hits)
         self._grants.hold_lease(self._hold)
 
@@ -88,21 +91,24 @@ class Lease:
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the daemon that granted the lease; `id` is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the lease. The lease's `id` means this lease only at a daemon of
+        this incarnation."""
         return self.link.incarnation
 
     @property
     def local_hits(self) -> int:
-        """Number of hits that are in this node's arena now."""
+        """Number of leased segments that are in this node's arena now."""
         return self._item_codes.count(Code.LOCAL)
 
     def nodes(self) -> list[str]:
-        """The node that has each segment; fewer than `hits` where a segment was lost. Raises `Unreachable`."""
+        """The name of the node that has each leased segment; fewer than `hits` names where a segment was lost. Raises
+        `Unreachable`."""
         link = self._grants.current(self.link)
         return _node_names(link, link.call(lambda number: Locate(number, self.id), Located))
 
     def begin_nodes(self) -> PendingNodes:
-        """Ask for the `nodes` without waiting: `PendingNodes.poll` returns them. Raises `Unreachable`."""
+        """Ask the daemon which nodes have the leased segments, without waiting: `PendingNodes.poll` returns the answer.
+        Raises `Unreachable`."""
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(
@@ -157,7 +163,8 @@ class Lease:
         return count
 
     def shipped(self, stop: int) -> None:
-        """Count the segments up to `stop` as attended to in place, in the daemon's metrics. Never raises."""
+        """Tell the daemon that queries attended to the leased segments up to `stop` where they lie, so that its metrics
+        count them. Never raises."""
         with contextlib.suppress(Unreachable):
             self._grants.current(self.link).channel.tell(AttendedInPlace(self.id, stop))
 
@@ -169,7 +176,7 @@ class Lease:
                 self._grants.current(self.link).channel.tell(Hint(b"", hints, self.id))
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Release the segments `start` to `stop` (default: all). Idempotent; never raises."""
+        """Release the leased segments `start` to `stop` (default: all). Idempotent; never raises."""
         stop = self.hits if stop is None else min(stop, self.hits)
         if stop <= start or not self._hold.unreleased[start:stop].any():
             return
@@ -198,7 +205,8 @@ class Lease:
             raise ProtocolRefused(f"the daemon sent codes of {len(codes)} segments; {stop - start} were asked for")
         if self._state.verify and len(checksums) != CHECKSUM_BYTES * self._state.layout.shards * len(codes):
             raise ProtocolRefused(f"the daemon sent {len(checksums)} bytes of checksums for {len(codes)} segments")
-        # For a lease that has ended the daemon sends fewer codes: the other segments are lost.
+        # For a lease that has ended the daemon sends fewer codes than there are segments: the segments without a code
+        # are lost.
         end = min(stop, start + len(codes))
         size = CHECKSUM_BYTES * self._state.layout.shards
         self._item_codes[start:stop] = codes[: end - start] + bytes([Code.LOST]) * (stop - end)
@@ -212,14 +220,15 @@ class Lease:
         if shard_checksums(segment, shards) == self._checksums[index * size : (index + 1) * size]:
             return True
         self._state.count_corrupt()
-        # Report the copy: the daemon checks it too and drops it. Engines that do not verify would otherwise go on
-        # reading it.
+        # Report the corrupt copy: the daemon checks it too and drops it. Engines that do not verify would otherwise go
+        # on reading it.
         with contextlib.suppress(TokenLakeError):
             self._grants.current(self.link).channel.tell(Corrupt(self.id, index))
         return False
 
     def _mappings(self, places: NDArray[np.void]) -> dict[int, Mapping]:
-        """The mappings of the regions in `places`. Raises `Unreachable`."""
+        """For each region number in `places`, this process's mapping of that region of the arena. Raises
+        `Unreachable`."""
         regions = self._grants.current(self.link).regions
         mappings = {region: regions.get(region) for region in dict.fromkeys(places["region"].tolist())}
         if places["slot"].max(initial=0) >= min((each.shape.slots for each in mappings.values()), default=1):
@@ -227,7 +236,8 @@ class Lease:
         return mappings
 
     def _map(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Arrays over the segments `start` to `stop`, or to the first released one. They pin their segments."""
+        """Arrays over the leased segments `start` to `stop`, or to the first released one, in this node's arena. The
+        segments stay leased while the arrays live."""
         places = self.places[start:stop].copy()
         mappings = self._mappings(places)
         with self._grants.lock:
@@ -260,17 +270,18 @@ def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
 
 
 class PendingNodes:
-    """The awaited result of `Lease.begin_nodes`. For one thread."""
+    """A request to the daemon for the nodes of a lease's segments, whose answer is awaited. For one thread."""
 
     def __init__(self, link: Link, lease: LeaseId) -> None:
         self._link = link
         self._pending = link.channel.begin(lambda number: Locate(number, lease))
 
     def poll(self) -> list[str] | None:
-        """The nodes once the reply has arrived, None before. Never waits. Raises `Unreachable`."""
+        """The nodes of the lease's segments once the daemon's reply has arrived, None before. Never waits. Raises
+        `Unreachable`."""
         reply = self._link.channel.poll(self._pending)
         return None if reply is None else _node_names(self._link, self._link.expect(reply, Located))
 
     def cancel(self) -> None:
-        """Give the request up: the caller does not need the result any more."""
+        """Give up the request for the nodes of a lease's segments: the caller does not need the answer any more."""
         self._link.channel.drop(self._pending)

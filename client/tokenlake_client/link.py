@@ -40,7 +40,7 @@ __all__ = ["Connector", "Link", "dial"]
 R = TypeVar("R")
 
 MAX_SECRET_BYTES = 64
-"""Limit of the tenant's secret: the longest key that blake2b takes."""
+"""Limit of the bytes of the tenant's secret: the longest key that blake2b takes."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
@@ -76,7 +76,8 @@ class Link:
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
     ) -> R:
-        """`Channel.call`, and `expect` on its reply. `deadline_s` None: `Deadlines.call_s`."""
+        """Send a request to the daemon and return its reply, checked by `expect`. Waits at most `deadline_s` seconds
+        (None: `Deadlines.call_s`), and raises the errors of `Channel.call` and `expect`."""
         return self.expect(self.channel.call(make, self._deadline(deadline_s)), expected)
 
     @staticmethod
@@ -90,7 +91,8 @@ class Link:
         return reply
 
     def wait(self, pending: Pending, deadline_s: float | None = None) -> engine.EngineReply:
-        """`Channel.wait`. `deadline_s` None: `Deadlines.call_s`."""
+        """Wait for the daemon's reply to `pending` for at most `deadline_s` seconds (None: `Deadlines.call_s`), and
+        return it. Raises the errors of `Channel.wait`."""
         return self.channel.wait(pending, self._deadline(deadline_s))
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
@@ -138,13 +140,13 @@ class Connector:
     """Opens the links of one pool."""
 
     path: Path | None
-    """The daemon's socket; None: the first default place where a daemon listens."""
+    """The path of the daemon's socket; None: the first default path at which a daemon listens."""
     daemon_uid: int | None
-    """The user that the daemon runs as, where that is neither root nor this process's user."""
+    """The user id that the daemon runs as, where that is neither root nor this process's user."""
     layout: Layout
     credential: str | None
     on_end: Callable[[], None]
-    """Called when the connection breaks."""
+    """Function that is called when the connection to the daemon breaks."""
     deadlines: Deadlines = DEFAULT_DEADLINES
 
     def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:

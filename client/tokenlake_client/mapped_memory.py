@@ -70,13 +70,14 @@ class MappedMemory:
 
     def __del__(self) -> None:
         if self._process != os.getpid():
-            # In a forked child the address may belong to another mapping: the child must neither end the parent's
-            # registrations nor unmap the address (test_a_forked_child_ends_no_registration).
+            # In a forked child the kernel may have given the address of the parent's mapping to another mapping: the
+            # child must neither end the parent's registrations nor unmap the address
+            # (test_a_forked_child_ends_no_registration).
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapped))
             return
         if sys.is_finalizing():
-            # The interpreter exits, and the libraries that made the registrations are being unloaded: they must not be
-            # called. The kernel ends the registrations with the process.
+            # The interpreter exits, and the libraries that made the registrations (for example CUDA) are being
+            # unloaded: they must not be called. The kernel ends the registrations with the process.
             return
         for end in self._endings.values():
             if end is not None:
@@ -87,7 +88,7 @@ class MappedMemory:
 
 
 def mapped_memory_of(array: NDArray[Any]) -> MappedMemory | None:
-    """The mapping that an array of this package lies in; None for any other array."""
+    """The mapping in whose memory `array` lies; None for an array whose memory this package did not map."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -26,23 +26,24 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the request in the logs of all nodes and for `tokenlake explain`, at most 64 characters; None: the
     pool makes one."""
     hints: Hints | None = None
-    """Statements of the engine about the request (`tokenlake.hints`)."""
+    """Statements of the engine about the request (`tokenlake.hints`), for example whether the conversation goes on."""
     prompt_tokens: int = 0
-    """The number of tokens of the prompt, for `tokenlake explain`; 0: those of the full segments that the keys name."""
+    """The number of tokens of the request's prompt, for `tokenlake explain`; 0: the number of tokens in the full
+    segments that the keys name."""
     in_flight_wait_s: float = 0.0
     """How long the match waits for the first missing segment while an in-flight marker says that another engine
     computes it; at most 10 s. Where there is no marker, the match sets one for its caller, and matches of other engines
     wait: so a prompt that arrives at many engines at once is computed once."""
     in_flight_wait_per_segment_s: float = 0.0
-    """A second limit of the wait: this much for each missing segment, and not more than `in_flight_wait_s`; 0: only
-    `in_flight_wait_s` limits it."""
+    """A second limit of the wait for another engine: this many seconds for each missing segment, and not more than
+    `in_flight_wait_s`; 0: only `in_flight_wait_s` limits the wait."""
 
 
 DEFAULT_MATCH = MatchOptions()
 
 
 class PendingMatch:
-    """A match that was sent and whose answer is awaited. For one thread."""
+    """A match that was sent to the daemon and whose answer is awaited. For one thread."""
 
     def __init__(
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
@@ -74,7 +75,8 @@ class PendingMatch:
         )
 
     def poll(self) -> Lease | None:
-        """The lease once the answer has arrived, None before. Never waits. Raises `Unreachable`."""
+        """The lease once the daemon's answer to the match has arrived, None before. Never waits. Raises
+        `Unreachable`."""
         if self._lease is None:
             reply = self._link.channel.poll(self._pending)
             if reply is not None:
@@ -82,8 +84,8 @@ class PendingMatch:
         return self._lease
 
     def wait(self) -> Lease:
-        """Wait for the lease and return it. Raises `Unreachable`: without `in_flight_wait_s` when the deadline has
-        passed; with it, when the daemon does not answer a heartbeat."""
+        """Wait for the daemon's answer to the match and return its lease. Raises `Unreachable`: without
+        `in_flight_wait_s` when the deadline has passed; with it, when the daemon does not answer a heartbeat."""
         if self._lease is None:
             if self._waits:
                 reply = self._link.wait_while_alive(self._pending)
@@ -93,7 +95,7 @@ class PendingMatch:
         return self._lease
 
     def cancel(self) -> None:
-        """Give the match up: its lease is released now or when the answer arrives."""
+        """Give the match up: its lease is released now, or when the daemon's answer arrives."""
         if self._lease is not None:
             self._lease.release()
         else:

@@ -13,16 +13,16 @@ __all__ = ["MIN_PARALLEL_BYTES", "ParallelCopy"]
 T = TypeVar("T")
 
 MIN_PARALLEL_BYTES = 4 << 20
-"""Smaller copies use the caller's thread alone: it is done before a second thread has woken up."""
+"""Copies of fewer bytes use the caller's thread alone: it is done before a second thread has woken up."""
 
 
 class ParallelCopy:
-    """One per pool. Several callers share its one thread, which starts with the first large copy and ends with this
-    object."""
+    """Copies in two threads: the caller's, and one that belongs to this object. A pool has one such object, and its
+    callers share the thread, which starts with the first large copy and ends with this object."""
 
     def __init__(self, processors: int | None = None) -> None:
-        """`processors`: how many processors this process may use (default: its CPU affinity). With one, all copies use
-        the caller's thread alone."""
+        """`processors`: how many processors this process may use (default: the number in its CPU affinity). With one
+        processor, all copies use the caller's thread alone."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-copy")
         self._single = (processors or len(os.sched_getaffinity(0))) < 2
 

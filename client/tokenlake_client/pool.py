@@ -38,11 +38,12 @@ __all__ = ["Pool"]
 log = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
-"""Pauses between attempts to store while the write budget is used up; each is twice the one before."""
+"""Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
+pause is twice the one before."""
 KEYS_PER_MESSAGE = 1024
-"""Limit of the keys in one message of `hint` or `claim`: some 32 KiB, below the `max_frame` of every daemon."""
+"""Limit of the segment keys in one message of `hint` or `claim`: some 32 KiB, below the `max_frame` of every daemon."""
 STORE_WINDOW = 32
-"""Segments that `store_all` reserves at a time, so that one prompt does not use up the write budget."""
+"""Number of segments that `store_all` reserves at a time, so that one prompt does not use up the write budget."""
 
 
 class Pool:
@@ -306,7 +307,7 @@ class Pool:
         neither committed nor aborted: the daemon quarantines their slots until this process ends. A pool that is
         garbage is closed when the last of its leases, writes and arrays is collected."""
         if self._process != os.getpid():
-            # This is a forked child, which must not end the session of its parent.
+            # A forked child must not end the session of its parent.
             return
         self._queries.close()
         # Wait for the copies of `put` that are under way: the daemon may reuse their slots after `Grants.close`.
@@ -318,7 +319,7 @@ class Pool:
 
     @property
     def link(self) -> Link:
-        """The current connection, for programs that send messages of their own."""
+        """The pool's current connection to the daemon, for programs that send messages of their own."""
         return self._grants.link
 
     @property
@@ -328,22 +329,24 @@ class Pool:
 
     @property
     def verify(self) -> bool:
-        """True where each segment's checksum is checked when the segment is read."""
+        """True where the pool checks the checksum of each segment that it reads."""
         return self._state.verify
 
     @property
     def corrupt(self) -> int:
-        """The number of segments whose bytes did not match their checksum on a local read; 0 unless `verify`."""
+        """The number of segments whose bytes did not match their checksum when this process read them; 0 unless
+        `verify`."""
         return self._state.corrupt
 
     @property
     def connected(self) -> bool:
-        """False once the connection's end was noticed, until the pool has reconnected."""
+        """True while the pool has a connection to the daemon, as far as is known; False from the time that its end was
+        noticed until the pool has reconnected."""
         return not self.link.channel.broken
 
     @property
     def timeouts(self) -> int:
-        """The number of calls on the current connection that missed their deadline."""
+        """The number of calls to the daemon, over the current connection, that missed their deadline."""
         return self.link.channel.timeouts
 
     @property
@@ -369,12 +372,12 @@ class Pool:
 
     @property
     def expired(self) -> int:
-        """How many times the daemon had ended this session because its heartbeats did not arrive."""
+        """How many times the daemon had ended this pool's session because no heartbeat had arrived in time."""
         return self._heartbeat.expired
 
 
 def _from(source: Source, start: int) -> Source:
-    """`source` without the segments of its first `start` keys."""
+    """The segments of `source` that belong to the keys from index `start` on."""
     if callable(source):
         return lambda index, slot: source(start + index, slot)
     return source[start:]

@@ -13,26 +13,27 @@ __all__ = ["PoolState"]
 
 
 class PoolState:
-    """The pool, its leases, its writes and the arrays of its leases refer to this object, and it refers to none of
-    them. It is therefore collected when the last of them is; until then the heartbeats keep the session alive
-    (`tokenlake_client.heartbeat`)."""
+    """The state of a pool that keeps its session alive. The pool, its leases, its writes and the arrays of its leases
+    refer to this object, and it refers to none of them. It is therefore collected when the last of them is; until then
+    the heartbeats keep the session alive (`tokenlake_client.heartbeat`)."""
 
     def __init__(self, grants: Grants, layout: Layout, deadlines: Deadlines, *, verify: bool) -> None:
         self.grants = grants
         self.layout = layout
         self.deadlines = deadlines
         self.verify = verify
-        """True: the checksum of each segment that is read is checked."""
+        """True: the pool checks the checksum of each segment that it reads."""
         self.parallel_copy = ParallelCopy()
         self._corrupt = 0
         self._lock = threading.Lock()
 
     @property
     def corrupt(self) -> int:
-        """The number of segments whose bytes did not match their checksum so far; 0 unless `verify`."""
+        """The number of segments so far whose bytes did not match their checksum when the pool read them; 0 unless
+        `verify`."""
         return self._corrupt
 
     def count_corrupt(self) -> None:
-        """Count a segment whose bytes did not match its checksum."""
+        """Count a segment whose bytes did not match its checksum when the pool read it."""
         with self._lock:
             self._corrupt += 1

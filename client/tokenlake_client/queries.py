@@ -47,20 +47,22 @@ class Answer(NamedTuple):
     closed."""
 
     output: NDArray[np.float32]
-    """[tokens, heads, value dim], normalised over the segments of each token's view."""
+    """The attention of each query token: [tokens, heads, value dim], normalised over the segments of the token's
+    view."""
     sums: NDArray[np.float32]
-    """[tokens, heads]: natural logarithm of the sum of the exponentials of the logits (log-sum-exp)."""
+    """The log-sum-exp of each query token and head, [tokens, heads]: natural logarithm of the sum of the exponentials
+    of the logits."""
     codes: bytes
     """One `Code` per part of the buffer: LOCAL (computed) or LOST. The rows of a LOST part in the arrays are
     undefined."""
     sent_bytes: int
-    """Bytes of queries that were sent to other nodes."""
+    """Bytes of queries that the query engine sent to other nodes for this answer."""
     received_bytes: int
-    """Bytes of outputs and sums that were received from other nodes."""
+    """Bytes of attention and log-sum-exps that the query engine received from other nodes for this answer."""
 
     @property
     def lost(self) -> list[int]:
-        """Indices of the parts that are LOST."""
+        """Indices of the buffer's parts (a view and its query tokens) whose result is LOST."""
         return [part for part, code in enumerate(self.codes) if code != Code.LOCAL]
 
 
@@ -75,11 +77,11 @@ class View:
         self.lease = lease
         self.heads = heads
         self.hits = viewed.hits
-        """Number of segments, from the first of the lease on, that queries attend to."""
+        """Number of segments, from the first of the lease on, that the view's queries attend to."""
         self.codes = viewed.codes
         """One `Code` per segment of the lease: LOCAL, REMOTE or MISSING."""
         self.nodes = nodes
-        """The node that had each segment of the lease when the view was opened."""
+        """The name of the node that had each segment of the lease when the view was opened."""
         self.number = number
         self.link = link
         self.queried = False
@@ -88,11 +90,11 @@ class View:
 
     @property
     def alive(self) -> bool:
-        """False once the view is closed or its query engine is gone: all further queries are LOST."""
+        """False once the view is closed or its query engine is gone: all further queries of the view are LOST."""
         return self._open and self.link.alive
 
     def close(self) -> None:
-        """Close the view and release the lease. Idempotent; never raises."""
+        """Close the view and release its lease. Idempotent; never raises."""
         if self._open:
             self._open = False
             _tell(self.link, wire.CloseView((self.number,)))
@@ -125,10 +127,10 @@ class QueryBuffer:
         self.step = next(owner.numbers)
         self.attempt = 0
         self.spent = memory is None
-        """True: all further queries are LOST."""
+        """True: all further queries of the buffer are LOST."""
         self.newest: Expected | None = None
-        """The answer to the newest query. Until it arrives, in time or late, the query engine may write into the
-        memory."""
+        """The awaited answer to the buffer's newest query. Until it arrives, in time or late, the query engine may
+        write into the buffer's memory."""
         tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
         self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
         layout, of_queries = owner.layout, stored_dtype(dtype)
@@ -146,11 +148,12 @@ class QueryBuffer:
 
     @property
     def number(self) -> int:
-        """The number that names the buffer's memory on the `QueryLink`; 0 where the buffer has no memory."""
+        """The number that names the buffer's memory in messages to the query engine; 0 where the buffer has no
+        memory."""
         return 0 if self._memory is None else self._memory.number
 
     def close(self) -> None:
-        """Return the memory for other batches: no array of the buffer may be used any more. Idempotent."""
+        """Return the buffer's memory for other batches: no array of the buffer may be used any more. Idempotent."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
             self._owner.give_back(self.link, memory, self.newest, reusable=not self.spent)
@@ -164,7 +167,7 @@ class QueryBuffer:
 
 
 class Ticket:
-    """A query that was sent. For one thread."""
+    """A query that was sent to the query engine and whose answer is awaited. For one thread."""
 
     def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float, grace_s: float) -> None:
         """`expected` None: the query was not sent. `grace_s`: how much longer than `deadline_s` to wait, because the
@@ -175,7 +178,8 @@ class Ticket:
         self._until = time.monotonic() + deadline_s + grace_s
 
     def wait(self) -> Answer:
-        """Block for the result until the deadline. Never raises: parts without a result are LOST."""
+        """Block until the query engine's answer has arrived or the deadline has passed, and return the answer. Never
+        raises: parts of the buffer without a result are LOST."""
         buffer, expected = self._buffer, self._expected
         reply = None
         if expected is not None:
@@ -277,7 +281,7 @@ class Queries:
         return Ticket(buffer, expected, deadline_s, self._grace_s)
 
     def close(self) -> None:
-        """End the connection: queries of all views are LOST. Idempotent."""
+        """End the connection to the query engine: queries of all views are LOST. Idempotent."""
         with self._lock:
             self._free.clear()
             self._in_use.clear()
@@ -285,7 +289,8 @@ class Queries:
                 self._link.close()
 
     def geometry(self, tokens: int, heads: int, dtype: str) -> tuple[tuple[int, int, int], int]:
-        """Offsets of queries, outputs and sums in a buffer, and the size of the buffer in bytes."""
+        """Byte offsets of the queries, the outputs and the log-sum-exps in a query buffer, and the size of the buffer
+        in bytes."""
         size = stored_dtype(dtype).itemsize
         outputs = _aligned(tokens * heads * self.layout.key_dim * size)
         sums = outputs + _aligned(tokens * heads * self.layout.value_dim * 4)
@@ -317,7 +322,8 @@ class Queries:
             _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
-        """The smallest free memory that is large enough, else a new one. Raises `Unreachable`."""
+        """Memory of at least `nbytes` for a query buffer: the smallest free one that is large enough, else a new one.
+        Raises `Unreachable`."""
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes] if link is self._link else []
             if fitting:

@@ -27,14 +27,16 @@ __all__ = ["Expected", "QueryLink"]
 
 READ_BYTES = 64 << 10
 MAX_FRAME = 1 << 20
-"""Limit of the bytes of a reply, whose longest field has one byte per segment of a view."""
+"""Limit of the bytes of a reply from the query engine; the longest field of a reply has one byte per segment of a
+view."""
 SEND_S = 1.0
-"""Time limit of a send. Frames are far smaller than the socket's buffer, so a send blocks only while the query engine
-reads nothing."""
+"""Seconds that one send to the query engine may take. Frames are far smaller than the socket's buffer, so a send blocks
+only while the query engine reads nothing."""
 
 
 class Expected:
-    """An answer that was requested. `reply` is None until it arrives, which may be late or never."""
+    """A request to the query engine whose answer is awaited. `reply` is None until the answer arrives, which may be
+    late or never."""
 
     __slots__ = ("given_up", "reply")
 
@@ -45,11 +47,11 @@ class Expected:
 
 
 class QueryLink:
-    """A connection to the query engine. Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait`
-    never raises."""
+    """A connection to the query engine of this node. Thread-safe. `send` raises `Unreachable` once the connection has
+    ended; `wait` never raises."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes over `sock`, which is connected."""
+        """Makes the connection from `sock`, which is connected to the query engine; the object owns it from now on."""
         self._sock = sock
         self._sock.settimeout(SEND_S)
         self._decoder = FrameDecoder(MAX_FRAME)
@@ -59,7 +61,7 @@ class QueryLink:
         self._sending = threading.Lock()
         self._process = os.getpid()
         self.ended = ""
-        """The reason why the connection ended; empty while it exists."""
+        """The reason why the connection to the query engine ended; empty while it exists."""
         self._liveness = Liveness()
         self.late_views: deque[int] = deque()
         """Numbers of views that the query engine opened after their caller had given up."""
@@ -69,7 +71,8 @@ class QueryLink:
 
     @property
     def alive(self) -> bool:
-        """False once the connection's end was noticed, and in a forked process."""
+        """True while the connection to the query engine exists, as far as is known; always False in a forked
+        process."""
         return not self.ended and self._process == os.getpid()
 
     @property
@@ -107,7 +110,8 @@ class QueryLink:
                 if sent < len(frame):
                     self._sock.sendall(frame[sent:])
             except OSError as error:
-                # A part of the frame may have been sent: the stream cannot be used any more.
+                # The send has failed and may have sent a part of the frame, so the query engine could not find the next
+                # frame in the stream: the connection ends.
                 self._end(f"the query engine does not read: {error}")
                 raise Unreachable(f"the query engine does not read: {error}") from error
 
@@ -127,7 +131,7 @@ class QueryLink:
         return expected.reply
 
     def close(self) -> None:
-        """Close the connection. Idempotent. `wait` in other threads returns None."""
+        """Close the connection to the query engine. Idempotent. `wait` in other threads returns None."""
         self._end("it was closed here")
 
     def _read_some(self, expected: Expected | None, wait_s: float) -> None:
@@ -188,7 +192,7 @@ class QueryLink:
             if not self.ended:
                 self.ended = reason
                 if self._process == os.getpid():
-                    # Not in a forked child: a shutdown there would end its parent's connection.
+                    # A forked child must not shut the socket down: that would end the connection of its parent.
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
                 if not self._reading:

@@ -17,15 +17,17 @@ from tokenlake_client.mapped_memory import MappedMemory
 __all__ = ["Mapping", "Regions", "Window"]
 
 IDLE_S = 60.0
-"""A mapping that was not used for this long is dropped when another one is made. Mapping it again when it is needed
-takes some milliseconds per 64 MiB."""
+"""Seconds: a mapping of a region that was not used for this long is dropped when another mapping is made. Mapping the
+region again when it is needed takes some milliseconds per 64 MiB."""
 
 
 class Mapping:
-    """One mapping of one region. The region is unmapped when this object and the last array over it are gone."""
+    """This process's mapping of one region of the daemon's arena. The memory is unmapped when this object and the last
+    array over it are gone."""
 
     def __init__(self, descriptor: int, region_bytes: int, slot_bytes: int, *, write: bool) -> None:
-        """Takes over `descriptor`. Raises `OSError`, `OverflowError` or `ValueError` where it cannot be mapped."""
+        """`descriptor`: the region's file descriptor, which the mapping owns from now on. Raises `OSError`,
+        `OverflowError` or `ValueError` where the region cannot be mapped."""
         self.shape = RegionShape(region_bytes, slot_bytes)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         try:
@@ -37,12 +39,13 @@ class Mapping:
         shape = self.shape
         rows = whole[shape.header_bytes : shape.header_bytes + shape.slots * shape.stride]
         self.slots = rows.reshape(shape.slots, shape.stride)[:, :slot_bytes]
-        """The bytes of each slot, shape [slots, slot_bytes]; no copy."""
+        """The bytes of each slot of the region, shape [slots, slot_bytes]; an array over the mapping, not a copy."""
         interface = self.slots.__array_interface__
         self.read_only = interface | {"data": (interface["data"][0], True)}
-        """`__array_interface__` of `slots`, read-only."""
+        """The `__array_interface__` of `slots`, changed to read-only."""
         self.generations = whole[: shape.slots * GENERATION_BYTES].view(np.uint64)
-        """The generation of each slot, shape [slots]: the daemon changes it when the slot gets another segment."""
+        """The generation of each slot of the region, shape [slots]: the daemon changes it when the slot gets another
+        segment."""
 
 
 class Window:
@@ -73,7 +76,8 @@ class Regions:
         self._used: dict[tuple[int, bool], float] = {}
 
     def get(self, region: int, *, write: bool = False) -> Mapping:
-        """The mapping of a region. Raises the errors of `open_region`."""
+        """This process's mapping of the region with that number, made where there is none. Raises the errors of
+        `open_region`."""
         key, now = (region, write), self._clock()
         mapping = self._mapped.get(key)
         if mapping is None:

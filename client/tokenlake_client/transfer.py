@@ -67,11 +67,12 @@ class Transfer:
 
     @property
     def codes(self) -> list[bytes]:
-        """One `Code` for each segment of each part: RESERVED until it is COMMITTED, or EXPIRED after an error."""
+        """For each part (the segments of one prompt), one `Code` per segment: RESERVED until it is COMMITTED, or
+        EXPIRED after an error."""
         return [bytes(write.codes) for write in self._writes]
 
     def abort(self) -> None:
-        """Give back the slots that are not committed. Idempotent; never raises."""
+        """Give the slots that are not committed back to the daemon. Idempotent; never raises."""
         self._missing.clear()
         self._copies.append(self._executor.submit(self._abort))
 
@@ -103,7 +104,7 @@ class Transfer:
             self._abort()
 
     def _fill(self, slot: NDArray[Any], layer: int, part: LayerCache, index: int) -> None:
-        """Copy segment `index` of a part."""
+        """Copy one layer of segment `index` of a part (the keys and values of one prompt's segments) into the slot."""
         size = self._layout.segment_tokens
         targets = self._slots.views(slot, layer)
         for target, source in zip(targets[: 1 if self._layout.latent else 2], part, strict=False):

@@ -23,12 +23,14 @@ __all__ = ["digest_of_changes", "digest_of_directory", "digest_of_tensors", "dig
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CODE_SUFFIX = ".py"
-"""The suffix of model code beside the weights. Such code is part of the computation, so the digest covers it."""
+"""The suffix of files with model code in the directory of the weights. Such code is part of the computation, so the
+weights digest covers it."""
 INDEX_SUFFIX = ".index.json"
-"""The suffix of an index, which lists the weight files that engines read."""
+"""The suffix of index files, which list the weight files that engines read."""
 CONFIGURATION_FILES = ("config.json", "adapter_config.json")
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
-"""Settings that describe the origin of a model and do not change its computation."""
+"""Settings of a model's configuration that describe its origin and do not change its computation; the weights digest
+leaves them out."""
 READ_BYTES = 4 << 20
 THREADS = 4
 
@@ -78,7 +80,7 @@ def digest_of_changes(digest: str, changes: Mapping[str, object]) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files in `directory` that hold weights, by name."""
+    """The files in `directory` that hold weights, sorted by name."""
     return sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 

@@ -32,22 +32,22 @@ class Write:
     """
 
     def __init__(self, state: PoolState, link: Link, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
-        """`link`: the link that `prepared` was received over. Raises the errors of mapping the slots' regions, after it
-        gave the slots back."""
+        """`link`: the connection over which the daemon's answer `prepared` was received. Raises the errors of mapping
+        the slots' regions, after it gave the slots back."""
         self.id = WriteId(prepared.write)
         """The number by which another process of the session attaches to the write (`Pool.attach_write`)."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
-        """One `Code` for each key; commit changes RESERVED to COMMITTED or EXPIRED."""
+        """One `Code` for each key of the write; commit changes RESERVED to COMMITTED or EXPIRED."""
         self._state = state
         self._grants = state.grants
         self._link = link
         self._shards = state.layout.shards
         self._done = not self.id
         self.slots: list[tuple[int, NDArray[np.uint8]]] = []
-        """(index into `keys`, array)."""
+        """The granted slots: (index into `keys`, writable array over the slot)."""
         self._checksums: list[bytes] = []
-        """For each slot that `fill` filled, the checksums of all its shards."""
+        """For each slot that `fill` filled, the checksums of all its shards as one string of bytes."""
         if len(self.codes) != len(keys):
             raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
@@ -68,7 +68,8 @@ class Write:
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the daemon that granted the write; `id` is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the write. The write's `id` means this write only at a daemon of
+        this incarnation."""
         return self._link.incarnation
 
     def __enter__(self) -> Write:
@@ -110,8 +111,8 @@ class Write:
         try:
             codes = self._publish(indices, mask, checksums)
         except BaseException:
-            # It is unknown whether the daemon got the request. If it did not, the abort gives the slots back; published
-            # slots are not affected.
+            # The commit failed, and it is unknown whether the daemon got it. If it did not, the abort gives the slots
+            # back; published slots are not affected.
             self._grants.drop_write(self._link, self.id, abort=True)
             raise
         self._grants.drop_write(self._link, self.id, abort=False)
@@ -126,14 +127,15 @@ class Write:
             self._grants.leave_write(self._link, self.id)
 
     def abort(self) -> None:
-        """Give the slots back. Idempotent; never raises."""
+        """Abort the write: its slots are given back to the daemon. Idempotent; never raises."""
         if not self._done:
             self._done = True
             self._grants.end_filling(self._link)
             self._grants.drop_write(self._link, self.id, abort=True)
 
     def expire(self) -> None:
-        """Abort, and set the codes of slots that were not published to EXPIRED. Idempotent; never raises."""
+        """Abort the write, and set the codes of its slots that were not published to EXPIRED. Idempotent; never
+        raises."""
         self.abort()
         self.codes[:] = self.codes.replace(bytes([Code.RESERVED]), bytes([Code.EXPIRED]))
 
@@ -159,22 +161,24 @@ class Reservation:
     them back."""
 
     def __init__(self, state: PoolState, link: Link, prepared: Prepared) -> None:
-        """`link`: the link that `prepared` was received over. Raises `Unreachable`."""
+        """`link`: the connection over which the daemon's answer `prepared` was received. Raises `Unreachable`."""
         self.id = WriteId(prepared.write)
-        """The number by which other processes attach (`Pool.attach_write`); 0 when no slot was granted."""
+        """The number by which other processes of the session attach to the write (`Pool.attach_write`); 0 when no slot
+        was granted."""
         self.codes = prepared.codes
-        """One `Code` for each key."""
+        """One `Code` for each key for which slots were requested."""
         self._grants = state.grants
         self._link = link
         self._grants.hold_write(link, self.id)
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the daemon that granted the write; `id` is valid at this incarnation alone."""
+        """The incarnation of the daemon that granted the slots. The reservation's `id` is valid only at a daemon of
+        this incarnation."""
         return self._link.incarnation
 
     def release(self) -> None:
-        """End this process's hold of the slots. Idempotent; never raises."""
+        """End this process's hold of the reserved slots. Idempotent; never raises."""
         if self.id:
             self._grants.drop_write(self._link, self.id, abort=True)
             self.id = WriteId(0)

@@ -37,8 +37,8 @@ each kernel has threads and a scratch buffer, and engines may ask for any number
 
 
 class Attention(NamedTuple):
-    """Layout of the segments and shape of the attention. Tasks of one layer whose `Attention` is equal are computed
-    together."""
+    """Layout of the segments and shape of the attention that a task computes. Tasks of one layer whose `Attention` is
+    equal are computed together."""
 
     layout: Layout
     shape: AttentionShape
@@ -46,36 +46,38 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Attention of some queries of one layer over some segments."""
+    """A piece of work for the computing thread: attention of some queries of one layer over some segments."""
 
     attention: Attention
     layer: int
     segments: Segments
     queries: Stored
-    """`[tokens, heads, key dim]` in the layout's dtype; borrowed until `done` is called."""
+    """The queries of the task, `[tokens, heads, key dim]` in the layout's dtype; borrowed until `done` is called."""
     wanted: Callable[[], bool]
-    """Called before the task is computed; a task that is not wanted is skipped."""
+    """Function that the computing thread calls before it computes the task; where it returns False, the task is
+    skipped."""
     done: Callable[[Partial | None], None]
-    """Called once, in the computing thread, with `out` `[tokens, heads, value dim]` and `lse` `[tokens, heads]`; with
-    None when the task failed or was not wanted any more."""
+    """Function that the computing thread calls once with the task's attention: `out` `[tokens, heads, value dim]` and
+    `lse` `[tokens, heads]`; with None when the task failed or was not wanted any more."""
     spent: Callable[[int], None] = lambda ns: None
-    """Called before `done` for a task that was computed, with its share of the nanoseconds that its batch took."""
+    """Function that the computing thread calls before `done` for a task that was computed, with its share of the
+    nanoseconds that its batch took."""
 
 
 class ComputeThread:
-    """`submit` is thread-safe."""
+    """The thread that computes attention, in batches of tasks. `submit` is thread-safe."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
         self._kernels: dict[Attention, Kernel] = {}
-        """Kernels in order of use, the most recently used last."""
+        """Kernels that were made for earlier batches, in order of use, the most recently used last."""
 
     def start(self) -> None:
         """Start the thread."""
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Queue tasks for one batch."""
+        """Queue tasks for one batch of the computing thread."""
         self._queue.put(tasks)
 
     def _run(self) -> None:
@@ -123,7 +125,8 @@ class ComputeThread:
 
 
 def _share(ns: int, batch: Sequence[Task]) -> None:
-    """Divide the time of a batch among its tasks by their queries times their segments."""
+    """Divide the `ns` nanoseconds that a batch took among its tasks, in proportion to the number of their queries times
+    that of their segments."""
     products = [len(task.queries) * len(task.segments) for task in batch]
     whole = max(1, sum(products))
     for task, product in zip(batch, products, strict=True):
@@ -143,7 +146,8 @@ def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:
 
 
 def _shared_segments(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segments]]:
-    """The segments of all tasks, each once, grouped by the tasks that attend to them (indices into `batch`)."""
+    """The segments of all tasks of `batch`, each segment once, grouped by the tasks that attend to it (indices into
+    `batch`)."""
     readers: dict[int, list[int]] = {}
     slots = {}
     for number, task in enumerate(batch):

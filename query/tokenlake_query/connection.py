@@ -32,7 +32,7 @@ MAX_FRAME = 4 << 20
 segments."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
-"""A connection whose other side reads nothing for this long is closed."""
+"""Seconds after which a connection is closed whose other side reads nothing."""
 MAX_UNSENT_BYTES = 1 << 30
 """A connection is closed when more bytes than this wait to be sent because the other side does not read. Queries to
 peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
@@ -68,7 +68,7 @@ class FrameReader:
             filled += self._receive(target[filled:])
 
     def skip(self, size: int) -> None:
-        """Discard the next `size` raw bytes."""
+        """Discard the next `size` raw bytes of the stream."""
         target = memoryview(bytearray(min(size, READ_BYTES)))
         while size:
             self.into(target[: min(size, READ_BYTES)])
@@ -80,7 +80,7 @@ class FrameReader:
         return (self._descriptors or ReceivedDescriptors()).take()
 
     def close(self) -> None:
-        """Close the descriptors that were not taken."""
+        """Close the file descriptors that were received and not taken."""
         if self._descriptors is not None:
             self._descriptors.close()
 
@@ -96,8 +96,8 @@ class FrameReader:
 
 
 class Connection:
-    """Sends and receives frames over `sock`, which it owns. `serve` reads it in a thread of the connection; `send` may
-    be called from any thread."""
+    """One connection of the query engine: sends and receives frames over the socket `sock`, which it owns. `serve`
+    reads the socket in a thread of the connection; `send` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
@@ -115,12 +115,13 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """False once this side closed the connection, or a read or write of it found the end or an error."""
+        """False once this side closed the connection, or a read or write of its socket found the end of the stream or
+        an error."""
         return self._open
 
     def serve(self, handle: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
-        """Start reading: `handle(body)` for every frame, `on_end()` once, both in the reading thread. An exception of
-        `handle` ends the connection; a `TokenLakeError` is first sent to the other side as `Refused`."""
+        """Start the thread that reads the connection: it calls `handle(body)` for every frame, and `on_end()` once. An
+        exception of `handle` ends the connection; a `TokenLakeError` is first sent to the other side as `Refused`."""
 
         def read() -> None:
             try:
@@ -201,8 +202,8 @@ class Connection:
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:
-                # Sent without the lock, from a copy of `_unsent`: other threads only append to it or clear it
-                # meanwhile.
+                # The unsent frames are sent without the lock, from a copy of `_unsent`: other threads only append to it
+                # or clear it meanwhile.
                 self._send_some(buffers, 0)
             except OSError as failed:
                 error = failed

@@ -10,14 +10,14 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """The counters and gauges, named after the fields of `Report`. Thread-safe."""
+    """The counters and gauges of the query engine, named after the fields of the message `Report`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = dict.fromkeys(Report.__struct_fields__, 0)
 
     def add(self, **amounts: int) -> None:
-        """Add to the named counters; a negative amount lowers a gauge."""
+        """Add an amount to each of the named counters; a negative amount lowers a gauge."""
         with self._lock:
             for name, amount in amounts.items():
                 self._counts[name] += amount
@@ -26,6 +26,6 @@ class Counters:
         return self._counts[name]
 
     def report(self) -> Report:
-        """A consistent copy of all values."""
+        """A copy of all counters and gauges, taken at one moment."""
         with self._lock:
             return Report(**self._counts)

@@ -35,7 +35,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class DaemonChannel:
-    """`read` is for one thread; `send` and `dial` are thread-safe."""
+    """The socket pair between the query engine and its daemon, over which the daemon passes connections. `read` is for
+    one thread; `send` and `dial` are thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes `descriptor` over."""
@@ -45,8 +46,8 @@ class DaemonChannel:
         self._sending = threading.Lock()
 
     def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
-        """Block until the daemon sends a message. Returns it and the connection that was sent with it, or None. Exits
-        the process when the channel has ended, and with status 1 after a message that cannot be decoded."""
+        """Block until the daemon sends a message. Returns the message and the connection that was sent with it, or
+        None. Exits the process when the channel has ended, and with status 1 after a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
             if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):

@@ -67,8 +67,8 @@ class _SharedMemory:
 
 
 class _Buffer:
-    """One buffer that the engine shares (`wire.OpenBuffer`): its memory, the step that its queries refer to, and the
-    round of the newest query. Only the reading thread uses it."""
+    """One buffer of queries that the engine shares with this process (`wire.OpenBuffer`): its memory, the step that its
+    queries refer to, and the work on its newest query. Only the reading thread uses it."""
 
     def __init__(self, memory: _SharedMemory) -> None:
         self.memory = memory
@@ -76,14 +76,16 @@ class _Buffer:
         self.round: Round | None = None
 
     def cancel(self) -> None:
-        """End the newest round, if there is one, so that it writes nothing more into the memory."""
+        """End the work on the buffer's newest query, if there is any, so that nothing more is written into the
+        memory."""
         if self.round is not None:
             self.round.cancel()
             self.round = None
 
 
 class EngineServer:
-    """One connection of an engine. Its views, buffers and rounds end with the connection."""
+    """The query engine's side of one connection of an engine. Its views, its buffers and its queries under way end with
+    the connection."""
 
     def __init__(
         self,
@@ -94,7 +96,8 @@ class EngineServer:
         threads: Threads,
         counters: Counters,
     ) -> None:
-        """Takes `sock` over. `opening`: threads that may block while they open a view."""
+        """`sock`: the engine's connection, which this object owns from now on. `opening`: threads that may block while
+        they open a view."""
         self._opener = opener
         self._opening = opening
         self._threads = threads
@@ -102,7 +105,8 @@ class EngineServer:
         self._buffers: dict[int, _Buffer] = {}
         self._lock = threading.Lock()
         self._views: dict[int, View | None] = {}
-        """By the number that the engine gave the view; the value is None while the view is being opened."""
+        """The engine's open views, by the number that the engine gave each; the value is None while the view is being
+        opened."""
         self._connection = Connection(sock, name)
         self._connection.serve(self._handle, self._ended)
 
@@ -145,7 +149,8 @@ class EngineServer:
         if buffer is None:
             raise ProtocolRefused(f"buffer {message.buffer} is not open; open it before its step")
         buffer.cancel()
-        # The old step is removed before the new one is checked: after a refused step no query may use the old one.
+        # The buffer's old step is removed before the new one is checked: after a refused step no query may use the old
+        # one.
         buffer.step = None
         layout = self._opener.layout
         if message.dtype != layout.dtype:
@@ -220,7 +225,8 @@ class EngineServer:
                 self._counters.add(views=1)
         if closed:
             view.close()
-        # Sent even if the engine closed the view meanwhile: the answer shows the engine that this process is alive.
+        # The answer is sent even if the engine closed the view meanwhile: it shows the engine that this process is
+        # alive.
         local, shares = view.placement
         hits = len(local) + sum(len(share.keys) for share in shares)
         self._connection.send(wire.Viewed(message.view, hits, codes))
@@ -232,7 +238,8 @@ class EngineServer:
             if view is not None:
                 self._counters.add(views=-1)
                 view.close()
-        # A step with a part of a closed view serves no further query, and would keep the segments of the view leased.
+        # A step of which one part attends to the closed view serves no further query. It would keep the segments of the
+        # view leased, so it is removed.
         for buffer in self._buffers.values():
             if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
                 buffer.step = None

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class ResultHandler(Protocol):
-    """Takes the results of one `PeerClient.ask`. Called in the reading thread of the connection, or in the thread that
-    finds the connection closed when it sends."""
+    """Takes the results of one `PeerClient.ask`, that is of queries that were sent to another node. Called in the
+    reading thread of the connection, or in the thread that finds the connection closed when it sends."""
 
     def wanted(self) -> bool:
         """False when the results are not needed any more; they are then dropped."""
@@ -39,10 +39,12 @@ class ResultHandler(Protocol):
         """Count `nbytes` bytes of a received result, including its frame."""
 
     def arrived(self, index: int, partial: Partial) -> None:
-        """Take the result of part `index` of the request. The arrays are borrowed for the call."""
+        """Take the attention for part `index` of the request (the queries of one view). The arrays are borrowed for the
+        call."""
 
     def missing(self, index: int) -> None:
-        """Part `index` of the request has no result: the peer answered LOST, or the connection ended."""
+        """Record that part `index` of the request (the queries of one view) has no result: the peer answered LOST, or
+        the connection ended."""
 
 
 class _Asked(NamedTuple):
@@ -53,7 +55,7 @@ class _Asked(NamedTuple):
 
 
 class PeerClient:
-    """A connection to the query engine of `node`. Thread-safe; calls never block."""
+    """A connection to the query engine of another node, `node`. Thread-safe; calls never block."""
 
     def __init__(self, sock: socket.socket, node: str, counters: Counters) -> None:
         """Takes `sock` over."""
@@ -70,12 +72,12 @@ class PeerClient:
 
     @property
     def usable(self) -> bool:
-        """Connected and not overdue."""
+        """True while the connection to the peer is open and the peer owes no overdue answer."""
         return self._connection.open and not self._liveness.overdue
 
     @property
     def open(self) -> bool:
-        """False once the end of the connection was noticed."""
+        """False once the end of the connection to the peer was noticed."""
         return self._connection.open
 
     def deadline_missed(self) -> None:
@@ -196,8 +198,8 @@ class PeerClient:
 
 
 class PeerClients:
-    """One `PeerClient` per node. `dial(node)` asks the daemon for a connection; its answer must be passed to
-    `connected` or `unreached`."""
+    """The connections to the query engines of other nodes, one `PeerClient` per node. `dial(node)` asks the daemon for
+    a connection; its answer must be passed to `connected` or `unreached`."""
 
     def __init__(self, dial: Callable[[str], None], counters: Counters) -> None:
         self._dial = dial
@@ -226,7 +228,8 @@ class PeerClients:
         return future
 
     def connected(self, node: str, sock: socket.socket) -> None:
-        """The daemon dialled `node`; takes `sock` over."""
+        """Take the connection to the query engine of `node` that the daemon has dialled; this object owns `sock` from
+        now on."""
         client = PeerClient(sock, node, self._counters)
         with self._lock:
             self._clients[node] = client
@@ -235,7 +238,8 @@ class PeerClients:
             future.set_result(client)
 
     def unreached(self, node: str, reason: str) -> None:
-        """The daemon could not dial `node`."""
+        """Record that the daemon could not dial the query engine of `node`: the callers that wait for the connection
+        get Unreachable."""
         with self._lock:
             future = self._dialling.pop(node, None)
         if future is not None:

@@ -33,7 +33,8 @@ MAX_PENDING_BYTES = 512 << 20
 """Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
 request may be larger."""
 MAX_UNSENT_BYTES = 64 << 20
-"""While more bytes of results wait for the other side to read them, no further queries are read from it."""
+"""Limit of the bytes of results that wait for the other side to read them. While more wait, no further queries are read
+from its connection."""
 
 
 class _OpenView(NamedTuple):
@@ -42,7 +43,8 @@ class _OpenView(NamedTuple):
 
 
 class PeerServer:
-    """One connection of another node's query engine. Its views are closed with the connection."""
+    """This query engine's side of one connection of another node's query engine. The views that were opened over it are
+    closed with the connection."""
 
     def __init__(
         self,
@@ -53,15 +55,16 @@ class PeerServer:
         opening: Executor,
         counters: Counters,
     ) -> None:
-        """Takes `sock` over. `opening`: threads that may block while they open a view."""
+        """`sock`: the other query engine's connection, which this object owns from now on. `opening`: threads that may
+        block while they open a view."""
         self._pools = pools
         self._compute = compute
         self._opening = opening
         self._counters = counters
         self._lock = threading.Lock()
         self._views: dict[int, _OpenView | None] = {}
-        """Open views by their number; the value is None from the request to open a view until its segments are
-        leased."""
+        """The other node's open views by their number; the value is None from the request to open a view until its
+        segments are leased."""
         self._room = threading.Condition()
         self._pending_bytes = 0
         self._spare: list[bytearray] = []
@@ -111,7 +114,7 @@ class PeerServer:
         self._connection.send(wire.Viewed(message.view, hits, codes))
 
     def _close_view(self, view: int) -> None:
-        """The caller holds the lock."""
+        """Forget the view with that number and release its segments. The caller holds the lock."""
         if self._views.pop(view, None) is not None:
             self._counters.add(views=-1)
 
@@ -168,7 +171,8 @@ class PeerServer:
         return self._connection.open and view in self._views
 
     def _take_buffer(self, nbytes: int) -> bytearray:
-        """A buffer of at least `nbytes`. Blocks while `MAX_PENDING_BYTES` would be exceeded."""
+        """A buffer of at least `nbytes` for received queries. Blocks while `MAX_PENDING_BYTES` of queries would be
+        exceeded."""
         with self._room:
             self._room.wait_for(lambda: not self._pending_bytes or self._pending_bytes + nbytes <= MAX_PENDING_BYTES)
             for index, spare in enumerate(self._spare):
@@ -198,7 +202,8 @@ class PeerServer:
 
 
 class _ResultCollector:
-    """Collects the results of the parts of one `Ask` and sends them together. Called in the computing thread alone."""
+    """Collects the attention for the parts of one request (`Ask`) of another node, and sends all together. Called in
+    the computing thread alone."""
 
     def __init__(self, ask: wire.Ask, parts: int, send: Callable[[wire.Result, list[memoryview]], None]) -> None:
         self._ask = ask
@@ -207,7 +212,7 @@ class _ResultCollector:
         self._partials: list[Partial | None] = [None] * parts
 
     def put(self, index: int, partial: Partial | None) -> None:
-        """The result of part `index`; None: it is LOST. Called once per part."""
+        """Record the attention for part `index` of the request; None: the part is LOST. Called once per part."""
         self._partials[index] = partial
         self._remaining -= 1
         if self._remaining:

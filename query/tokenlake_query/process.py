@@ -29,17 +29,18 @@ __all__ = ["QueryEngineProcess"]
 log = logging.getLogger(__name__)
 
 OPENING_THREADS = 8
-"""Threads of each pool that opens views. Opening a view blocks a thread while it waits for the daemon or other
-nodes."""
+"""Number of threads in each of the two pools of threads that open views: for engines, and for other query engines.
+Opening a view blocks a thread while it waits for the daemon or other nodes."""
 FETCHING_THREADS = 8
-"""Threads that fetch segments of views from peers that stopped answering."""
+"""Number of threads that fetch the segments of views whose node's query engine stopped answering."""
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections that engines and other query engines together have open to this process."""
+"""Maximum number of connections from engines and other query engines, together, that are open at a time."""
 REPORT_S = 1.0
 
 
 class QueryEngineProcess:
-    """The parts of the process. `run` serves until the channel to the daemon ends, and then exits the process."""
+    """The query engine's process: its threads, connections and counters. `run` serves until the channel to the daemon
+    ends, and then exits the process."""
 
     def __init__(self, channel: DaemonChannel) -> None:
         self._channel = channel

@@ -42,17 +42,18 @@ deadline."""
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads that rounds use; all rounds of the process share them."""
+    """The threads that work on queries; all queries of the process share them."""
 
     compute: ComputeThread
     timer: TimerThread
     fetching: Executor
-    """Threads that fetch segments; they may block while they wait for the daemon."""
+    """Threads that fetch segments from other nodes; they may block while they wait for the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The queries of one step that attend to one view; they are the `rows` of the step's arrays."""
+    """A part of a query: the queries that attend to one view. They are the `rows` of the arrays in the engine's
+    memory."""
 
     view: View
     rows: slice
@@ -60,8 +61,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The parts and arrays that a `wire.Query` refers to, as the engine set them for one of its buffers by `wire.Step`.
-    The arrays lie in memory that the engine shares."""
+    """The setting of an engine's query buffer for all following queries (`wire.Step`): the parts, each the queries over
+    one view, and the arrays in the memory that the engine shares."""
 
     number: int
     dtype: str
@@ -82,7 +83,7 @@ class Round:
     ) -> None:
         """`answer` is called once with the codes of all parts, unless the round is cancelled."""
         self._step: Step | None = step
-        """None once the round is over: answered or cancelled."""
+        """The parts and arrays of the query; None once the work on it is over, because it was answered or cancelled."""
         self._query = query
         self._threads = threads
         self._answer = answer
@@ -92,18 +93,18 @@ class Round:
         self._until = now + ROUND_SHARE * query.deadline_s
         self._codes = bytearray([Code.LOCAL]) * len(step.parts)
         self._awaited: list[set[Hashable]] = [set() for _ in step.parts]
-        """For each part, the sources whose results are still to come: None for the local segments, a `Share` for a
-        peer, ("fetched", share) for a share that was fetched and is computed by this process."""
+        """For each part of the query, the sources whose results are still to come: None for the local segments, a
+        `Share` for a peer, ("fetched", share) for a share that was fetched and is computed by this process."""
         self._remaining = 1
-        """Number of results still to come, plus one while `begin` runs, so that a fast answer of a peer does not end
-        the round before `begin` has counted the bytes that it sent."""
+        """Number of results of the query that are still to come, plus one while `begin` runs, so that a fast answer of
+        a peer does not end the work before `begin` has counted the bytes that it sent."""
         self._begun = [False] * len(step.parts)
-        """For each part: do its outputs hold a result already, with which the next one must be merged?"""
+        """For each part of the query: do its outputs hold a result already, with which the next one must be merged?"""
         self._sent_bytes = 0
         self._received_bytes = 0
 
     def begin(self) -> None:
-        """Ask the peers, then compute over the local segments."""
+        """Start the work on the query: ask the peers, then compute over the local segments."""
         step = self._step
         assert step is not None
         tasks: list[Task] = []
@@ -134,29 +135,32 @@ class Round:
             self._threads.timer.at(self._peers_until, bind(self._replace_late, list(asks.values())))
         self._threads.timer.at(self._until, self._expire)
         if tasks:
-            # Submitted last: from here on the computing thread competes with this one for the interpreter lock.
+            # The local work is submitted last: from here on the computing thread competes with this one for the
+            # interpreter lock.
             self._threads.compute.submit(tasks)
         with self._lock:
             self._remaining -= 1
             self._finish_if_done()
 
     def cancel(self) -> None:
-        """End the round without an answer, because the engine closed its buffer or uses it for another round."""
+        """End the work on the query without an answer, because the engine closed its buffer or uses it for another
+        query."""
         with self._lock:
             self._step = None
 
     def wanted(self) -> bool:
-        """False once the round is over."""
+        """False once the query was answered or cancelled."""
         return self._step is not None
 
     def received(self, nbytes: int) -> None:
-        """Count bytes of results that were received from peers."""
+        """Count `nbytes` bytes of results that peers sent for the query."""
         with self._lock:
             self._received_bytes += nbytes
 
     def put(self, number: int, source: Hashable, partial: Partial | None) -> None:
-        """Merge the result of `source` for part `number`; None: the part is LOST. Ignored when the round is over or no
-        longer waits for `source`. The arrays are borrowed for the call."""
+        """Merge the result of `source` (this node or a peer) into the outputs of part `number` of the query; None: the
+        part is LOST. Ignored when the work on the query is over or no longer waits for `source`. The arrays are
+        borrowed for the call."""
         with self._lock:
             step = self._step
             if step is None or source not in self._awaited[number]:
@@ -170,8 +174,8 @@ class Round:
             self._finish_if_done()
 
     def replace(self, number: int, share: Share) -> None:
-        """Fetch the segments of `share` in a thread that may block, because its peer does not answer for part
-        `number`."""
+        """Fetch the segments of `share` to this node in a thread that may block, because the query engine that has them
+        does not answer for part `number` of the query."""
         if self._step is not None and share in self._awaited[number]:
             self._threads.fetching.submit(self._fetch, number, share)
 
@@ -193,7 +197,8 @@ class Round:
         )
 
     def _merge(self, step: Step, number: int, partial: Partial | None) -> None:
-        """Merge `partial` into the outputs of part `number`; None stands for attention over no segments."""
+        """Merge `partial` into the outputs of part `number` of the query; None stands for attention over no
+        segments."""
         rows = step.parts[number].rows
         outputs, sums = step.outputs[rows], step.sums[rows]
         if partial is None:
@@ -263,7 +268,8 @@ class Round:
 
 
 class _Ask:
-    """The request of one round to one peer: the parts that it asks about. Takes the results, as a `ResultHandler`."""
+    """The request of one query to one peer, with the parts of the query that the peer is asked about. Takes the
+    results, as a `ResultHandler`."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
@@ -273,7 +279,8 @@ class _Ask:
         self.parts.append((number, share))
 
     def send(self, step: Step, layer: int) -> int:
-        """Send the queries straight from the memory that the engine shares. Returns the number of bytes."""
+        """Send the queries of one layer to the peer, straight from the memory that the engine shares. Returns the
+        number of bytes."""
         parts = [step.parts[number] for number, _ in self.parts]
         queries = [step.queries[part.rows].reshape(-1).view(np.uint8).data for part in parts]
         tokens = [part.rows.stop - part.rows.start for part in parts]

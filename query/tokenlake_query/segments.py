@@ -20,8 +20,8 @@ __all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 MAX_POOLS = 64
 """Maximum number of pools, one per tenant and layout, whose connection is kept for later views."""
 MATCH_S = 0.100
-"""Maximum seconds that a match may take; `fetch_segments` gives it at most half of its own deadline. The daemon answers
-at once where it has the segments itself."""
+"""Maximum seconds that a match may take; `fetch_segments` gives the match at most half of its own deadline. The daemon
+answers at once where it has the segments itself."""
 
 
 class Segments:
@@ -53,7 +53,7 @@ class Pools:
         self._credential = credential
         self._lock = threading.Lock()
         self._pools: dict[tuple[str, bytes], Pool] = {}
-        """In order of use, the most recently used last."""
+        """The connected pools by (tenant, layout), in order of use, the most recently used last."""
 
     def get(self, tenant: str, layout: Layout) -> Pool:
         """The pool of a tenant and layout. Thread-safe. Raises as `Pool.connect`."""
@@ -84,7 +84,7 @@ def fetch_segments(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) ->
 
 
 def _of_layout(pool: Pool, slots: Sequence[NDArray[np.uint8]]) -> Segments:
-    """The slots before the first one whose size is not that of the pool's layout: it holds a segment of another
-    layout."""
+    """The slots of `slots` before the first one whose size is not that of the pool's layout: such a slot holds a
+    segment of another layout."""
     size = pool.layout.segment_bytes
     return Segments(slots[: next((at for at, slot in enumerate(slots) if len(slot) != size), len(slots))])

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class TimerThread:
-    """A scheduled call cannot be cancelled: a function that is no longer needed is still called, and must do
-    nothing."""
+    """The thread that calls functions at given times. A scheduled call cannot be cancelled: a function that is no
+    longer needed is still called, and must do nothing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,7 +28,7 @@ class TimerThread:
         threading.Thread(target=self._run, name="timer", daemon=True).start()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call `call()` in the timer thread at `when` (monotonic seconds). Thread-safe."""
+        """Call the function `call` in the timer thread at the time `when` (monotonic seconds). Thread-safe."""
         with self._changed:
             sooner = not self._due or when < self._due[0][0]
             heapq.heappush(self._due, (when, next(self._order), call))

@@ -39,14 +39,14 @@ class Share(NamedTuple):
     """The segments of a view that the query engine of one other node attends to."""
 
     peer: PeerClient
-    """The connection over which the share was opened."""
+    """The connection to the other node's query engine, over which this share of the view was opened."""
     view: int
-    """Number of the view at the peer."""
+    """The number of the view at the other node's query engine."""
     keys: Sequence[SegmentKey]
 
 
 class Placement(NamedTuple):
-    """Where the segments of a view lie: each is either local or in one share."""
+    """The places of a view's segments: each segment is either local or in one share."""
 
     local: Segments
     shares: tuple[Share, ...]
@@ -59,7 +59,8 @@ class View:
         self.pool = pool
         self.attention = attention
         self.placement = Placement(local, tuple(shares))
-        """Replaced as a whole, so that a thread that reads this attribute once sees every segment exactly once."""
+        """The places of the view's segments now. The attribute is replaced as a whole, so that a thread that reads it
+        once sees every segment exactly once."""
         self.lost = False
         """True once a segment of the view could not be fetched from any node: every query of the view is then LOST."""
         self._fetching = threading.Lock()
@@ -93,8 +94,8 @@ class View:
             self._fetching.release()
 
     def close(self) -> None:
-        """Close the shares at the other query engines. The local segments are released when the last computation over
-        them is done."""
+        """Close the view: its shares at the other query engines are closed. The local segments are released when the
+        last computation over them is done."""
         for share in self.placement.shares:
             share.peer.close_view(share.view)
 
@@ -109,18 +110,19 @@ class ViewOpener:
         self._peers = peers
 
     def open(self, message: wire.OpenView) -> tuple[View, bytes]:
-        """The view, and one code per key: LOCAL or REMOTE up to the first segment that cannot be leased, MISSING from
-        there on.
+        """Open a view. Returns it, and one code per key: LOCAL or REMOTE up to the first segment that cannot be leased,
+        MISSING from there on.
 
         Blocks for the daemon and for other nodes. Raises LayoutRefused for heads that do not fit the layout,
-        ProtocolRefused for a message that contradicts itself, and as `Pools.get`.
+        ProtocolRefused for a message that contradicts itself, and the errors of `Pools.get`.
         """
         attention = Attention(self.layout, AttentionShape.of(self.layout, message.heads, message.scale))
         keys = _keys_of(message)
         pool = self._pools.get(self._tenant, self.layout)
         here = [index for index, owner in enumerate(message.owners) if owner == HERE]
         for node in message.nodes:
-            # Starts dialling, so that the daemon connects to the nodes while this thread leases the local segments.
+            # The connections to the other nodes' query engines are requested here, so that the daemon dials while this
+            # thread leases the local segments.
             self._peers.get(node)
         local = open_local(pool, [keys[index] for index in here])
         hits = len(keys) if len(local) == len(here) else here[len(local)]

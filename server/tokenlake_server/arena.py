@@ -37,7 +37,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region:
-    """One mapping of memory, owned by the arena. `view` is valid until `close`."""
+    """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
 
     def __init__(self, number: int, nbytes: int, directory: str, huge_pages: bool) -> None:
         self.number = number
@@ -77,7 +77,7 @@ class Region:
             del anchor
 
     def reopen(self, *, write: bool) -> int:
-        """A new descriptor of the region for one process; the caller closes it."""
+        """Open the region's memory again and return the new file descriptor, for one process; the caller closes it."""
         if write:
             return os.dup(self.fd)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -91,7 +91,8 @@ class Region:
 
 
 class Arena:
-    """All regions of the node. `replace` runs in a thread; other methods are called on the control loop or at start."""
+    """All memory regions of the node. `replace` runs in a thread; other methods are called on the control loop or at
+    start."""
 
     def __init__(self, regions: int, region_bytes: int, directory: str = "", huge_pages: bool = False) -> None:
         self.region_bytes = region_bytes
@@ -103,13 +104,13 @@ class Arena:
         return Region(number, self.region_bytes, self._directory, self._huge_pages)
 
     def populate(self, report: Callable[[int], None]) -> None:
-        """Make the kernel allocate all pages, so that no later write waits for it. `report`: as in
-        `Region.populate`."""
+        """Make the kernel allocate all pages of the arena, so that no later write waits for it. `report` is called with
+        the number of bytes that were allocated since its last call."""
         for region in self._regions.values():
             region.populate(report)
 
     def region(self, number: int) -> Region:
-        """The region of that number. Raises KeyError where there is none."""
+        """The arena's region with that number. Raises KeyError where there is none."""
         return self._regions[number]
 
     def replace(self, number: int, fresh: int) -> None:
@@ -129,7 +130,8 @@ class Arena:
         self._regions[fresh] = region
 
     def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
-        """Writable views of the slots. The caller must have the slots pinned for as long as it uses the views."""
+        """Writable views of the memory of slots. The caller must have the slots pinned for as long as it uses the
+        views."""
         shape = RegionShape(self.region_bytes, slot_bytes)
         header, stride = shape.header_bytes, shape.stride
         starts = [header + place.slot * stride for place in places]

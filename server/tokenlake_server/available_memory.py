@@ -10,11 +10,12 @@ from tokenlake.errors import LimitReached
 __all__ = ["available_bytes", "require_memory"]
 
 RESERVE_BYTES = 64 << 20
-"""Kept for the daemon itself: interpreter, index, buffers."""
+"""Bytes of the available memory that are kept for the daemon itself: interpreter, index, buffers."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """(bytes, source of the limit): the least of MemAvailable and of the room in every cgroup of this process."""
+    """The number of bytes that are available, and the source of that limit: the least of MemAvailable and of the room
+    in every cgroup of this process."""
     limits = [(_mem_available(proc), "MemAvailable of /proc/meminfo")]
     own = _own_cgroup(proc)
     if own is not None:

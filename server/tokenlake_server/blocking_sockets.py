@@ -14,7 +14,7 @@ from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 __all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
-"""Size of a socket's buffer between two processes of one machine: small, so that the receiver reads the bytes while
+"""Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
 they are still in the processor's cache."""
 
 
@@ -39,8 +39,8 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
 
 
 def read_frame(sock: socket.socket, max_frame: int) -> bytes:
-    """The body of the next frame; bytes behind it stay in the socket. Raises `ProtocolRefused` for a frame of more than
-    `max_frame` bytes, `OSError` as `receive_exactly`."""
+    """Read the next frame from the socket and return its body; bytes behind it stay in the socket. Raises
+    `ProtocolRefused` for a frame of more than `max_frame` bytes, `OSError` as `receive_exactly`."""
     decoder = FrameDecoder(max_frame)
     while (body := decoder.next_frame()) is None:
         received = sock.recv(decoder.missing, socket.MSG_WAITALL)
@@ -51,7 +51,7 @@ def read_frame(sock: socket.socket, max_frame: int) -> bytes:
 
 
 def receive_exactly(sock: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises `OSError`: `ConnectionError` when the connection ends first."""
+    """Fill `target` with bytes from the socket. Raises `OSError`: `ConnectionError` when the connection ends first."""
     filled = 0
     while filled < len(target):
         received = sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)

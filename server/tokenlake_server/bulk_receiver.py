@@ -35,14 +35,14 @@ __all__ = ["RECEIVE_THREADS", "BulkReceiver"]
 log = logging.getLogger(__name__)
 
 RECEIVE_THREADS = 8
-"""Threads that receive. A fetch from a frozen peer blocks one or two of them until its deadline; the others serve
-fetches from other peers."""
+"""Number of threads that receive segments. A fetch from a frozen peer blocks one or two of them until its deadline; the
+others serve fetches from other peers."""
 IDLE_CONNECTIONS = 4
-"""Limit of the unused connections per peer that stay open for later fetches."""
+"""Limit of the unused bulk connections per peer that stay open for later fetches."""
 CONNECT_S = 5.0
 HALVES_BYTES = 16 << 20
-"""A fetch of at least this size is split in two halves, each over a connection of its own: a single connection is
-limited by one processor on each side."""
+"""Bytes from which a fetch is split in two halves, each over a connection of its own: a single connection is limited by
+one processor on each side."""
 CACHED_BYTES = 1 << 20
 """Received bytes are added to the checksum in pieces of at most this size, while they are still in the processor's
 cache."""
@@ -65,26 +65,27 @@ class _Job:
         self._aborted = False
 
     def use(self, sock: socket.socket) -> None:
-        """From now on `abort` shuts this socket down. Raises TimeoutError when the job was aborted before."""
+        """Record that the fetch uses the socket: from now on `abort` shuts it down. Raises TimeoutError when the fetch
+        was aborted before."""
         with self._lock:
             self._socks.add(sock)
             if self._aborted:
                 raise TimeoutError("aborted")
 
     def leave(self, sock: socket.socket) -> None:
-        """From now on `abort` leaves this socket alone."""
+        """Record that the fetch does not use the socket any more: from now on `abort` leaves it alone."""
         with self._lock:
             self._socks.discard(sock)
 
     def end_part(self) -> bool:
-        """Count a part that has ended. Returns whether it was the last one."""
+        """Count that one part of the fetch has ended. Returns whether it was the last part."""
         with self._lock:
             self._left -= 1
             return not self._left
 
     def abort(self) -> None:
-        """Shut the connections down, so that their threads stop waiting and no more bytes are written into the slots.
-        Closing a socket would not wake the thread that reads it."""
+        """Abort the fetch: shut its connections down, so that their threads stop waiting and no more bytes are written
+        into the slots. Closing a socket would not wake the thread that reads it."""
         with self._lock:
             self._aborted = True
             for sock in self._socks:
@@ -93,7 +94,7 @@ class _Job:
 
 
 class BulkReceiver:
-    """Carries out the instructions `StartFetch` and `AbortFetch` of the rules."""
+    """Receives segments from other nodes: carries out the rules' instructions `StartFetch` and `AbortFetch`."""
 
     def __init__(self, identity: PeerIdentity, addresses: Mapping[str, Address], arena: Arena, driver: Driver) -> None:
         self._identity = identity
@@ -119,8 +120,8 @@ class BulkReceiver:
             job.abort()
 
     def _run(self, job: _Job, part: range) -> None:
-        """Fetch one part, in a thread. In every case the last part posts `FetchDone` with the outcome of each
-        segment."""
+        """Fetch one part of the segments of a `StartFetch`, in a thread. In every case the last part posts `FetchDone`
+        with the outcome of each segment."""
         instruction = job.instruction
         try:
             self._pull(job, part)
@@ -174,7 +175,8 @@ class BulkReceiver:
     # -- connections
 
     def _borrow(self, node: str, job: _Job) -> socket.socket:
-        """An idle connection to `node`, else a new one. The caller owns it, and an abort of `job` shuts it down."""
+        """An idle bulk connection to `node`, else a new one. The caller owns it, and an abort of `job` shuts it
+        down."""
         sock = self._take_idle(node) or socket.create_connection(self._addresses[node], timeout=CONNECT_S)
         try:
             job.use(sock)
@@ -212,7 +214,7 @@ class BulkReceiver:
         sock.close()
 
     def close(self) -> None:
-        """Abort all fetches and wait for the threads."""
+        """Abort all fetches and wait for the threads that receive."""
         for job in list(self._jobs.values()):
             job.abort()
         self._threads.shutdown(wait=True, cancel_futures=True)

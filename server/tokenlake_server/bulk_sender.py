@@ -30,10 +30,10 @@ __all__ = ["BulkSender"]
 log = logging.getLogger(__name__)
 
 SEND_STALL_S = 10
-"""A connection is closed when its receiver has taken no bytes for this long (twice as long in the worst case), so that
-a frozen receiver does not keep the slots pinned."""
+"""Seconds after which a bulk connection is closed whose receiver has taken no bytes (twice as long in the worst case),
+so that a frozen receiver does not keep the slots pinned."""
 CONNECTIONS_PER_PEER = RECEIVE_THREADS
-"""Limit of the connections that one peer may open: a peer uses one per thread that receives."""
+"""Limit of the bulk connections that one peer may open: a peer uses one per thread that receives."""
 MAX_IOVEC = 64
 
 
@@ -79,8 +79,8 @@ class BulkSender:
         self._streams[instruction.stream][1].put(instruction)
 
     def refuse(self, stream: int) -> None:
-        """Close a connection whose `Pull` the rules refused: its thread stops waiting for a `SendBulk` and closes
-        it."""
+        """Close a bulk connection whose request for segments (`Pull`) the rules refused: its thread stops waiting for a
+        `SendBulk` and closes it."""
         served = self._streams.get(stream)
         if served is not None:
             served[1].put(None)
@@ -88,7 +88,7 @@ class BulkSender:
     def _serve(
         self, stream: int, sock: socket.socket, node: str, instructions: queue.SimpleQueue[SendBulk | None]
     ) -> None:
-        """Serve one connection, in a thread, until it ends. The stream is removed after its last `SendDone` was
+        """Serve one bulk connection, in a thread, until it ends. The stream is removed after its last `SendDone` was
         posted."""
         try:
             while True:
@@ -129,7 +129,7 @@ class BulkSender:
                 buffers[0] = buffers[0][sent:]
 
     def close(self) -> None:
-        """Close all connections and wait for their threads."""
+        """Close all bulk connections and wait for their threads."""
         for sock, instructions, _ in list(self._streams.values()):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

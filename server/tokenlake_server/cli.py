@@ -59,8 +59,9 @@ def run_daemon(
     speed: float = 1.0,
     made: Callable[[Daemon], None] = lambda daemon: None,
 ) -> None:
-    """The command `serve`. `speed`: seconds of the rules' clock per real second; benchmarks replay a trace faster than
-    it happened. `made` is called with the daemon before its first event. Raises `click.ClickException`."""
+    """Run a daemon, as the command `serve` does. `speed`: seconds of the rules' clock per real second; benchmarks
+    replay a trace faster than it happened. `made` is called with the daemon before its first event. Raises
+    `click.ClickException`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = _load(file, flags)

@@ -17,8 +17,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_config_file(path: Path) -> str:
-    """The text of the file, for a daemon. Raises `ConfigurationError` for a file that cannot be read, is not TOML, or
-    holds a secret and may be read or written by other users."""
+    """The text of the configuration file, for a daemon. Raises `ConfigurationError` for a file that cannot be read, is
+    not TOML, or holds a secret and may be read or written by other users."""
     text, status = _read(path)
     settings = settings_of(ServerConfig)
     given = {name: value for name, value, _ in of_toml(text, str(path))}
@@ -36,8 +36,8 @@ def read_config_file(path: Path) -> str:
 
 
 def read_foreign_file(path: Path) -> str:
-    """The text of the file, for a command that only needs the daemon's addresses. Raises `ConfigurationError` for a
-    file that cannot be read."""
+    """The text of a configuration file, for a command that only needs the daemon's addresses. Raises
+    `ConfigurationError` for a file that cannot be read."""
     return _read(path)[0]
 
 

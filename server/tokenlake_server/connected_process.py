@@ -14,14 +14,14 @@ from typing import NamedTuple
 __all__ = ["Credentials", "ConnectedProcess", "credentials"]
 
 SO_PEERPIDFD = 77
-"""Socket option since Linux 6.5; Python 3.11 has no name for it. Unlike the pid of SO_PEERCRED it works across PID
-namespaces."""
+"""The socket option that gives a pidfd of the process at the other end, since Linux 6.5; Python 3.11 has no name for
+it. Unlike the pid of SO_PEERCRED it works across PID namespaces."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Credentials(NamedTuple):
-    """Credentials of the process that called connect (as the listening side sees them) or listen (as the connecting
-    side sees them), at the time of that call."""
+    """The pid, user id and group id of the process that called connect (as the listening side sees them) or listen (as
+    the connecting side sees them), at the time of that call."""
 
     pid: int
     uid: int
@@ -29,13 +29,13 @@ class Credentials(NamedTuple):
 
 
 def credentials(sock: socket.socket) -> Credentials:
-    """Credentials of the process at the other end of a connected Unix socket."""
+    """The pid, user id and group id of the process at the other end of a connected Unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Credentials(*_CREDENTIALS.unpack(raw))
 
 
 class ConnectedProcess:
-    """The process that opened a connection. Owns a pidfd until `close`."""
+    """The process that opened a local connection. This object owns a pidfd of the process until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.pid, self.uid, _ = credentials(sock)

@@ -44,11 +44,11 @@ __all__ = ["Daemon", "core_config", "run"]
 log = logging.getLogger(__name__)
 
 SAVE_S = 60.0
-"""Interval between two saves of the eviction statistics."""
+"""Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
-"""Least interval between two rounds of reports to other nodes (gossip), by the real clock, whatever `speed` is."""
+"""Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
 REPLACE_S = 0.5
-"""Interval between two attempts to allocate memory for a region that changes its tenant."""
+"""Seconds between two attempts to allocate memory for a region that changes its tenant."""
 
 
 def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
@@ -72,7 +72,8 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
 
 
 class Daemon:
-    """Made on a running loop, after `Arena.populate`; `close` releases everything."""
+    """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop, after `Arena.populate`;
+    `close` releases everything."""
 
     def __init__(self, config: ServerConfig, arena: Arena, speed: float = 1.0) -> None:
         """`speed`: see `Driver`."""
@@ -139,7 +140,7 @@ class Daemon:
             self.driver.handle(events.StatisticsLoaded(learned))
 
     def snapshot(self) -> Snapshot:
-        """Counters and gauges for the metrics page. Called on the loop."""
+        """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
@@ -156,7 +157,7 @@ class Daemon:
             self.query_engine.adopt(sock, hello, rest)
 
     def _failed(self, event: Event, error: Exception) -> None:
-        """Close the connection of the sender of an event that the rules did not complete because of `error`."""
+        """Close the connection that sent an event which the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
             log.warning("an event was refused: %s", error)
         else:
@@ -180,7 +181,7 @@ class Daemon:
         logged = False
         while not self._closing.is_set():
             try:
-                # In a thread, because the kernel may take seconds to allocate the pages.
+                # The allocation runs in a thread, because the kernel may take seconds to allocate the pages.
                 await asyncio.to_thread(self._arena.replace, instruction.region, instruction.fresh)
             except Exception as error:
                 if not logged:
@@ -202,7 +203,7 @@ class Daemon:
             await asyncio.to_thread(self._state.save, self.driver.core.learned())
 
     async def close(self) -> None:
-        """Stop accepting requests, end the threads and the query engine."""
+        """Stop the daemon: accept no more requests, end the threads and the query engine."""
         self._closing.set()
         self.engines.close()
         if self.query_engine is not None:

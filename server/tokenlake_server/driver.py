@@ -24,7 +24,7 @@ Sink = Callable[[Any], None]
 
 
 class Driver:
-    """Runs a `NodeCore` on the control loop. Other threads may call `post` only."""
+    """Runs the rules of the node (a `NodeCore`) on the control loop. Other threads may call `post` only."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class Driver:
 
     @property
     def now(self) -> float:
-        """The time of the rules' clock, in seconds."""
+        """The time of the rules' clock, in seconds; at a `speed` above 1 it runs faster than real time."""
         return self._loop.time() * self._speed
 
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
-        """Call `sink` with each instruction of `kind`. `sink` must not block."""
+        """Register `sink`, which is then called with each instruction of the type `kind` that the rules return. `sink`
+        must not block."""
         self._sinks[kind] = sink
 
     def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
@@ -81,13 +82,15 @@ class Driver:
         self._end_record(None)
 
     def post(self, event: Event) -> None:
-        """Handle an event on the loop. For any thread. Does nothing once the loop is closed."""
-        # A closed loop raises RuntimeError: the daemon may stop before the threads that post have returned.
+        """Let the rules handle an event, on the loop. May be called from any thread. Does nothing once the loop is
+        closed."""
+        # A closed loop raises RuntimeError: the daemon may stop before the threads that post events have returned.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.handle, event)
 
     def handle(self, event: Event) -> None:
-        """Handle an event, on the loop. An event that arises while another one is handled is queued behind it."""
+        """Let the rules handle an event, on the loop. An event that arises while another one is handled is queued
+        behind it."""
         self._queue.append(event)
         if self._running:
             return
@@ -116,8 +119,9 @@ class Driver:
             self._on_failure(event, failure)
 
     def _decide(self, event: Event, now: float) -> tuple[list[Instruction], Exception | None]:
-        """(instructions of the event, the reason that the rules did not complete it). A failure concerns the sender of
-        this event only; the driver continues with the next event."""
+        """Pass an event to the rules. Returns the instructions of the event, and the reason that the rules did not
+        complete it (else None). A failure concerns the sender of this event only; the driver continues with the next
+        event."""
         try:
             return self._handle(event, now), None
         except HandlerFailed as failure:
@@ -142,8 +146,8 @@ class Driver:
         wake = self.core.next_wake()
         if wake is None or wake == self._alarm_at or self._tick_scheduled:
             return
-        # The alarm is not moved to a later time: ringing too early costs one Tick, which is cheaper than moving the
-        # alarm whenever the next deadline gets later.
+        # The timer of the next deadline is not moved to a later time: a call that comes too early costs one Tick, which
+        # is cheaper than moving the timer whenever the next deadline gets later.
         if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self.now:
             return
         if self._alarm is not None:

@@ -26,11 +26,11 @@ from tokenlake_server.tenants import Tenants
 __all__ = ["HELLO_S", "MAX_IN_FLIGHT", "MAX_KEYS", "EngineConnection", "keys_over_limit"]
 
 HELLO_S = 10.0
-"""A connection without a `Hello` is closed after this time."""
+"""Seconds after which a connection without a `Hello` is closed."""
 MAX_KEYS = 1 << 16
-"""Limit of the segments in one request."""
+"""Limit of the segments in one request of an engine."""
 MAX_IN_FLIGHT = 1024
-"""Limit of the unanswered requests of one connection."""
+"""Limit of the unanswered requests on one connection of an engine."""
 
 
 class EngineConnection:
@@ -45,8 +45,8 @@ class EngineConnection:
         on_frame: Callable[[EngineConnection, bytes], None],
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
-        """`on_frame(connection, body)` for each frame; `on_closed(connection, reason)` once, when the socket is
-        closed."""
+        """`on_frame(connection, body)` is called for each frame; `on_closed(connection, reason)` once, when the socket
+        is closed."""
         self.number = number
         self.origin = number
         """The number by which the process names itself when it resumes: that of its first connection, kept by each
@@ -54,16 +54,17 @@ class EngineConnection:
         (tests/client/test_resumed.py)."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
-        """The process's `Hello`; None until it has proven its tenant and layout."""
+        """The first message (`Hello`) of the engine's process; None until the process has proven its tenant and
+        layout."""
         self.layout: Layout | None = None
         self.tenant = ""
         self.secret = b""
         self.session = 0
         self.joined = False
-        """True: the process belongs to a session of the rules."""
+        """True: the engine's process belongs to a session of the rules."""
         self.maps = False
-        """True: the process was given a descriptor of the arena, over this connection or over one that this one
-        resumes."""
+        """True: the engine's process was given a descriptor of the arena, over this connection or over one that this
+        one resumes."""
         self._loop = loop
         self._version = 0
         self._in_flight = 0
@@ -85,39 +86,40 @@ class EngineConnection:
     # -- replies
 
     def send(self, message: engine.EngineReply, descriptors: Sequence[int] = ()) -> None:
-        """Send a reply; nothing once the socket is closed. `descriptors` stay the caller's."""
+        """Send a reply to the engine's process; nothing once the socket is closed. The caller continues to own
+        `descriptors`."""
         if self._frames is not None:
             self._frames.send(pack_frame(message), descriptors)
 
     def fail(self, request: int, kind: type[TokenLakeError], reason: str) -> None:
-        """Reply that one request failed. The connection stays open."""
+        """Reply to the engine's process that one request failed. The connection stays open."""
         self.send(engine.Failed(request, kind.__name__, reason))
 
     def refuse(self, request: int, error: Exception) -> None:
-        """Reply with the error and close the socket."""
+        """Reply to a request of the engine's process with the error, and close the socket."""
         self.fail(request, type(error) if isinstance(error, TokenLakeError) else ProtocolRefused, str(error))
         self.close(f"refused: {error}")
 
     def close(self, reason: str) -> None:
-        """Close the socket. Idempotent."""
+        """Close the connection to the engine's process. Idempotent."""
         if self._frames is not None:
             self._frames.close(reason)
 
     # -- requests
 
     def limit_reached(self, message: engine.EngineRequest) -> str:
-        """Text of the limit that a request exceeds; empty when it is within all limits. For requests that have a
-        reply."""
+        """A text that names the limit that a request exceeds; empty when the request is within all limits. For requests
+        that have a reply."""
         if self._in_flight >= MAX_IN_FLIGHT:
             return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
         return keys_over_limit(message)
 
     def begin_request(self) -> None:
-        """Count a request that is passed to the rules as unanswered, until `answer`."""
+        """Count a request of the engine's process that is passed to the rules; it is unanswered until `answer`."""
         self._in_flight += 1
 
     def answer(self, message: engine.EngineReply) -> None:
-        """Send the rules' answer to a request."""
+        """Send the rules' answer to a request of the engine's process."""
         self._in_flight = max(0, self._in_flight - 1)
         self.send(message)
         if isinstance(message, engine.Failed) and not self.joined:
@@ -156,7 +158,8 @@ class EngineConnection:
 
 
 def keys_over_limit(message: engine.EngineRequest) -> str:
-    """Text of the limit that the number of segments in a request exceeds; empty when it is within the limit."""
+    """A text about the limit that the number of segments in a request exceeds; empty when the number is within the
+    limit."""
     keys = 0
     if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
         keys = len(message.keys) // KEY_BYTES

@@ -30,18 +30,18 @@ __all__ = ["EngineListener", "EngineSettings"]
 log = logging.getLogger(__name__)
 
 PROCESSES_PER_SESSION = 16
-"""The limit of connections is `max_sessions` times this: one each for the scheduler and the ranks of an engine, and
-room for those that a restarted engine has not closed yet."""
+"""Connections per session: the listener accepts `max_sessions` times this number. An engine has one for its scheduler
+and one for each rank; the others are for those that a restarted engine has not closed yet."""
 ACCEPT_PAUSE_S = 0.5
-"""Pause after an accept that failed, mostly because no descriptor was left. The listening socket stays readable then:
-without the pause the loop would spin."""
+"""Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
+stays readable then: without the pause the loop would spin."""
 
 
 ConnectQuery = Callable[[str, bytes], socket.socket]
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """Settings and identity of the node that a listener needs."""
+    """The settings and the identity of the node that the listener on the local socket needs."""
 
     node: NodeId
     incarnation: Incarnation
@@ -53,7 +53,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 
 class EngineListener:
-    """Listens on the local socket. Owns the socket's path and all connections to it."""
+    """Listens on the local socket for engines' processes. Owns the socket's path and all connections to it."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class EngineListener:
             self._driver.handle(events.ProcessGone(connection.number))
 
     def _forget(self, connection: EngineConnection) -> bool:
-        """Release the resources of the connection; returns False when that was done before."""
+        """Release the resources of the connection; returns False when they were released before."""
         if self._connections.pop(connection.number, None) is None:
             return False
         connection.joined = False
@@ -137,7 +137,7 @@ class EngineListener:
         return True
 
     def refuse(self, number: int, error: Exception) -> None:
-        """Reply with the error on this connection and close it."""
+        """Reply with the error on connection `number` of an engine's process, and close it."""
         connection = self._connections.get(number)
         if connection is not None:
             connection.refuse(0, error)
@@ -148,7 +148,7 @@ class EngineListener:
         return len(self._connections)
 
     def close(self) -> None:
-        """Stop listening, remove the path, close all connections."""
+        """Stop listening on the local socket, remove its path, close all connections."""
         self._loop.remove_reader(self._sock)
         self._sock.close()
         self._settings.path.unlink(missing_ok=True)
@@ -221,8 +221,8 @@ class EngineListener:
                 connection.tenant,
                 layout.segment_bytes,
                 layout.shards,
-                # 0 tokens per segment for a query engine: the tokens that it reads are counted as hits of the engine
-                # that sent the query, at that engine's node.
+                # A query engine's match counts 0 tokens per segment: the tokens that it reads are counted as hits of
+                # the engine that sent the query, at that engine's node.
                 0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
                 message.session,
                 resumed.number if resumed else 0,
@@ -289,7 +289,8 @@ class EngineListener:
                 connection.refuse(message.id, error)
                 return
         connection.begin_request()
-        # The token is removed, because the event may be written to the event log, which holds no credentials.
+        # The token is removed from the `Hello`, because the event may be written to the event log, which holds no
+        # credentials.
         self._driver.handle(
             events.ExplainRequested(connection.number, tenant, msgspec.structs.replace(message, token=None))
         )

@@ -60,7 +60,7 @@ class Recorder:
         self._file.write(len(body).to_bytes(HEADER_BYTES, "little") + body)
 
     def close(self) -> None:
-        """Write the buffered records and close the file."""
+        """Write the buffered records to the event log and close the file."""
         self._file.close()
 
 
@@ -70,13 +70,15 @@ class Replayed(msgspec.Struct, frozen=True):
     events: int
     instructions: int
     difference: str = ""
-    """Empty, or the first event that was changed or for which the rules returned other instructions."""
+    """The text of the first event that was changed or for which the rules returned other instructions; empty if there
+    is none."""
     cut_off: int = 0
-    """Bytes at the end that are not a whole record: the daemon was killed, or a length was changed."""
+    """Bytes at the end of the event log that are not a whole record: the daemon was killed, or a length was changed."""
 
 
 def replay(path: Path) -> Replayed:
-    """Feed the events of a log to a new `NodeCore`. Raises `ProtocolRefused` when the file is not an event log."""
+    """Feed the events of an event log to a new `NodeCore` and compare the instructions that it returns. Raises
+    `ProtocolRefused` when the file is not an event log."""
     records = _records(path)
     try:
         first, second = next(records), next(records)
@@ -115,13 +117,14 @@ def _first_digest(config: CoreConfig, started: float) -> bytes:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The bodies of all whole records."""
+    """The bodies of all whole records of an event log."""
     left = path.stat().st_size
     with path.open("rb") as file:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
             size = int.from_bytes(header, "little")
             left -= HEADER_BYTES + size
-            # The length is checked before the read, which would allocate as much memory as a damaged length states.
+            # The length of a record is checked before the record is read: the read would allocate as much memory as a
+            # damaged length states.
             if left < 0:
                 return
             yield file.read(size)

@@ -30,7 +30,8 @@ from tokenlake_server.local_socket import dial
 __all__ = ["Explanation", "ask", "explain"]
 
 ANSWER_S = 2.0
-"""Time limit of each operation on the socket. Generous: a daemon waits at most 0.1 s for the answers of other nodes."""
+"""Seconds that each operation on the socket may take. A daemon waits at most 0.1 s for the answers of other nodes, so
+this is ample."""
 MAX_ANSWER = 1 << 20
 
 
@@ -40,7 +41,7 @@ class Explanation(NamedTuple):
 
     funnel: Funnel | None
     names: tuple[str, ...]
-    """Without a funnel: names of requests that begin with the name that was asked for, newest first."""
+    """Names of requests that begin with the name that was asked for, newest first, if there is no funnel."""
 
 
 def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | None = None) -> Explanation:
@@ -67,7 +68,7 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
 
 
 def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
-    """(stage or reason, tokens, detail) of each line of the table."""
+    """The lines of the table of one request's tokens: (stage or reason of a miss, tokens, detail)."""
     indexed = funnel.here + sum(count for _, count in funnel.elsewhere)
     places = [f"{funnel.node} (here) {funnel.here:,}"] if funnel.here else []
     places += [f"{node} {count:,}" for node, count in funnel.elsewhere]
@@ -84,12 +85,13 @@ class _Daemon(NamedTuple):
     """The daemon that is asked, and the credential of the caller."""
 
     places: tuple[str, ...]
-    """Paths of sockets, of which the first reachable one is used."""
+    """Paths of the daemon's possible sockets, of which the first reachable one is used."""
     token: str | None
     uid: int | None
 
     def ask(self, request: str) -> tuple[str, Explanation]:
-        """(path of the socket, answer). Raises as `ask`."""
+        """Ask the daemon about a request. Returns (path of the socket, answer). Raises the errors of the function
+        `ask`."""
         return first_reachable(
             self.places, lambda place: (place, ask(Path(place), request, self.token, self.uid)), os.listdir
         )
@@ -153,7 +155,8 @@ def _daemon(file: Path | None, node: str | None, path: str | None, daemon_uid: i
 
 
 def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
-    """The funnel of the answer. Raises `click.ClickException` where no request, or more than one, has the name."""
+    """The funnel (tokens by hit and by reason of a miss) in the daemon's answer. Raises `click.ClickException` where no
+    request, or more than one, has the name."""
     if answer.funnel is not None:
         return answer.funnel
     if answer.names:

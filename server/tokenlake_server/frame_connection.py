@@ -16,14 +16,16 @@ from tokenlake.wire import FrameDecoder
 __all__ = ["FrameConnection"]
 
 READ_BYTES = 64 << 10
-"""Size of one read. From 128 KiB on each read would map and unmap memory, which costs more than the read."""
+"""Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
+costs more than the read."""
 MAX_UNSENT_BYTES = 16 << 20
-"""A connection whose other side leaves more than this unread is closed, so that memory is bounded."""
+"""Limit of the unsent bytes of a connection: it is closed when its other side leaves more than this unread, so that
+memory is bounded."""
 
 
 class FrameConnection:
-    """Owns `sock`. Callbacks run on the loop. `on_closed(reason)` is called exactly once, unless the socket is
-    detached."""
+    """A socket of the control loop that sends and receives frames; it owns the socket `sock`. Callbacks run on the
+    loop. `on_closed(reason)` is called exactly once, unless the socket is detached."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class FrameConnection:
         return self.sock, self._decoder.rest()
 
     def close(self, reason: str) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket of the connection. Idempotent."""
         if not self._open:
             return
         self.detach()

@@ -35,27 +35,27 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 
 _NO_SECRET = hashlib.blake2b(b"tokenlake: no cluster secret", digest_size=32).digest()
-"""Key of a daemon without `cluster_secret`. It is public: such a pool has one tenant, on one machine."""
+"""The key for proofs of a daemon without `cluster_secret`. It is public: such a pool has one tenant, on one machine."""
 _CHANGE = "set the same 'cluster_secret' (configuration file, or TOKENLAKE_CLUSTER_SECRET) on all nodes"
 
 
 class PeerIdentity(msgspec.Struct, frozen=True):
-    """Identity of this node in handshakes, and the secret that proves it."""
+    """The identity of this node in handshakes between daemons, and the secret that proves it."""
 
     node: str
     incarnation: int
     epoch: int
     members: tuple[str, ...]
-    """Members of the ring as error texts show them (`ring_members`)."""
+    """The members of the hash ring in the form that error texts show (`ring_members`)."""
     names: tuple[str, ...]
-    """Names of the members."""
+    """The names of the nodes on the hash ring."""
     max_frame: int
     secret: Secret = Secret()
-    """`cluster_secret`; empty where there is none."""
+    """The setting `cluster_secret`; empty where there is none."""
 
 
 class Dialler:
-    """The dialling side of one handshake with `node`."""
+    """The side of a handshake between daemons that opened the connection to `node`."""
 
     def __init__(self, identity: PeerIdentity, node: str, nonce: bytes, purpose: peer.Purpose) -> None:
         """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake."""
@@ -65,7 +65,7 @@ class Dialler:
         self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
         """The first message."""
         self.incarnation: int | None = None
-        """Incarnation of the other node; None until it has proven itself."""
+        """The incarnation of the accepting daemon; None until it has proven itself."""
 
     def answer(self, challenge: peer.PeerChallenge) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. Raises `CredentialRefused`, `RingRefused` or
@@ -84,19 +84,19 @@ class Dialler:
 
 
 class Acceptor:
-    """The accepting side of one handshake."""
+    """The side of a handshake between daemons that accepted the connection."""
 
     def __init__(self, identity: PeerIdentity, hello: peer.PeerHello, nonce: bytes) -> None:
         """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake. Raises `ProtocolRefused` when the two nodes
         have no protocol version in common."""
         self._identity = identity
         self.hello = hello
-        """The dialler's first message, to be trusted only after `check`."""
+        """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
         unproven = peer.PeerChallenge(version, identity.node, identity.incarnation, nonce, bytes(PROOF_BYTES))
         proof = acceptor_proof(identity.secret, hello, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
-        """The reply to the hello."""
+        """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
 
     def check(self, message: peer.PeerProof) -> None:
         """Check the dialler's proof, then its ring. Raises `CredentialRefused`, whose text does not describe the ring,
@@ -108,17 +108,19 @@ class Acceptor:
 
 
 def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
-    """The value of `challenge.proof`."""
+    """The acceptor's proof, to be sent as the `proof` of `challenge`: blake2b, keyed with the secret, over the messages
+    of the handshake."""
     return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
 
 
 def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, ring: peer.PeerProof) -> bytes:
-    """The value of `ring.proof`."""
+    """The dialler's proof, to be sent as the `proof` of `ring`: blake2b, keyed with the secret, over the messages of
+    the handshake."""
     return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(ring, proof=bytes(PROOF_BYTES)))
 
 
 def _keyed(secret: bytes, side: bytes, *messages: msgspec.Struct) -> bytes:
-    # An empty key would make blake2b a plain hash.
+    # A key is always used: blake2b with an empty key would be a plain hash, which proves nothing.
     text = msgspec.msgpack.encode((side, *messages))
     return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=secret or _NO_SECRET, person=b"tokenlake peers").digest()
 

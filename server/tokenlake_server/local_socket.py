@@ -36,8 +36,7 @@ def listen(path: Path) -> socket.socket:
     except ConfigurationError:
         sock.close()
         raise
-    # The process that serves must itself call listen: clients check the credentials of the process that did
-    # (SO_PEERCRED).
+    # The daemon process itself must call listen: clients check the credentials of the process that did (SO_PEERCRED).
     sock.listen(128)
     sock.setblocking(False)
     return sock
@@ -61,8 +60,8 @@ def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
 
 
 def _prepare(absolute: Path, path: Path) -> None:
-    """Create a default directory, check every directory on the path, remove the socket of a dead daemon of this
-    user."""
+    """Make the path of the local socket ready: create a default directory, check every directory on the path, remove
+    the socket of a dead daemon of this user."""
     directory, user = absolute.parent, os.geteuid()
     mode = directory_mode(str(directory), user)
     if mode is not None:

@@ -33,9 +33,9 @@ __all__ = ["MetricsServer", "Snapshot"]
 log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
-"""When the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
+"""Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
 MAX_THREADS = 32
-"""Limit of the requests that are served at the same time; further connections are closed without a reply."""
+"""Limit of the requests for pages that are served at the same time; further connections are closed without a reply."""
 
 _QUERY_ENGINE_HELP = {
     "starts": "Processes of the query engine that were started",
@@ -52,7 +52,7 @@ _QUERY_ENGINE_HELP = {
 
 
 class Snapshot:
-    """All counters and gauges at one moment. Made on the control loop."""
+    """All counters and gauges of the daemon at one moment. Made on the control loop."""
 
     def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
         self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
@@ -144,8 +144,8 @@ class MetricsServer:
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def take(self) -> Snapshot:
-        """A snapshot, for any thread except the loop's. Raises TimeoutError when the loop does not answer within
-        `SNAPSHOT_S`."""
+        """All counters and gauges at one moment, for any thread except the loop's. Raises TimeoutError when the control
+        loop does not answer within `SNAPSHOT_S`."""
 
         async def on_loop() -> Snapshot:
             return self._take_now()
@@ -177,13 +177,13 @@ class MetricsServer:
         return "200 OK", {"node": self._node, "healthy": True, **gauges}
 
     def close(self) -> None:
-        """Stop serving and close the port."""
+        """Stop serving the pages and close the port."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Serves at most `MAX_THREADS` requests at the same time."""
+    """The HTTP server of the pages, which serves at most `MAX_THREADS` requests at the same time."""
 
     daemon_threads = True
 

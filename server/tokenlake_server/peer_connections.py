@@ -31,21 +31,21 @@ __all__ = ["Adopt", "PeerConnections", "ring_members"]
 log = logging.getLogger(__name__)
 
 REDIAL_S = 0.1
-"""Pause between two attempts to dial a peer. It is short, because peers are on the same machine, where an attempt
-without a listener fails at once and costs little."""
+"""Seconds between two attempts to dial a peer. The pause is short, because peers are on the same machine, where an
+attempt without a listener fails at once and costs little."""
 HANDSHAKE_S = 5.0
-"""A connection whose handshake takes longer is closed."""
+"""Seconds after which a connection between daemons is closed whose handshake is not complete."""
 MAX_HANDSHAKES = 64
-"""Limit of the connections whose handshake is not complete; further ones are closed at once."""
+"""Limit of the connections between daemons whose handshake is not complete; further ones are closed at once."""
 MAX_REASON = 2000
-"""Limit of the characters of a logged refusal, whose reason the other side may have written."""
+"""Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
-"""Least time between two lines of the log about refusals of the same node."""
+"""Least seconds between two lines of the log about refusals of the same node."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
-"""Called with (socket, the dialler's hello, bytes behind the handshake that were read already); takes the socket
-over."""
+"""Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
+handshake that were read already)."""
 
 
 @dataclass
@@ -54,15 +54,17 @@ class _Handshake:
 
     timer: asyncio.TimerHandle
     dialled: str | None
-    """The node that this one dialled; None where the other side dialled."""
+    """The node that this daemon dialled; None where the other daemon dialled."""
     ended: asyncio.Future[None] | None
-    """Where this node dialled: done when the attempt has succeeded or failed."""
+    """The end of the attempt, where this daemon dialled: the future is done when the attempt has succeeded or
+    failed."""
     side: Dialler | Acceptor | None
-    """This node's side; None until the other side's hello."""
+    """The part of the handshake that this daemon plays, dialler or acceptor; None until the other daemon's hello."""
 
     @property
     def node(self) -> str:
-        """The node that was dialled, or the unproven name that the dialler gave; empty before its hello."""
+        """The name of the other node: the one that was dialled, or the unproven name that the dialler gave; empty
+        before its hello."""
         return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
@@ -85,7 +87,7 @@ class PeerConnections:
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
     ) -> None:
-        """`adopt`: for each purpose but control, the function that takes such connections over."""
+        """`adopt`: for each purpose of a connection but control, the function that takes such connections over."""
         self._identity = identity
         self._addresses = dict(peers)
         self._driver = driver
@@ -95,7 +97,7 @@ class PeerConnections:
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[str, float]] = {}
-        """By node, the last line of the log about a refusal, and its time."""
+        """For each node, the last line of the log about a refusal, and its time."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -112,7 +114,7 @@ class PeerConnections:
             self._dialling[name] = self._loop.create_task(self._dial(name))
 
     async def _dial(self, name: str) -> None:
-        """Dial until there is a connection. The peer's `PeerWelcome` completes it."""
+        """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
         try:
             while name not in self._connections and not self._closing:
                 try:
@@ -120,7 +122,8 @@ class PeerConnections:
                 except OSError:
                     pass
                 except Exception:
-                    # Every failure is retried; otherwise the peer would never be connected again.
+                    # The dialling task survives every error and tries again; otherwise the peer would never be
+                    # connected again.
                     log.exception("dialling %s failed", name)
                 if name not in self._connections:
                     await asyncio.sleep(REDIAL_S)
@@ -128,8 +131,8 @@ class PeerConnections:
             self._dialling.pop(name, None)
 
     async def _attempt(self, name: str) -> None:
-        """Connect once and wait until the handshake has succeeded or failed. Raises OSError when there is no
-        connection."""
+        """Connect to the daemon of node `name` once and wait until the handshake has succeeded or failed. Raises
+        OSError when there is no connection."""
         address = self._addresses[name]
         sock = socket.socket(_family(address), socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -191,7 +194,7 @@ class PeerConnections:
             connection.send(pack_frame(handshake.side.hello))
 
     def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
-        """Handle one frame of a handshake."""
+        """Handle one frame of a handshake with another daemon."""
         try:
             match decode(peer.handshake_decoder, body), handshake.side:
                 case peer.PeerRefused() as refused, _:
@@ -230,7 +233,7 @@ class PeerConnections:
             )
         connection.send(pack_frame(peer.PeerWelcome()))
         if connection not in self._handshakes:
-            # The send failed and closed the connection.
+            # The reply could not be sent, and the failure closed the connection.
             return
         if hello.purpose == "control":
             self._established(connection, hello.node, hello.incarnation)
@@ -306,11 +309,11 @@ class PeerConnections:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the peers with a control connection."""
+        """The names of the nodes with which this daemon has a control connection."""
         return list(self._connections)
 
     async def close(self) -> None:
-        """Stop listening and dialling, close all connections."""
+        """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
         self._loop.remove_reader(self._sock)
         self._sock.close()

@@ -28,14 +28,15 @@ __all__ = ["QueryEngine"]
 log = logging.getLogger(__name__)
 
 DIAL_THREADS = 8
-"""Threads that connect to query engines of other nodes. A frozen node blocks one of them for about `DIAL_S`."""
+"""Number of threads that connect to query engines of other nodes. A frozen node blocks one of them for about
+`DIAL_S`."""
 DIAL_S = 1.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
-"""Limit of the pause before an ended query engine is started again. The pause doubles, from `FIRST_PAUSE_S` on, each
-time that a process ended within this time."""
+"""Limit in seconds of the pause before an ended query engine is started again. The pause doubles, from `FIRST_PAUSE_S`
+on, each time that a process ended within this time."""
 STOP_S = 5.0
-"""A process whose channel is closed is killed when it has not ended after this time."""
+"""Seconds after which a query engine whose channel is closed is killed when it has not ended."""
 
 
 class QueryEngine:
@@ -48,7 +49,8 @@ class QueryEngine:
         addresses: Mapping[str, Address],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Raises `ConfigurationError` when the package or torch is not installed."""
+        """Makes the daemon's side of the query engine; nothing is started yet. Raises `ConfigurationError` when the
+        package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
@@ -61,19 +63,19 @@ class QueryEngine:
         self._channel: FrameConnection | None = None
         self._closing = False
         self.starts = 0
-        """The number of processes that were started."""
+        """The number of query engine processes that this daemon has started."""
         self.report: supervision.Report | None = None
-        """The newest report of the process; None while no process serves."""
+        """The newest report of the query engine to the daemon; None while no process serves."""
         self._task = loop.create_task(self._keep_running())
 
     @property
     def ready(self) -> bool:
-        """True while a process serves."""
+        """True while a query engine process serves."""
         return self.report is not None
 
     def connect_engine(self, tenant: str, layout: bytes) -> socket.socket:
-        """A connection to the query engine for an engine; the caller closes it. Raises `Unreachable` while no process
-        serves."""
+        """A connection to the query engine, for an engine; the caller closes it. Raises `Unreachable` while no query
+        engine serves."""
         refusal = Unreachable(f"the query engine of node '{self._start.node}' is not ready")
         if not self.ready:
             raise refusal
@@ -81,7 +83,7 @@ class QueryEngine:
         with theirs:
             self._hand_over(supervision.EngineConnected(tenant, layout), theirs)
         if self._channel is None:
-            # The channel to the process broke while the connection was sent over it.
+            # The channel to the query engine broke while the connection was sent over it.
             ours.close()
             raise refusal
         return ours
@@ -108,7 +110,7 @@ class QueryEngine:
             try:
                 await self._run()
             except Exception as error:
-                # Every failure is retried; otherwise the node would never have a query engine again.
+                # Every failure to run the query engine is retried; otherwise the node would never have one again.
                 log.error("the query engine could not be started: %s", error)
             lasted = self._loop.time() - began
             pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
@@ -116,12 +118,13 @@ class QueryEngine:
                 await asyncio.sleep(pause)
 
     async def _run(self) -> None:
-        """Start one process and wait until it has ended."""
+        """Start one query engine process and wait until it has ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno())]
         try:
             with theirs:
-                # In a thread, because a fork takes milliseconds, during which the loop must serve.
+                # The process is started in a thread, because a fork takes milliseconds, during which the loop must
+                # serve.
                 starting = asyncio.ensure_future(
                     asyncio.to_thread(subprocess.Popen, command, pass_fds=[theirs.fileno()])
                 )
@@ -192,7 +195,7 @@ class QueryEngine:
             self._loop.call_soon_threadsafe(send)
 
     async def close(self) -> None:
-        """End the process and wait until it has ended."""
+        """End the query engine process and wait until it has ended."""
         self._closing = True
         if self._channel is not None:
             self._channel.close("the daemon stops")
@@ -202,7 +205,8 @@ class QueryEngine:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process whose channel is closed, kill it after `STOP_S`, and return its exit status."""
+    """Wait for a query engine process whose channel is closed, kill it after `STOP_S` seconds, and return its exit
+    status."""
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:

@@ -32,7 +32,8 @@ class SlotChecker:
         self._thread.submit(self._run, instruction)
 
     def _run(self, instruction: CheckSlot) -> None:
-        """Check one slot, in the thread. Always posts `SlotChecked`: a copy that cannot be read counts as corrupt."""
+        """Check the bytes of one slot, in the thread. Always posts `SlotChecked`: a copy that cannot be read counts as
+        corrupt."""
         right = False
         try:
             right = self._is_right(instruction)
@@ -48,5 +49,5 @@ class SlotChecker:
         return b"".join(each.to_bytes(CHECKSUM_BYTES, "little") for each in digests) == instruction.checksums
 
     def close(self) -> None:
-        """Wait for the check in progress."""
+        """Wait for the check of a slot that is in progress."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -35,7 +35,7 @@ class StateFile:
         self._complained = False
 
     def load(self) -> bytes | None:
-        """The statistics that were saved last; None where there is no file, or it is not valid."""
+        """The eviction statistics that were saved last; None where there is no file, or it is not valid."""
         try:
             with self.path.open("rb") as file:
                 data = file.read(len(_MAGIC) + _DIGEST_BYTES + MAX_LEARNED_BYTES + 1)
@@ -54,7 +54,8 @@ class StateFile:
         return learned
 
     def save(self, learned: bytes) -> None:
-        """Write the file, unless `learned` is what was saved last. For one thread at a time."""
+        """Write the eviction statistics `learned` to the file, unless they are the ones that were saved last. For one
+        thread at a time."""
         if learned == self._written:
             return
         fresh = self.path.with_name(self.path.name + ".new")

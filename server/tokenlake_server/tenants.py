@@ -18,7 +18,7 @@ node of the pool must derive the same keys without configuration."""
 
 
 class Tenants:
-    """The tenants of one daemon. Immutable."""
+    """The tenants of one daemon, by their tokens and user ids. Immutable."""
 
     query_credential: str
     """The token with which this daemon's query engine may act for any tenant; no other process knows it
@@ -36,7 +36,8 @@ class Tenants:
         return hmac.compare_digest(credential.encode(), self.query_credential.encode())
 
     def identify(self, uid: int, token: str | None) -> Tenant:
-        """The tenant of a process. Raises `CredentialRefused`, whose text never contains a token."""
+        """The tenant of a process with user id `uid` that sent `token`. Raises `CredentialRefused`, whose text never
+        contains a token."""
         if uid not in self._allowed:
             raise CredentialRefused(
                 f"uid {uid} may not use this daemon; add it to 'allow_uids' or to a tenant's 'uids'"

@@ -26,39 +26,41 @@ log = logging.getLogger(__name__)
 LONG = Metric("tokenlake_long_callbacks_total", "Callbacks that took over 1 ms of processor time on the control loop")
 
 LIMIT_S = 0.001
-"""A callback that takes longer is counted."""
+"""Seconds: a callback of the control loop that takes longer is counted."""
 WARN_S = 0.02
-"""A callback that takes longer is logged: matches of other nodes miss their default deadline (`match_deadline_ms`)."""
+"""Seconds: a callback of the control loop that takes longer is logged, because matches of other nodes miss their
+default deadline (`match_deadline_ms`)."""
 LOG_S = 60.0
-"""Least time between two lines of the log."""
+"""Least seconds between two lines of the log about long callbacks."""
 COLLECTION = "garbage collection"
 STARTED = "start"
-"""Marks the callback that makes the daemon. It is not counted, because no client waits for it."""
+"""The kind of the callback that makes the daemon. It is not counted, because no client waits for it."""
 
 
 class Watchdog:
-    """Measures the callbacks of one event loop. Used in the thread of that loop only."""
+    """Measures the time of the callbacks of one event loop. Used in the thread of that loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counters = Counters()
         self._event: Event | str | None = None
-        """The event that the current callback handled last, else `STARTED` or `COLLECTION`, else None."""
+        """The event that the current callback of the loop handled last, else `STARTED` or `COLLECTION`, else None."""
         self._stopped = False
         self._counts: dict[str, int] = {}
         self._longest: dict[str, float] = {}
         self._logged_at = -LOG_S
         self._unlogged = 0
-        """Callbacks over `WARN_S` since the last line of the log."""
+        """Number of callbacks over `WARN_S` since the last line of the log about them."""
 
     def use(self, counters: Counters) -> None:
-        """Count in `counters` from now on. Called in the callback that makes the daemon, which itself is not
-        counted."""
+        """Count long callbacks in `counters` from now on. Called in the callback that makes the daemon, which itself is
+        not counted."""
         self._counters = counters
         self._event = STARTED
 
     def stop(self) -> None:
-        """Count and log nothing from now on. To be called when the daemon stops, because no client waits any more."""
+        """Count and log no more callbacks from now on. To be called when the daemon stops, because no client waits any
+        more."""
         self._stopped = True
 
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +91,8 @@ class Watchdog:
         return noted
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
-        """For `gc.callbacks`: a callback that a full collection interrupts is counted under `COLLECTION`."""
+        """Record a garbage collection: a callback that a full collection interrupts is counted under the kind
+        `COLLECTION`. To be appended to `gc.callbacks`."""
         if phase == "stop" and info["generation"] == 2 and threading.current_thread() is threading.main_thread():
             self._event = COLLECTION
 
@@ -116,7 +119,8 @@ class Watchdog:
             self._logged_at, self._unlogged = now, 0
 
     def gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
-        """(name, help, labels, value) for the metrics page."""
+        """The number and the longest time of long callbacks by kind, for the metrics page: (name, help, labels,
+        value)."""
         counted = "Callbacks that took over 1 ms of processor time on the control loop, by kind of event"
         longest = "Processor time of the longest of these callbacks, by kind of event"
         return [
@@ -151,7 +155,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         base = uvloop.Loop
 
     class WatchedLoop(base):  # type: ignore[misc]
-        """Passes every callback to its watchdog."""
+        """An event loop that passes every callback to its watchdog."""
 
         def __init__(self) -> None:
             super().__init__()

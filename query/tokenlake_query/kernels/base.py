@@ -25,7 +25,8 @@ class Kernel(ABC):
     """
 
     def __init__(self, layout: Layout, shape: AttentionShape) -> None:
-        """Raises LayoutRefused where the shape does not fit the layout."""
+        """`layout`: of the segments that the kernel reads; `shape`: of the attention. Raises LayoutRefused where the
+        shape does not fit the layout."""
         for field in ("kv_heads", "key_dim", "value_dim", "latent"):
             if getattr(shape, field) != getattr(layout, field):
                 raise LayoutRefused(
@@ -61,4 +62,4 @@ class Kernel(ABC):
 
     @abstractmethod
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
-        """As `attend`, for arguments that are checked and not empty."""
+        """The computation of `attend`, for queries, slots and a layer that are checked and not empty."""

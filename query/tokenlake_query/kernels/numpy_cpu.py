@@ -13,7 +13,7 @@ __all__ = ["NumpyKernel"]
 
 
 class NumpyKernel(Kernel):
-    """Computes one segment at a time in float64 and merges the results."""
+    """The kernel that computes in numpy, one segment at a time in float64, and merges the results."""
 
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         dtype, heads = self.slots.dtype, self.shape.kv_heads

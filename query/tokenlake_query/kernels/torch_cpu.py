@@ -36,13 +36,13 @@ Copying a token takes as long as computing some twenty rows over it. Without the
 and those of many rows do not fit into the processor's cache, so that memory bandwidth limits their merging. Measured:
 docs/results/attention.md."""
 SCRATCH_BYTES = 32 << 20
-"""Bytes of keys and values that are gathered for one call of torch's kernel."""
+"""Bytes of keys and values that are copied into contiguous scratch memory for one call of torch's kernel."""
 PARTS_BYTES = 4 << 20
-"""Maximum bytes of the partial results, one per segment, of one call of torch's kernel; bounds the segments per
+"""Maximum bytes of the partial results, one per segment, of one call of torch's kernel; it limits the segments per
 call."""
 ONE_THREAD = 1 << 18
-"""Results of up to this many elements are merged by one thread. Several threads would not be faster, and waiting for
-them takes milliseconds on a busy machine."""
+"""Partial results of up to this many elements are merged by one thread. Several threads would not be faster, and
+waiting for them takes milliseconds on a busy machine."""
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +63,8 @@ class TorchKernel(Kernel):
         self._padded = shape.key_dim != shape.value_dim and not shape.latent
         self._scratch: tuple[Tensor, Tensor] | None = None
         self._workers = ThreadPoolExecutor(torch.get_num_threads(), "attention", _compute_alone)
-        """The threads start on first use and end with the kernel."""
+        """The threads for several calls of torch's kernel at a time. They start on first use and end with this
+        object."""
 
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         sequences = even_sequences([self._address(slot) for slot in slots])
@@ -104,8 +105,9 @@ class TorchKernel(Kernel):
         return out, lse
 
     def _in_place(self, query: Tensor, sequences: Sequence[EvenSequence], layer: int) -> RunningMerge:
-        """Attention over the slots without gathering them. torch spreads a single call over its threads. Several calls
-        are instead distributed over threads of this kernel, which wait for each other once and not in every call."""
+        """Attention of `query` over the slots of `sequences`, read where they lie. torch spreads a single call over its
+        threads. Several calls are instead distributed over threads of this kernel, which wait for each other once and
+        not in every call."""
         pieces = list(_pieces(sequences, max(1, PARTS_BYTES // (query.numel() * 4))))
         threads = min(torch.get_num_threads(), len(pieces))
         if threads == 1:
@@ -123,7 +125,8 @@ class TorchKernel(Kernel):
         return _merged(self._parts(query, pieces, layer))
 
     def _parts(self, query: Tensor, pieces: Iterable[EvenSequence], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `out` `[group, head, row, width]` and `lse` of the attention over each of `pieces`."""
+        """Compute the attention of `query` over each of `pieces` (evenly spaced slots), and yield `out` `[group, head,
+        row, width]` and `lse` for each."""
         key_place, value_place = self.slots.places(layer)
         for piece in pieces:
             keys = self._tensor(piece, key_place)
@@ -186,8 +189,9 @@ class TorchKernel(Kernel):
         into.unflatten(2, (count, tokens)).copy_(segments.permute(1, 2, 0, 3, 4))
 
     def _tensor(self, sequence: EvenSequence, place: Place) -> Tensor:
-        """A read-only view `[segment, group, head, token, dim]` of the keys or values at `place` in the sequence's
-        slots. Its memory range includes the bytes between the slots, which may be unmapped; its strides skip them."""
+        """A read-only view `[segment, group, head, token, dim]` of the keys or of the values (`place`) in the slots of
+        `sequence`. Its memory range includes the bytes between the slots, which may be unmapped; its strides skip
+        them."""
         step = sequence.step // self._size
         elements = (sequence.length - 1) * step + place.end - place.offset
         memory = (ctypes.c_uint8 * (elements * self._size)).from_address(sequence.start + place.offset * self._size)
@@ -224,7 +228,7 @@ def _one_thread(alone: bool = True) -> Iterator[None]:
 
 
 def _pieces(sequences: Iterable[EvenSequence], most: int) -> Iterator[EvenSequence]:
-    """Split the sequences into pieces of at most `most` slots."""
+    """Split `sequences` of evenly spaced slots into pieces of at most `most` slots."""
     for start, step, length in sequences:
         for first in range(0, length, most):
             yield EvenSequence(start + first * step, step, min(most, length - first))

@@ -28,13 +28,14 @@ __all__ = ["TritonKernel"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_ROWS = 64
 SMALLEST = 16
-"""Least number of rows, tokens and columns of a block that `tl.dot` accepts."""
+"""Least number of query rows, tokens and columns of a block that Triton's matrix product `tl.dot` accepts."""
 PROGRAMS_PER_PROCESSOR = 4
 """Triton programs that are launched per multiprocessor of the GPU; fewer where there are too few segments."""
 
 
 class TritonKernel(Kernel):
-    """Slots are uint8 tensors on `device`. The partial results are tensors that torch allocates for each call."""
+    """The kernel for a GPU. Slots are uint8 tensors on `device`. The partial results are tensors that torch allocates
+    for each call."""
 
     def __init__(self, layout: Layout, shape: AttentionShape, device: str = "cuda") -> None:
         """See `Kernel`."""
@@ -45,9 +46,9 @@ class TritonKernel(Kernel):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def attend_there(self, queries: Tensor, slots: Sequence[Slot], layer: int) -> tuple[Tensor, Tensor]:
-        """As `attend`, without its checks, for queries on the device in the layout's dtype. `out` and `lse` are on the
-        device too. They are computed asynchronously in the device's stream; the caller must hold the leases on the
-        segments until that is done."""
+        """Attention as by `attend`, without its checks, for queries on the device in the layout's dtype. `out` and
+        `lse` are on the device too. They are computed asynchronously in the device's stream; the caller must hold the
+        leases on the segments until that is done."""
         shape, count = self.shape, len(queries)
         folded = queries.view(count, shape.kv_heads, shape.group, shape.key_dim).transpose(0, 1).contiguous()
         addresses = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64).to(self._device)
@@ -75,8 +76,9 @@ class TritonKernel(Kernel):
             )
 
     def _launch(self, query: Tensor, addresses: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """`query`: `[kv head, row, key dim]`. Returns one partial result per split of the segments: `out`
-        `[split, kv head, row, value dim]` and `lse` `[split, kv head, row]`."""
+        """Compute partial results: each covers a part (split) of the segments. `query`: `[kv head, row, key dim]`;
+        `addresses`: those of the slots. Returns `out` `[split, kv head, row, value dim]` and `lse` `[split, kv head,
+        row]`."""
         shape, slots = self.shape, self.slots
         rows, segments = query.shape[1], len(addresses)
         block = min(BLOCK_ROWS, max(SMALLEST, triton.next_power_of_2(rows)))
@@ -150,8 +152,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> Any:
-    """One program of the kernel. Offsets and strides are in elements. `scale` includes the factor log2(e), because the
-    program computes exp(x) as 2 ** (x * log2(e))."""
+    """One Triton program: attention of a block of query rows over some of the segments. Offsets and strides are in
+    elements. `scale` includes the factor log2(e), because the program computes exp(x) as 2 ** (x * log2(e))."""
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     split = tl.program_id(2)

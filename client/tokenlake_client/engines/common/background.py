@@ -30,7 +30,8 @@ class BackgroundQueue(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def submit(self, task: T) -> bool:
-        """Queue `task`. False: the queue is full or closed, or no thread can be started; the task is not executed."""
+        """Queue `task` for the background thread. False: the queue is full or closed, or no thread can be started; the
+        task is not executed."""
         with self._changed:
             if self._closed or (self._limit is not None and len(self._waiting) >= self._limit):
                 return False
@@ -54,20 +55,21 @@ class BackgroundQueue(Generic[T]):
             return removed
 
     def oldest(self) -> T | None:
-        """The task that is being executed, else the first that waits; None when there is neither."""
+        """The task that the background thread is executing, else the first one that waits; None when there is
+        neither."""
         with self._changed:
             if self._busy:
                 return self._current
             return self._waiting[0] if self._waiting else None
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until no task is left; False when `timeout` seconds were not enough."""
+        """Wait until no task waits or is being executed; False when `timeout` seconds were not enough."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout)
 
     def close(self, timeout: float | None = None, *, drain: bool = True) -> None:
-        """End the thread. `drain`: execute the waiting tasks first, for at most `timeout` seconds; else discard
-        them."""
+        """End the background thread. `drain`: the thread executes the waiting tasks first, for at most `timeout`
+        seconds; else they are discarded."""
         if drain:
             self.flush(timeout)
         with self._changed:

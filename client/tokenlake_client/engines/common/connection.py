@@ -12,12 +12,13 @@ from tokenlake_client.engines.common.pool import CachePool
 __all__ = ["Connection"]
 
 RETRY_S = 1.0
-"""The pause between attempts to connect, and after a call that failed, so that a dead daemon delays at most one request
-a second."""
+"""Seconds between two attempts to connect to the daemon, and after a call that failed, so that a dead daemon delays at
+most one request a second."""
 REFUSED_RETRY_S = 30.0
-"""The pause after the daemon refused the connection; the reason of a refusal seldom goes away within seconds."""
+"""Seconds until the next attempt to connect after the daemon refused the connection; the reason of a refusal seldom
+goes away within seconds."""
 WAIT_S = 0.05
-"""How long a request waits for an attempt to connect that it started. The attempt continues in the background."""
+"""Seconds that a request waits for an attempt to connect that it started. The attempt continues in the background."""
 
 
 class Connection:
@@ -49,8 +50,8 @@ class Connection:
             self._try()
 
     def get(self) -> CachePool | None:
-        """The pool, or None while there is no connection and for a pause after a failure. May start an attempt to
-        connect."""
+        """The connected pool, or None while there is no connection and for a pause after a failure. May start an
+        attempt to connect."""
         with self._lock:
             if self._closed or self._clock() < self._retry_at:
                 return None
@@ -67,7 +68,8 @@ class Connection:
 
     @property
     def pool(self) -> CachePool | None:
-        """The pool that was opened or given, also during the pause after a failure."""
+        """The pool that this object opened or was given, also during the pause after a failure; None where there is
+        none."""
         return self._pool
 
     def failed(self) -> None:
@@ -77,7 +79,7 @@ class Connection:
             self._retry_at = self._clock() + RETRY_S
 
     def close(self) -> None:
-        """Close the pool if this object opened it."""
+        """Close the connection to the pool if this object opened it."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None

@@ -20,7 +20,7 @@ class Counters(Generic[C]):
         self._counts: Any = counts()
 
     def add(self, **amounts: float) -> None:
-        """Add each amount to the field of that name."""
+        """Add each amount to the count of that name."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)

@@ -12,23 +12,24 @@ from typing import NamedTuple
 __all__ = ["FACTOR", "LEAST_S", "LONGEST_S", "NO_WAIT", "InFlightWait", "wait_for"]
 
 FACTOR = 1.5
-"""The limit of a wait, as a multiple of the predicted time."""
+"""Limit of the wait for another engine, as a multiple of the time that this engine is predicted to take for the missing
+segments."""
 LEAST_S = 0.02
-"""An engine does not wait for a prefill that takes less than this."""
+"""Seconds: an engine does not wait for another engine's prefill that takes less than this."""
 LONGEST_S = 10.0
-"""The daemon ends every wait after this time."""
+"""Seconds after which the daemon ends every wait for another engine."""
 
 
 class InFlightWait(NamedTuple):
     """The limits of one match's wait, in seconds."""
 
     total_s: float
-    """The limit for any number of missing segments; 0: the match does not wait."""
+    """Seconds that the match may wait, for any number of missing segments; 0: the match does not wait."""
     segment_s: float
-    """The limit per missing segment."""
+    """Seconds that the match may wait per missing segment."""
 
     def seconds(self, missing: int) -> float:
-        """The limit of the wait, in seconds, when `missing` segments are missing."""
+        """Seconds that the match may wait for another engine when `missing` segments are missing."""
         return min(self.total_s, missing * self.segment_s)
 
 

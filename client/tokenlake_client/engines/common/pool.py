@@ -33,15 +33,17 @@ class CacheLease(Protocol):
         ...
 
     def nodes(self) -> list[str]:
-        """The node of each leased segment. The list is shorter than `hits` when a segment was lost."""
+        """The name of the node that has each leased segment. The list is shorter than `hits` when a segment was
+        lost."""
         ...
 
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Read-only views of segments [start, stop), one per segment. The list is shorter when the rest was lost."""
+        """Read-only arrays over the leased segments [start, stop), one per segment. The list is shorter when a segment
+        was lost: it ends before that segment."""
         ...
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """End the lease of segments [start, stop)."""
+        """End the lease of the leased segments [start, stop) (default: all)."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -65,11 +67,11 @@ class CachePool(Protocol):
         ...
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
-        """The key chain of a prompt."""
+        """The keys of a prompt's segments, hash-chained over its tokens."""
         ...
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = ...) -> CacheLease:
-        """Lease the longest sequence of present segments from the first key on."""
+        """Lease the longest sequence of segments that the pool has, beginning with the first key."""
         ...
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -110,10 +112,10 @@ class RequestInfo(NamedTuple):
     """The request's name in logs and for `tokenlake explain`; None: the pool makes one up."""
     hints: Hints | None = None
     tokens: int = 0
-    """The length of the request's prompt."""
+    """The number of tokens of the request's prompt."""
 
     def match_options(self, wait: InFlightWait = NO_WAIT) -> MatchOptions:
-        """The options of a match for the request. `wait`: how long the match may wait for other engines."""
+        """The options of a match that the request makes. `wait`: how long the match may wait for other engines."""
         return MatchOptions(
             request=self.name,
             hints=self.hints,
@@ -131,12 +133,12 @@ class PrefixView(Protocol):
 
     @property
     def hits(self) -> int:
-        """The number of segments in the view, from the first segment of the lease on."""
+        """The number of segments in the view, from the first segment of its lease on."""
         ...
 
     @property
     def nodes(self) -> Sequence[str]:
-        """The node of each segment when the view was opened."""
+        """The name of the node that had each segment of the view when the view was opened."""
         ...
 
     def close(self) -> None:

@@ -11,11 +11,11 @@ from tokenlake_client.engines.common.counters import Counters
 __all__ = ["Reports"]
 
 MAX_MESSAGES = 64
-"""The number of distinct messages that are logged. Later ones are only counted."""
+"""The number of distinct messages that are logged. Later messages are only counted."""
 
 
 class Reports:
-    """The reports of one engine. Several threads may use this object."""
+    """Counts and logs the pool's failures for one engine. Several threads may use this object."""
 
     def __init__(self, logger: logging.Logger, counters: Counters[Any], prefix: str = "") -> None:
         """`counters` has a field `failures`. Each message in the log begins with `prefix`."""

@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[str, Any] = {
 }
 
 LayerPair = tuple[Any, Any]
-"""(keys, values) tensors; of one layer unless a docstring says otherwise."""
+"""Two tensors (keys, values) of a cache; of one layer unless a docstring says otherwise."""
 
 
 def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
@@ -42,14 +42,15 @@ def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
 
 
 def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
-    """Views (K, V) per layer, each [group, head in group, token, dim]; ownership as in `slot_whole`."""
+    """For each layer of the slot, views (K, V), each [group, head in group, token, dim]. They do not own the slot's
+    memory, and must not be written if `slot` is read-only."""
     keys, values = slot_whole(slot, layout)
     return list(zip(keys.unbind(1), values.unbind(1), strict=True))
 
 
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
-    """The slot's memory as a flat tensor of the layout's dtype; ownership as in `slot_whole`. Raises ValueError for a
-    slot of another size."""
+    """The slot's memory as a flat tensor of the layout's dtype. It does not own the memory, and must not be written if
+    `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
     # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no

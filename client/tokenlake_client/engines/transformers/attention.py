@@ -31,7 +31,7 @@ UNCONCERNED = frozenset((
 
 
 class Attending(Protocol):
-    """Computes the attention of a forward pass."""
+    """Computes the attention of a model's forward pass in place of the model's own attention function."""
 
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
         """The attention output, [rows, heads, tokens, value dim], of any dtype. `query`: [rows, heads, tokens, key
@@ -41,7 +41,7 @@ class Attending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueryShape:
-    """The properties that the queries of all layers share."""
+    """The number of heads and the scale of the logits, which the attention queries of all layers of a model share."""
 
     heads: int
     scale: float

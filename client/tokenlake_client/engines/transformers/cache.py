@@ -28,14 +28,14 @@ SPARE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The shape of the cache of one forward pass."""
+    """The shape of a model's KV cache."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: Any
     devices: tuple[Any, ...]
-    """The device of each layer."""
+    """The device on which the cache of each layer lies."""
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -46,20 +46,23 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     values: Any
     _storage: tuple[Any, Any] | None
     _shown: Any
-    """The `keys` that this class set last. If `keys` is another object, other code replaced it."""
+    """The tensor that this class set as `keys` last. If `keys` is another object, code outside this class replaced
+    it."""
 
     def __init__(self, keys: Any, values: Any, length: int) -> None:
-        """Takes ownership of the storage, whose first `length` tokens are valid."""
+        """Takes ownership of the tensors `keys` and `values`, whose first `length` tokens are valid; the rest is spare
+        capacity."""
         super().__init__()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self._show(keys, values, length)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append [rows, heads, tokens, dim]. Returns views of all keys and values."""
+        """Append the keys and values of new tokens, each [rows, heads, tokens, dim]. Returns views of all keys and
+        values of the layer."""
         if self.keys is not self._shown:
-            # Other code cropped, reordered or replaced the tensors. The background writer may still read the storage,
-            # so it is not written any more.
+            # Code outside this class cropped, reordered or replaced the tensors. The background writer may still read
+            # the old storage, so it is not written any more.
             self._storage = None
         if self._storage is None:
             joined: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
@@ -89,12 +92,14 @@ class RoomyCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=list(layers))
 
     def row(self, row: int, start: int = 0) -> list[LayerPair]:
-        """Per layer, views [heads, tokens, dim] of the keys and values of one row from token `start` on."""
+        """For each layer, views [heads, tokens, dim] of the keys and values of one prompt of the batch (a row), from
+        token `start` on."""
         return [(layer.keys[row, :, start:], layer.values[row, :, start:]) for layer in self.layers]
 
 
 def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
-    """Storage per layer: keys and values [rows, heads, capacity, dim], not initialised."""
+    """Uninitialised tensors for the cache of a batch: for each layer the keys and values, each [rows, heads, capacity,
+    dim]."""
     return [
         (
             torch.empty((rows, shape.kv_heads, capacity, shape.key_dim), dtype=shape.dtype, device=device),
@@ -105,8 +110,9 @@ def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
 
 
 def row_cache(storage: Sequence[LayerPair], row: int, padding: int, stop: int) -> list[LayerPair]:
-    """Views [1, heads, stop - padding, dim] of one row. Zeroes the padding before them: attention multiplies masked
-    values by zero, and a NaN in uninitialised memory would remain a NaN."""
+    """For each layer, views [1, heads, stop - padding, dim] of the keys and values of one prompt of the batch (a row),
+    behind its padding. Zeroes the padding: attention multiplies masked values by zero, and a NaN in uninitialised
+    memory would remain a NaN."""
     views = []
     for keys, values in storage:
         keys[row, :, :padding].zero_()

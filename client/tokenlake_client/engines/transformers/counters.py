@@ -14,33 +14,36 @@ class Counts:
     counts."""
 
     requests: int = 0
-    """Rows of batches whose prompt was looked up."""
+    """Number of prompts that were looked up in the pool; each prompt of a batch counts."""
     requests_without_pool: int = 0
-    """Calls that the model served alone, because the pool cannot serve them, had no daemon, or failed."""
+    """Number of calls of `generate` or `prefill` that the model served alone, because the pool cannot serve them, had
+    no daemon, or failed."""
     tokens_asked: int = 0
     tokens_hit: int = 0
-    """Tokens whose cache was copied from the pool."""
+    """Number of prompt tokens whose cache was copied from the pool."""
     tokens_shipped: int = 0
-    """Tokens whose cache stayed in an arena, of this node or another, to the end of the request."""
+    """Number of prompt tokens whose cache stayed in an arena, of this node or another, to the end of the request."""
     tokens_computed: int = 0
     tokens_skipped: int = 0
-    """Tokens among `tokens_computed` that the pool had, and that mode `auto` did not use, because it predicted that
-    computing them is faster."""
+    """Number of tokens among `tokens_computed` that the pool had, and that mode `auto` did not use, because it
+    predicted that computing them is faster."""
     tokens_stored: int = 0
     tokens_not_stored: int = 0
-    """New tokens whose segment was refused or present already, or did not fit into the writer's queue."""
+    """Number of computed tokens whose segment was not stored: the pool refused it or had it already, or it did not fit
+    into the writer's queue."""
     tokens_refused: int = 0
-    """Tokens among `tokens_not_stored` whose segment the pool refused; the log names each code once."""
+    """Number of tokens among `tokens_not_stored` whose segment the pool refused; the log names each code of a refusal
+    once."""
     queries_sent: int = 0
-    """Query tokens sent to other nodes, counted once for each layer and node."""
+    """Number of query tokens sent to other nodes, counted once for each layer and node."""
     bytes_sent: int = 0
-    """Bytes of queries sent to other nodes."""
+    """Bytes of queries sent to query engines of other nodes."""
     bytes_received: int = 0
-    """Bytes of attention received from other nodes."""
+    """Bytes of attention received from query engines of other nodes."""
     steps_void: int = 0
-    """Forward passes that were repeated because a part of a prefix was lost during the pass."""
+    """Number of forward passes that were repeated because a part of a prefix was lost during the pass."""
     failures: int = 0
-    """Errors of the pool; none of them reached the caller."""
+    """Number of errors of the pool; none of them reached the engine's caller."""
     pool_seconds: float = 0.0
-    """Time that requests spent on matching, fetching, copying, and waiting for other engines. Without the time of the
-    background writer."""
+    """Seconds that requests spent on matching, fetching, copying, and waiting for other engines. Without the time of
+    the background writer."""

@@ -40,7 +40,8 @@ __all__ = ["Prefill", "TokenLakeEngine"]
 logger = logging.getLogger("tokenlake.transformers")
 
 MAX_EXPECTED_TOKENS = 1024
-"""The largest number of new tokens that the cache has capacity for at the start; a longer answer enlarges it later."""
+"""The largest number of new tokens for which the cache has capacity at the start of an answer; a longer answer enlarges
+it later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Prefill:
     cache: RoomyCache
     tokens_hit: int
     tokens_computed: int
-    """The number of tokens that were not found in the pool, including the last one, which the caller computes."""
+    """The number of tokens of the prompt that were not found in the pool, including the last one, which the caller
+    computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class TokenLakeEngine:
             patience=self.options.write_patience,
         )
         self.rates = Rates()
-        """The measurements of this engine, for its own plans and for those of a scheduler."""
+        """The measured times of this engine's work, for its own plans and for those of a scheduler."""
         self._measurements = Measurements(self.rates)
         self._prefiller = Prefiller(
             model, self.options, self._writer, self._counters, self._measurements, self._pool_failed
@@ -99,7 +101,7 @@ class TokenLakeEngine:
         self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
         self._placed: tuple[Any, Any] | None = None
-        """The model's device and dtype when the shape of its cache was measured."""
+        """The model's device and dtype when the shape of its cache was measured; None before."""
         self._shipping: Shipping | None = None
         self._planner: BatchPlanner | None = None
         self._base_digest = ""
@@ -110,7 +112,7 @@ class TokenLakeEngine:
 
     @property
     def counts(self) -> Counts:
-        """A copy of the counts so far."""
+        """A copy of the engine's counts so far."""
         return self._counters.read()
 
     def prefill(self, token_ids: Sequence[int], *, request: str | None = None, hints: Hints | None = None) -> Prefill:
@@ -278,12 +280,13 @@ class TokenLakeEngine:
             self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
 
     def _segment_tokens(self, given: CachePool | None) -> int:
-        """The tokens per segment of the `given` pool, else of the present layout, else of the options."""
+        """The number of tokens per segment: that of the `given` pool, else of the present layout, else of the
+        options."""
         known = self.layout if given is None else given.layout
         return self.options.segment_tokens if known is None else known.segment_tokens
 
     def _connect(self, socket: str | Path) -> CachePool:
-        # The import is here, because an engine that is given a pool does not need the client's connection code.
+        # The import is here, because an engine that was given a pool does not need the client's connection code.
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
@@ -294,8 +297,8 @@ class TokenLakeEngine:
         return pool
 
     def _usable_pool(self) -> CachePool | None:
-        """The pool; None while there is no connection, or while the state of the model does not allow its cache to be
-        shared."""
+        """The pool that the next request may use; None while there is no connection, or while the state of the model
+        does not allow its cache to be shared."""
         try:
             pool = self._connection.get()
             if pool is not None:
@@ -315,7 +318,8 @@ class TokenLakeEngine:
     def _prepare(
         self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any], info: RequestInfo
     ) -> _Batch | None:
-        """Fill the cache of all prompts except for their last tokens. None: the model alone must serve the call."""
+        """Fill the cache of all prompts of a batch except for their last tokens. Returns None if the model alone must
+        serve the call, without the pool."""
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
             return None
@@ -358,8 +362,8 @@ class TokenLakeEngine:
 
     def _pool_failed(self, operation: str, error: BaseException) -> None:
         self._reports.failure(operation, error)
-        # A refusal comes at once, from a daemon that works. After any other error, which may have cost a deadline, the
-        # pool is not used for a while.
+        # A refusal by the daemon comes at once. Any other error of the pool may have cost a deadline, so the pool is
+        # not used for a while after it.
         if not isinstance(error, Refused):
             self._connection.failed()
 

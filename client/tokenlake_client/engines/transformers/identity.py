@@ -33,7 +33,7 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "architectures", "
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
 PIECE = 1 << 18
-"""The number of elements that are compared at a time, chosen to stay in the processor's cache."""
+"""The number of tensor elements that are compared at a time, chosen so that they stay in the processor's cache."""
 PROBE_TOKENS = 2
 
 
@@ -173,7 +173,8 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 
 def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
-    """The names of the tensors in the file `path`; None if one of them differs from the one in `state`."""
+    """The names of the tensors in the weight file `path`; None if one of them differs from the tensor of that name in
+    `state`."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         # The file is memory-mapped, so a tensor is read only while it is compared.
@@ -183,8 +184,8 @@ def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
 
 
 def _equal(stored: Any, loaded: Any) -> bool:
-    """Does `stored`, converted to the dtype of `loaded`, have the same bits? Compares `PIECE` elements at a time, so
-    that the converted copies stay small."""
+    """Does the tensor `stored`, converted to the dtype of `loaded`, have the same bits? Compares `PIECE` elements at a
+    time, so that the converted copies stay small."""
     if stored.shape != loaded.shape:
         return False
     one, other = stored.reshape(-1), loaded.detach().reshape(-1)

@@ -41,7 +41,8 @@ class Measurements:
         return wait_for(compute_s + hand_over_s, sum(self._predict(layout, count - 1, count)))
 
     def _predict(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
-        """(seconds to compute segments [start, stop) of a prompt, seconds to store them and read them elsewhere)."""
+        """The predicted seconds to compute segments [start, stop) of a prompt, and the predicted seconds to store them
+        and to read them at another engine."""
         nbytes = (stop - start) * layout.segment_bytes
         compute_s = self.rates.prefill.seconds((stop - start) * layout.segment_tokens, start * layout.segment_tokens)
         return compute_s, 2 * self.rates.copy.seconds(nbytes) + self.rates.slowest_fetch_s(nbytes)
@@ -58,38 +59,39 @@ class Measurements:
         self.rates.prefill.add(new, prefix, now - began, now)
 
     def answered(self, steps: int) -> None:
-        """Add a batch that ended after `steps` decode steps."""
+        """Add the number of decode steps of a finished batch to the measurements."""
         self.rates.answer_tokens.add(steps, time.perf_counter())
 
     def decode(self, rows: int, cached: int, steps: int, seconds: float) -> None:
-        """Add a batch that took `seconds` for `steps` decode steps. It has `rows` rows, whose cache is all in the
-        engine: `cached` tokens per row after half of the steps."""
+        """Add the measured decode time of a batch: `seconds` for `steps` decode steps. The batch has `rows` sequences,
+        whose cache is all in the engine: `cached` tokens per sequence after half of the steps."""
         if steps:
             self.rates.decode.add(rows, cached, seconds / steps, time.perf_counter())
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Add a load of `nbytes` that lay on this node: the match, and the copy out of the arena, took `seconds`
-        together."""
+        """Add the measured time of a load of `nbytes` that lay on this node: the match, and the copy out of the arena,
+        took `seconds` together."""
         if nbytes:
             self.rates.copy.add(nbytes, seconds, time.perf_counter())
 
     def fetched(self, nodes: Sequence[str], segment_bytes: int, seconds: float) -> None:
-        """Add a fetch that took `seconds` and lost no segment. `nodes`: for each segment that lay on another node, the
-        node. The nodes send at the same time, so the whole time counts for each of them."""
+        """Add the measured time of a fetch, in which no segment was lost: `seconds`. `nodes`: for each segment that lay
+        on another node, the node. The nodes send at the same time, so the whole time counts for each of them."""
         now = time.perf_counter()
         for node, count in Counter(nodes).items():
             self.rates.peer(NodeId(node)).fetch.add(count * segment_bytes, seconds, now)
 
     def opened(self, nodes: Sequence[str], seconds: float) -> None:
-        """Add the opening of a view, which took `seconds`. `nodes`: the other nodes that have segments of the view."""
+        """Add the measured time of the opening of a view: `seconds`. `nodes`: the other nodes that have segments of the
+        view."""
         for node in dict.fromkeys(nodes):
             self.rates.peer(NodeId(node)).open_s.add(seconds, time.perf_counter())
 
     def queried(self, nodes: Sequence[str], tokens: int, queries: int, nbytes: int, seconds: float) -> None:
-        """Add a layer that took `seconds` longer because its queries were sent to other nodes. `nodes`: for each
-        segment that was attended to on another node, the node. `tokens`: per segment. `queries`: the number of query
-        tokens. `nbytes`: the bytes sent and received. The nodes compute at the same time, so the whole time counts for
-        each."""
+        """Add the measured time by which a layer took longer because its queries were sent to other nodes: `seconds`.
+        `nodes`: for each segment that was attended to on another node, the node. `tokens`: the number of tokens per
+        segment. `queries`: the number of query tokens. `nbytes`: the bytes sent and received. The nodes compute at the
+        same time, so the whole time counts for each."""
         now = time.perf_counter()
         shares = Counter(nodes)
         for node, count in shares.items():

@@ -19,13 +19,13 @@ class EngineOptions:
 
     credential: str | None = None
     daemon_uid: int | None = None
-    """The user that the daemon runs as, if it is neither root nor this process's user."""
+    """The user id that the daemon runs as, if it is neither root nor this process's user."""
     deadlines: Deadlines = DEFAULT_DEADLINES
-    """The deadlines of the connection that the engine opens."""
+    """The deadlines of the connection to the daemon that the engine opens."""
     adapter: str | None = None
-    """The id of the active LoRA adapters; part of every key."""
+    """The id of the active LoRA adapters; it is part of every segment key."""
     salt: str | None = None
-    """Part of every key: requests share only with requests of the same salt."""
+    """A string that is part of every segment key: requests share segments only with requests of the same salt."""
     mode: Mode = "auto"
     """`auto`: the planner (`tokenlake.planner`) chooses between the other two modes for each batch, and lets the engine
     recompute segments that would take longer to fetch. It predicts from this engine's own measurements.
@@ -36,13 +36,14 @@ class EngineOptions:
     model during `generate`."""
     segment_tokens: int = 256
     weights_digest: str | None = None
-    """A digest from `tokenlake_client.weights`; None: it is computed from the model."""
+    """The digest of the model's weights, from `tokenlake_client.weights`; None: it is computed from the model."""
     window: int = 32
     """The number of segments that are fetched at a time."""
     prefill_chunk: int = 2048
     """The largest number of tokens of one forward pass of a prefill; it bounds the memory that a long prompt needs."""
     write_queue: int = 64
-    """The largest number of prompts that wait to be stored; each keeps its cache alive. Further ones are not stored."""
+    """The largest number of prompts whose segments wait to be stored; each keeps its cache alive. The segments of
+    further prompts are not stored."""
     write_patience: float = 1.0
     """How many seconds the background writer waits for the pool's write budget."""
     query_deadline: float = 2.0

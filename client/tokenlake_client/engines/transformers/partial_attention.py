@@ -20,7 +20,8 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Part(NamedTuple):
-    """`out`: float32 [rows, heads, tokens, value dim]; `lse`: float32 [rows, heads, tokens], natural logarithm."""
+    """Attention over a part of the tokens. `out`: float32 [rows, heads, tokens, value dim]; `lse`, the log-sum-exp:
+    float32 [rows, heads, tokens], natural logarithm."""
 
     out: Any
     lse: Any
@@ -61,7 +62,8 @@ def merge(one: Part, other: Part) -> Part:
 
 
 def merge_rows(whole: Part, rows: list[int], part: Part) -> Part:
-    """`whole` with `part` merged into its rows `rows`. May change the tensors of `whole`."""
+    """Merge `part` into the rows `rows` of `whole` by their log-sum-exps, and return the result. May change the tensors
+    of `whole`."""
     if rows == list(range(len(whole.lse))):
         return merge(whole, part)
     merged = merge(Part(whole.out[rows], whole.lse[rows]), part)

@@ -20,7 +20,7 @@ from tokenlake_client.engines.transformers.rows import Row
 __all__ = ["BatchPlanner"]
 
 RETRY_S = 30.0
-"""The pause in seconds before plans ship queries again, after no query engine was found."""
+"""Seconds until plans ship queries again after no query engine was found."""
 
 
 class BatchPlanner:
@@ -66,8 +66,8 @@ class BatchPlanner:
         return ship
 
     def could_not_ship(self) -> None:
-        """To be called when no query engine was found for the queries of a plan: plans ship no queries for
-        `RETRY_S`."""
+        """Record that no query engine was found for the queries of a plan: plans ship no queries for the next `RETRY_S`
+        seconds."""
         self._ship_from = time.monotonic() + RETRY_S
 
     def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:

@@ -33,7 +33,7 @@ __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
 """A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
 LEAST_WAIT_S = 0.005
-"""A match that took longer than this counts as one that waited for another engine."""
+"""Seconds: a match that took longer than this counts as one that waited for another engine."""
 
 
 class PartialLoad(Exception):
@@ -186,7 +186,7 @@ class Prefiller:
         self._pool_failed = pool_failed
 
     def hash(self, pool: CachePool, rows: list[Row]) -> None:
-        """Set the key chains of the rows; they stay unset after an error of the pool."""
+        """Hash the keys of the prompts' segments; they stay unset after an error of the pool."""
         started = time.perf_counter()
         try:
             for row in rows:
@@ -196,11 +196,13 @@ class Prefiller:
         self._counters.add(pool_seconds=time.perf_counter() - started)
 
     def fill(self, pool: CachePool | None, rows: list[Row], forward: Forward | None = None) -> None:
-        """Fill the rows' layers with the cache of all but their last tokens, and queue the new segments to be stored.
-        `forward`: runs the forward passes of rows with a `shared` prefix. Raises the errors of the model.
+        """Fill the layers of the prompts in `rows` with the cache of all their tokens but the last, and queue the new
+        segments to be stored. `forward`: runs the forward passes of prompts whose prefix is not stored in the engine
+        (`Row.shared`). Raises the errors of the model.
 
-        The new segments of a row are queued before the next row is looked up: if the next row begins with the same
-        segments, its match waits for them as that of another engine would."""
+        The new segments of a prompt are queued before the next prompt is looked up: if the next prompt begins with the
+        same segments, its match waits for them as that of another engine would.
+        """
         chunk = self._options.prefill_chunk
         for row in rows:
             if forward is not None and row.shared is not None:
@@ -240,7 +242,8 @@ class Prefiller:
         return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
 
     def _load(self, pool: CachePool, row: Row) -> None:
-        """Load the row's prefix and set `row.loaded`."""
+        """Copy the known prefix of the row's prompt from the pool into the row's layers, and set `row.loaded` to its
+        number of tokens."""
         started = time.perf_counter()
         try:
             keys = row.keys_to_match(pool.layout.segment_tokens)
@@ -273,12 +276,13 @@ class Prefiller:
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
         hinted = chain.keys[:first] if hint_prompt else ()
         if keys or hinted:
-            # A task that only sends hints must not keep the cache alive.
+            # A task that only sends hints must not keep the key and value tensors alive.
             kept = layers if keys else []
             self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
 
 
 def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:
-    """The hints at the end of a request. The caller's own statements about the end take precedence."""
+    """The caller's hints, completed with the reason why the request ended and the number of tokens of its answer. The
+    caller's own statements about the end take precedence."""
     given = hints or NO_HINTS
     return given.ended(given.stop_reason or reason, output_tokens if given.output_tokens < 0 else -1)

@@ -32,14 +32,14 @@ class Request:
     input_ids: Any
     """int64 [rows, width]."""
     attention_mask: Any
-    """int64 [rows, width]: zeros, then ones."""
+    """The batch's attention mask, int64 [rows, width]: in each row zeros for the padding, then ones for the tokens."""
     padding: list[int]
     tokens: list[list[int]]
-    """The rows without padding; each has at least one token."""
+    """The token ids of each prompt of the batch, without padding; each prompt has at least one token."""
     copies: int
-    """The number of sequences generated for each row."""
+    """The number of sequences that `generate` makes for each prompt."""
     new_tokens: int
-    """The number of tokens that decode may add."""
+    """The largest number of tokens that decode may add to a prompt."""
     stop_tokens: frozenset[int]
 
 

@@ -24,7 +24,7 @@ class Row:
     tokens: list[int]
     padding: int = 0
     name: str | None = None
-    """The name of the prompt's request in logs."""
+    """The name of the prompt's request in the logs of nodes; None: the pool makes one up."""
     hints: Hints | None = None
     """The hints that the caller gave for the request."""
     layers: list[LayerPair] = field(default_factory=list)
@@ -33,17 +33,19 @@ class Row:
     limit: int | None = None
     """The number of segments, from the first on, that may be read from the pool; None: all."""
     found: int | None = None
-    """The number of segments, from the first on, that the last match found; None: there was no match."""
+    """The number of the prompt's segments, from the first on, that the last match found in the pool; None: there was no
+    match."""
     lease: CacheLease | None = None
-    """A lease of the segments that were found, for the load that follows."""
+    """The lease of the prompt's segments that were found in the pool, for the load that follows."""
     shared: SharedPrefix | None = None
     """The prefix whose tokens are not in `layers`, because queries are sent to it; None: `layers` begin with the
     prompt."""
     loaded: int = 0
-    """The number of tokens at the beginning of `layers` that came from the pool."""
+    """The number of the prompt's tokens, at the beginning of `layers`, whose cache came from the pool."""
 
     def keys_to_use(self, segment_tokens: int) -> Sequence[SegmentKey]:
-        """The keys of the segments that may be read. At least the last token of the prompt is left to compute."""
+        """The keys of the prompt's segments that may be read from the pool. At least the last token of the prompt is
+        left to compute."""
         if self.chain is None:
             return ()
         whole = (len(self.tokens) - 1) // segment_tokens
@@ -57,33 +59,35 @@ class Row:
         return self.keys_to_use(segment_tokens)
 
     def take_lease(self) -> CacheLease | None:
-        """Return the lease, if there is one. The caller owns it from now on."""
+        """Return the lease of the prompt's segments, if there is one. The caller owns it from now on."""
         lease, self.lease = self.lease, None
         return lease
 
     def release_lease(self) -> None:
-        """Release the lease, if there is one. Raises the errors of the pool."""
+        """Release the lease of the prompt's segments, if there is one. Raises the errors of the pool."""
         lease = self.take_lease()
         if lease is not None:
             lease.release()
 
     @property
     def info(self) -> RequestInfo:
-        """The facts about the request that the pool is told."""
+        """The facts about the prompt's request that the pool is told: its name, the length of the prompt, and its
+        hints."""
         return RequestInfo(self.name, self.hints, len(self.tokens))
 
     @property
     def start(self) -> int:
-        """The index of the first token in `layers`."""
+        """The index, in the prompt, of the first token that `layers` store."""
         return 0 if self.shared is None else len(self.shared.tokens)
 
     @property
     def known(self) -> int:
-        """The number of tokens that the prefill does not compute."""
+        """The number of the prompt's tokens that the prefill does not compute, because they came from the pool or stay
+        on their node."""
         return self.start + self.loaded
 
     def counts(self) -> dict[str, int]:
-        """The prompt's part of the engine's counts: its tokens by the source of their cache."""
+        """The prompt's part of the engine's counts: the numbers of its tokens by the source of their cache."""
         shared = self.shared
         shipped = self.start if shared is not None and shared.view is not None else 0
         hit = self.loaded if shared is None else shared.loaded
@@ -105,8 +109,8 @@ def place_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, s
 
 
 def cache_of_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, length: int) -> ShippedCache:
-    """The cache of `rows` with their `shared` prefixes. `storage` holds the columns of the padded batch from column
-    `before` on; those before column `length` are valid."""
+    """The cache of the batch's prompts (`rows`) with their `shared` prefixes. `storage` holds the columns of the padded
+    batch from column `before` on; those before column `length` are valid."""
     shared: dict[int, tuple[SharedPrefix, list[int]]] = {}
     for index, row in enumerate(rows):
         if row.shared is not None:

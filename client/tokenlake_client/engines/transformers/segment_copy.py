@@ -41,6 +41,6 @@ def write_segment(slot: NDArray[np.uint8], layout: Layout, cache: Sequence[Layer
 
 
 def _grouped(tensor: Any, start: int, layout: Layout) -> Any:
-    """The tokens of one segment as a view [group, head in group, token, dim]."""
+    """The tokens of one segment, from token `start` of `tensor` on, as a view [group, head in group, token, dim]."""
     part = tensor[:, start : start + layout.segment_tokens]
     return part.unflatten(0, (layout.shards, layout.heads_per_shard))

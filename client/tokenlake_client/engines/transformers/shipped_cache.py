@@ -32,10 +32,10 @@ class SharedPrefix:
     keys: Sequence[SegmentKey]
     view: PrefixView | None
     elsewhere: Sequence[str] = ()
-    """For each segment that lay on another node when the view was opened, that node."""
+    """For each segment of the prefix that lay on another node when the view was opened, the name of that node."""
     local: list[LayerPair] | None = None
     loaded: int = 0
-    """The number of tokens of `local` that came from the pool; the others were computed."""
+    """The number of tokens of `local` whose cache came from the pool; that of the others was computed."""
 
 
 class ShippedLayer(RoomyLayer):
@@ -43,7 +43,7 @@ class ShippedLayer(RoomyLayer):
     the columns before it, which are not stored here."""
 
     def __init__(self, keys: Any, values: Any, length: int, before: int) -> None:
-        """Takes ownership of the storage, whose first `length` columns are valid."""
+        """Takes ownership of the tensors `keys` and `values`, whose first `length` columns are valid."""
         super().__init__(keys, values, length)
         self.before = before
 
@@ -77,17 +77,18 @@ class ShippedCache(RoomyCache):
         self._mask: tuple[tuple[int, int], Any] = ((0, 0), None)
 
     def row(self, row: int, start: int = 0) -> list[LayerPair]:
-        """As `RoomyCache.row`, for the columns from `start` on; `start` must not be before the row's first stored
-        token."""
+        """For each layer, views [heads, columns, dim] of the keys and values of one prompt of the batch (a row), from
+        column `start` of the padded batch on. `start` must not be before the first token of the row that is stored
+        here."""
         return super().row(row, start - self._before)
 
     def shorten(self, length: int) -> None:
-        """Drop the columns behind the first `length`."""
+        """Drop the columns of all layers behind the first `length` columns of the padded batch."""
         for layer in self.layers:
             layer.shorten(length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times; the copies of a row follow each other."""
+        """Repeat the cache of each prompt of the batch `repeats` times; the copies of a prompt follow each other."""
         super().batch_repeat_interleave(repeats)
         self.starts = [start for start in self.starts for _ in range(repeats)]
         self.prefixes = [

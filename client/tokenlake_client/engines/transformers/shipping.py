@@ -40,8 +40,8 @@ Report = Callable[[str, BaseException], None]
 T = TypeVar("T")
 
 PAIRS = 1 << 22
-"""The deadline of one layer's queries is `deadline_s` for each started 4 Mi pairs of a query token and a prefix
-token."""
+"""The number of pairs of a query token and a prefix token (4 Mi) for which one layer's queries get `deadline_s`
+seconds; each started 4 Mi pairs add that time to the deadline."""
 
 
 class Void(Exception):
@@ -54,16 +54,18 @@ class Void(Exception):
 
 @dataclass(slots=True)
 class _Sent:
-    """The queries of one layer that were sent, with the prefixes they attend to and the rows of each."""
+    """The queries of one layer that were sent to query engines: the prefixes they attend to, and for each prefix the
+    rows (prompts) of the batch that have it."""
 
     prefixes: list[tuple[SharedPrefix, list[int]]]
     ticket: Any
     nbytes: int = 0
-    """The bytes sent and received over the network."""
+    """The bytes of these queries and their results that crossed the network."""
 
 
 class Shipment:
-    """Runs the forward passes of one batch. Owns the views of its prefixes until `close`. For one thread."""
+    """Runs the forward passes of one batch whose known prefixes stay on their nodes. Owns the views of the prefixes
+    until `close`. For one thread."""
 
     def __init__(
         self,
@@ -116,7 +118,8 @@ class Shipment:
 
     @contextlib.contextmanager
     def serving(self, cache: ShippedCache) -> Iterator[None]:
-        """A context in which all forward passes of the model with `cache` go through `run`."""
+        """A context in which all forward passes of the model with `cache` go through `run`, which repeats a pass whose
+        results were lost."""
         own = self._model.__dict__.get("forward")
         forward = self._model.forward
 
@@ -163,7 +166,8 @@ class Shipment:
         return whole.out
 
     def _send(self, cache: ShippedCache, layer: int, query: Any) -> _Sent | None:
-        """Send the queries of all rows whose prefix has a view. Raises `Void`."""
+        """Send the layer's queries of all prompts whose prefix has a view to the query engine. Returns None if there is
+        none. Raises `Void` after an error, because their results are missing then."""
         shipped = [(prefix, rows) for prefix, rows in cache.prefixes if prefix.view is not None]
         if not shipped:
             return None
@@ -227,7 +231,7 @@ class Shipment:
 
 
 class Shipping:
-    """Starts the shipments of one model."""
+    """Opens views of the known prefixes of batches, so that queries are sent to them. Serves one model."""
 
     def __init__(
         self,
@@ -342,7 +346,8 @@ class Shipping:
 
 
 def _over_local(query: Any, pair: tuple[Any, Any], scale: float) -> Part:
-    """Attention of several rows over one prefix, computed as that of one row with the queries of all rows."""
+    """Attention of several rows (prompts) of the batch over one prefix whose keys and values are in this engine,
+    computed as that of one row with the queries of all rows."""
     rows, heads, tokens, dim = query.shape
     folded = query.transpose(0, 1).reshape(1, heads, rows * tokens, dim)
     out, lse = attend(folded, *pair, scale)

@@ -37,7 +37,7 @@ class StoreTask:
     layers: Sequence[LayerPair]
     start: int
     computed: tuple[Any, ...]
-    """CUDA events: once all have occurred, the values of `layers` are computed."""
+    """CUDA events of the computation: once all of them have occurred, the values of `layers` are computed."""
     info: RequestInfo = UNNAMED
     hinted: Sequence[SegmentKey] = ()
     """Earlier segments of the request, for which the hints of `info` are sent after the segments of `keys` were
@@ -85,8 +85,8 @@ class Writer:
         self._refused: set[Code] = set()
 
     def submit(self, task: StoreTask) -> bool:
-        """Queue `task`. False: the queue is full; the tokens are counted as not stored, and the in-flight markers of
-        their segments are removed."""
+        """Queue `task` for the background writer. False: the queue is full; the tokens are counted as not stored, and
+        the in-flight markers of their segments are removed."""
         accepted = self._queue.submit(task)
         if not accepted:
             task.pool.claim(task.keys, 0.0)
@@ -94,7 +94,7 @@ class Writer:
         return accepted
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all submitted tasks are done; False when `timeout` seconds were not enough."""
+        """Wait until the segments of all submitted tasks are stored; False when `timeout` seconds were not enough."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:

@@ -20,13 +20,15 @@ BlockViews = Callable[[Any], LayerPair]
 
 
 def _side_by_side(block: Any) -> LayerPair:
-    """FlashAttention and FlashInfer: the key of each token is followed by its value."""
+    """The keys and values of a block of FlashAttention or FlashInfer, where the key of each token is followed by its
+    value."""
     keys, values = block.chunk(2, dim=-1)
     return keys, values
 
 
 def _transposed_keys(block: Any) -> LayerPair:
-    """vLLM's CPU kernels: for each head all keys as [head dim, tokens], then all values as [tokens, head dim]."""
+    """The keys and values of a block of vLLM's CPU kernels, which holds for each head all keys as [head dim, tokens],
+    then all values as [tokens, head dim]."""
     *outer, tokens, width = block.shape
     halves = block.view(*outer, 2, tokens * width // 2)
     keys = halves[..., 0, :].unflatten(-1, (width // 2, tokens)).transpose(-1, -2)
@@ -39,8 +41,9 @@ BLOCK_VIEWS: dict[str, BlockViews] = {
     "FLASH_ATTN": _side_by_side,
     "FLASHINFER": _side_by_side,
 }
-"""The function for each attention backend whose layout is known. On a CPU the name also states the instruction set,
-because the kernels for different sets pack the cache differently."""
+"""For each attention backend whose memory layout is known, the function that splits its blocks into keys and values. On
+a CPU the name of the backend also states the instruction set, because the kernels for different sets pack the cache
+differently."""
 
 
 def block_views(backend: str) -> BlockViews:
@@ -62,12 +65,13 @@ class PagedLayers:
         self.tensor = tensor
         self.layers = slice(first, first + tensor.shape[0])
         self.parts = tensor.shape[1] // blocks
-        """The number of kernel blocks per block."""
+        """The number of blocks of the attention kernel that one block of vLLM's scheduler consists of."""
         self.part_tokens = int(tensor.shape[3])
         self._views = views
 
     def block(self, number: int) -> list[LayerPair]:
-        """Views (keys, values) of block `number`, one per kernel block, each [layers, KV heads, tokens, head dim]."""
+        """The keys and values of the scheduler's block `number` as views, one pair per block of the kernel, each
+        [layers, KV heads, tokens, head dim]."""
         start = number * self.parts
         return [self._views(self.tensor[:, at]) for at in range(start, start + self.parts)]
 
@@ -103,7 +107,8 @@ def _continues(stack: list[Any], tensor: Any) -> bool:
 
 
 def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> list[str]:
-    """The names of the layers in order. Raises `LayoutRefused` for a tensor of another shape or dtype than expected."""
+    """Check the shapes and the dtype of the layers' cache tensors, and return the names of the layers in order. Raises
+    `LayoutRefused` for a tensor of another shape or dtype than expected."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if len(shape) != 4 or shape[1] != heads or shape[3] != width or shape[0] % blocks or tensor.dtype != dtype:

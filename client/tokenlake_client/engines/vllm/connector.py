@@ -48,7 +48,8 @@ from tokenlake_client.pool import Pool
 
 __all__ = ["TokenLakeConnector"]
 
-# A name below "vllm", because vLLM formats and prints only the lines of its own logger and of those below it.
+# The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
+# below it.
 logger = init_logger("vllm.tokenlake")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -77,14 +78,14 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The message of a step from the scheduler's side to each rank, which vLLM transports."""
+    """The message from the scheduler's side to each rank for one step of the engine; vLLM transports it."""
 
     plan: StepPlan
 
 
 @dataclass
 class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The message of a step from each rank to the scheduler's side, which vLLM transports."""
+    """The message from each rank to the scheduler's side about one step of the engine; vLLM transports it."""
 
     report: StepReport
 
@@ -110,8 +111,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self.settings = _settings_of(transfer.kv_connector_extra_config)
         _send_client_log_to_vllm()
-        # With this policy, whatever vLLM's default is, the tokens of a lost segment are recomputed, and its request
-        # does not fail. vLLM's scheduler reads the policy after it has made its connector.
+        # vLLM's load-failure policy is set to recomputation: the tokens of a lost segment are recomputed, and its
+        # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
+        # connector.
         transfer.kv_load_failure_policy = "recompute"
         self.counters = Counters(Counts)
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
@@ -171,8 +173,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(the number of tokens to load behind the computed ones, or None while it is not known; whether the load is
-        asynchronous)."""
+        """vLLM's hook that asks how many tokens of a request the pool has behind the tokens that are computed. Returns
+        (that number of tokens to load, or None while it is not known; whether the load is asynchronous)."""
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
@@ -186,7 +188,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The plan of this step."""
+        """vLLM's hook before a step: returns the plan of loads and saves for the ranks in this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
         self._log_status()
@@ -221,7 +223,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, with the blocks of each group of layers. vLLM calls this hook instead."""
+        """vLLM's hook for a request that has finished, called instead of `request_finished` with the blocks of each
+        group of layers. Returns (True while the ranks still have to read its blocks, None)."""
         # The first group is enough: for a model with several groups, which the pool does not serve, `_scheduler` is
         # None.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
@@ -286,36 +289,40 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Execute the loads of the step. vLLM calls this hook before the forward pass if the step waits for loads, else
-        after it."""
+        """vLLM's hook for loads: execute those of the step. vLLM calls it before the forward pass if the step waits for
+        loads, else after it."""
         if self._worker is not None:
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads are complete when `start_load_kv` returns."""
+        """vLLM's hook for loads by layer. It does nothing: loads are complete when `start_load_kv` returns."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: whole segments are copied out of the blocks after the step."""
+        """vLLM's hook for saves by layer. It does nothing: whole segments are copied out of the blocks after the
+        step."""
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        """Queue the segments that the step completed, without waiting."""
+        """vLLM's hook at the end of a step: queue the segments whose tokens the step completed, so that they are stored
+        in the background."""
         if self._worker is not None:
             self._worker.save()
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(finished requests whose blocks may be freed, requests whose loads ended), since the last call."""
+        """vLLM's hook for asynchronous work of this rank. Returns (finished requests whose blocks may be freed,
+        requests whose loads ended), both since the last call."""
         return self._worker.finished() if self._worker is not None else (None, None)
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads should have filled and did not, since the last call."""
+        """vLLM's hook for failed loads: returns the numbers of the blocks that loads since the last call should have
+        filled and did not."""
         return self._worker.errors() if self._worker is not None else set()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report on the step, for the scheduler's side."""
+        """vLLM's hook after a step: returns this rank's report on the step, for the scheduler's side."""
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
     @guarded(lambda: None)
@@ -400,10 +407,10 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def hook_failed(self, hook: str, error: Exception) -> None:
-        """Report an error of a hook."""
+        """Count and log an error that vLLM's hook `hook` raised, so that vLLM goes on without the pool's help."""
         self._reports.failure(f"hook {hook}", error)
-        # A refusal comes at once, from a daemon that works. After any other error, which may have cost a deadline, the
-        # pool is not used for a while.
+        # A refusal by the daemon comes at once. Any other error of the pool may have cost a deadline, so the pool is
+        # not used for a while after it.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
 
@@ -438,7 +445,8 @@ def _copier(device: str) -> Any:
 
 @functools.cache
 def _log_refusal(reason: str) -> None:
-    """Log a reason once per process: the scheduler's side and a rank in the same process find the same reason."""
+    """Log the reason why the pool cannot serve the model, once per process: the scheduler's side and a rank in the same
+    process find the same reason."""
     logger.warning("TokenLake: served without the pool: %s", reason)
 
 
@@ -463,7 +471,7 @@ def _check_failure_policy() -> None:
 
 
 def _not_served(request: Any) -> str | None:
-    """The reason why the pool cannot serve a request; None if it can."""
+    """The reason why the pool cannot serve a request of vLLM; None if it can."""
     if request.lora_request is not None:
         return "requests with LoRA adapters"
     if request.mm_features:

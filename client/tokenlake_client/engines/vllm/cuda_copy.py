@@ -31,12 +31,14 @@ from tokenlake_client.mapped_memory import mapped_memory_of
 __all__ = ["CudaCopy"]
 
 READ_ONLY = 8
-"""cudaHostRegisterReadOnly, which locks a read-only mapping; CUDA cannot lock such a mapping for writing."""
+"""CUDA's flag cudaHostRegisterReadOnly, which page-locks a read-only mapping; CUDA cannot lock such a mapping for
+writing."""
 PORTABLE = 1
 
 
 class CudaCopy:
-    """Copies this rank's shards. Several threads may use it; each has its own stream and buffer."""
+    """Copies this rank's shards of segments between slots and GPU blocks. Several threads may use it; each has its own
+    stream and buffer."""
 
     def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
@@ -47,7 +49,7 @@ class CudaCopy:
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
         """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
-        # `_mine` comes first, because it sets the CUDA device of this thread.
+        # The call of `_mine` comes first, because it sets the CUDA device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -59,7 +61,7 @@ class CudaCopy:
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
         """Fill `blocks` with the tokens of the segment in `slot`, from its token `skip` on. The copy is complete after
         `finish`."""
-        # `_mine` comes first, because it sets the CUDA device of this thread.
+        # The call of `_mine` comes first, because it sets the CUDA device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -82,11 +84,12 @@ class CudaCopy:
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def between(self, first: Any, last: Any) -> float | None:
-        """Seconds between two timestamps; None while the device has not reached the second."""
+        """Seconds between two timestamps in the CUDA stream of the step; None while the device has not reached the
+        second."""
         return float(first.elapsed_time(last)) / 1e3 if last.query() else None
 
     def _mine(self) -> tuple[Any, Any]:
-        """This thread's stream and buffer [shard, elements of one shard]."""
+        """This thread's CUDA stream and GPU buffer [shard, elements of one shard]."""
         if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)
@@ -97,12 +100,13 @@ class CudaCopy:
         return self._local.stream, self._local.buffer
 
     def _host(self, slot: NDArray[np.uint8]) -> Any:
-        """This rank's shards of the slot, [shard, elements of one shard]."""
+        """This rank's shards of the slot in host memory, as a tensor [shard, elements of one shard]."""
         whole = slot_flat(slot, self._layout).view(self._layout.shards, -1)
         return whole[self._shards.first : self._shards.stop]
 
     def _pairs(self, buffer: Any, blocks: Sequence[int], skip: int) -> list[tuple[Any, Any]]:
-        """Pairs (view of the buffer, view of a block), each [group, layer, head in group, token, dim]."""
+        """The parts of the buffer that are copied from or to each block: pairs (view of the buffer, view of a block),
+        each [group, layer, head in group, token, dim]."""
         layout = self._layout
         count = buffer.shape[0]
         sides = buffer.view(count, layout.layers, 2, layout.heads_per_shard, layout.segment_tokens, layout.key_dim)
@@ -135,6 +139,6 @@ def _lock(device: Any, address: int, nbytes: int) -> Callable[[], None] | None:
 
 
 def _unlock(runtime: Any, device: Any, address: int) -> None:
-    # The lock may end in any thread. Without `device` the call would initialise the thread's default GPU.
+    # The lock's end may run in any thread. Without `device` the call would initialise the thread's default GPU.
     with torch.cuda.device(device):
         runtime.cudaHostUnregister(address)

@@ -39,11 +39,12 @@ class WeightsEpoch:
         """Begin an epoch with a random version, because the weights may have changed. Returns the digest for the keys.
         `empty`: the engine's own cache is empty."""
         self._clean = empty
-        # The version is random, because the values of a counter would repeat in another engine or after a restart.
+        # The version of the weights is random, because the values of a counter would repeat in another engine or after
+        # a restart.
         return digest_of_version(self._base, f"random {secrets.token_hex(RANDOM_BYTES)}")
 
     def named(self, version: str) -> str | None:
-        """The digest for weights with this version; None where the version cannot be accepted."""
+        """The weights digest for weights that have this version; None where the version cannot be accepted."""
         return digest_of_version(self._base, version) if self._clean else None
 
     def computes(self) -> None:

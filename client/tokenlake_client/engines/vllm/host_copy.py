@@ -18,7 +18,8 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """Copies this rank's shards. Several threads may use it for different blocks."""
+    """Copies this rank's shards of segments between slots and blocks in host memory. Several threads may use it for
+    different blocks."""
 
     def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
@@ -41,19 +42,21 @@ class HostCopy:
         """Does nothing: a copy is complete when its call returns."""
 
     def computed(self) -> Callable[[], None]:
-        """A function to call before the step's results are read; on a CPU it does nothing."""
+        """A function to call before the results of the engine's step are read; on a CPU the results are there at once,
+        so it does nothing."""
         return self.finish
 
     def mark(self) -> Any:
-        """A timestamp for `between`."""
+        """A timestamp, to be passed to `between`, in seconds."""
         return time.perf_counter()
 
     def between(self, first: Any, last: Any) -> float | None:
-        """Seconds between two timestamps."""
+        """Seconds between two timestamps that `mark` returned."""
         return float(last - first)
 
     def _pairs(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
-        """Pairs (view of the slot, view of a block), each [group, layer, head in group, token, dim]."""
+        """The parts of the slot that are copied from or to each block: pairs (view of the slot, view of a block), each
+        [group, layer, head in group, token, dim]."""
         sides = [side[self._shards] for side in slot_whole(slot, self._layout)]
         for stack in self._stacks:
             at = skip

@@ -27,7 +27,8 @@ FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mis
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
 copy."""
 CONSOLIDATED = "consolidated"
-"""The prefix of files in Mistral's format, which `auto` prefers to all other formats."""
+"""The prefix of the names of weight files in Mistral's format, which vLLM's load format `auto` prefers to all other
+formats."""
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
@@ -79,7 +80,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
 
 
 def block_tokens_of(kv_cache_config: Any) -> int:
-    """The number of tokens of one block of vLLM's scheduler; a kernel may use smaller blocks."""
+    """The number of tokens of one block of vLLM's scheduler; an attention kernel may use smaller blocks."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 

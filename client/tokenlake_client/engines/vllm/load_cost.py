@@ -25,30 +25,31 @@ from tokenlake_client.engines.vllm.step_plan import LoadTime
 __all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart"]
 
 LOCAL = ""
-"""Stands for the name of this node among the sources of a load."""
+"""The name that stands for this node among the nodes from which a hit is loaded."""
 RETRY_S = 60.0
-"""After this time without a load from a source (a node), one hit is loaded from it even if the prediction says that
-computing is faster: the source may have become faster."""
+"""Seconds: after this time without a load from a node, one hit is loaded from it even if the prediction says that
+computing is faster, because the node may have become faster."""
 FAR = 2.0
-"""A measured time that is this many times longer or shorter than predicted counts as a surprise."""
+"""A measured load time that is this many times longer or shorter than predicted counts as a surprise."""
 MAX_STEPS = 16
-"""Limit of the steps whose measured time is awaited; older steps are forgotten."""
+"""Limit of the engine's steps whose measured time is awaited; older steps are forgotten."""
 
 
 class LoadCosts:
     """Predicts the time of loads and prefills, and chooses how much of a hit is loaded. Not thread-safe."""
 
     def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
-        """`rates`: the measurements from which the times are predicted; this object adds those of loads."""
+        """`rates`: the measured speeds from which the times are predicted; this object adds the measurements of
+        loads."""
         self._rates = rates
         self._segment = segment_tokens
         self._bytes = segment_bytes
         self._clock = clock
         self._tried: dict[str, float] = {}
-        """By source, the time of the last load that was made whatever the prediction said. One entry per node at
-        most."""
+        """By node, the time of the last load from it that was made whatever the prediction said."""
         self._surprises: dict[str, int] = {}
-        """By source, the number of its last samples in a row that were surprises (`FAR`)."""
+        """By node, the number of its latest measured loads in a row whose time was a surprise: `FAR` times longer or
+        shorter than predicted."""
 
     def cheapest_stop(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
         """The token up to which a hit, tokens [start, until) of a prompt of `total` tokens, should be loaded; `start`
@@ -90,8 +91,8 @@ class LoadCosts:
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
         if not time.lost:
             self._add(LOCAL, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
-        # All nodes sent at the same time, so the share of each in the fetch time is not known: the time is divided in
-        # proportion to the predictions.
+        # All nodes sent at the same time, so the share of each node in the fetch time is not known: the time is divided
+        # among them in proportion to the predictions.
         expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
         fetch_s = time.fetch_s * len(owners) / min(len(owners), len(owners) - time.lost + 1)
         ratio = fetch_s / sum(expected.values()) if remote else 0.0
@@ -119,7 +120,8 @@ class LoadCosts:
         return self._rates.copy if source == LOCAL else self._rates.peer(NodeId(source)).fetch
 
     def _coefficients(self, source: str) -> tuple[float, float]:
-        """(seconds to begin a transfer from `source`, seconds per byte); zeros for a source with too few samples."""
+        """The predicted seconds to begin a transfer from the node `source`, and the predicted seconds per byte; zeros
+        for a node with too few measurements."""
         fit = self._fit(source)
         if not fit.known:
             return 0.0, 0.0
@@ -156,22 +158,23 @@ class LoadCosts:
 
 
 class StepPart(Protocol):
-    """One request's part of a step of the engine, as two numbers of tokens."""
+    """The part of one step of the engine (a forward pass over several requests) that belongs to one request, as two
+    numbers of tokens."""
 
     @property
     def new(self) -> int:
-        """The number of tokens that the step computes."""
+        """The number of tokens of the request that the step computes."""
         ...
 
     @property
     def computed(self) -> int:
-        """The number of tokens that were computed before the step."""
+        """The number of tokens of the request that were computed before the step."""
         ...
 
 
 class PrefillSteps:
-    """Chooses the steps whose time is a sample of the prefill time: those with at least half of their tokens in
-    prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
+    """Chooses the engine's steps whose time counts as a measured prefill time: those with at least half of their tokens
+    in prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
     sums over the requests of a step. For the scheduler's thread."""
 
     def __init__(self, fit: PrefillFit, clock: Callable[[], float]) -> None:
@@ -180,7 +183,7 @@ class PrefillSteps:
         self._steps: dict[int, list[tuple[int, int]]] = {}
 
     def begin(self, step: int, parts: Sequence[StepPart]) -> None:
-        """Record that `step` computes these parts, one per request."""
+        """Record that `step` computes these parts, one per request; `end` then records its duration."""
         prompts = sum(part.new for part in parts if part.new > 1)
         if prompts and 2 * prompts >= sum(part.new for part in parts):
             self._steps[step] = [(part.new, part.computed) for part in parts]
@@ -188,7 +191,7 @@ class PrefillSteps:
                 del self._steps[next(iter(self._steps))]
 
     def end(self, step: int, seconds: float) -> None:
-        """Record that `step` took `seconds`. Only the first call for a step counts."""
+        """Record that the engine's step `step` took `seconds`. Only the first call for a step counts."""
         parts = self._steps.pop(step, None)
         if parts is not None:
             self._fit.add_step(parts, seconds, self._clock())

@@ -18,9 +18,9 @@ class _Load:
     lease: MatchedLease | None
     owners: tuple[str, ...]
     step: int = 0
-    """The step in which the ranks got the plan; 0 before that."""
+    """The number of the step in which the ranks got the plan of the load; 0 before that."""
     time: LoadTime | None = None
-    """The longest duration of this load that a rank has reported; None before the first report."""
+    """The longest duration that a rank has reported for the load; None before the first report."""
 
 
 class ScheduledLoads:
@@ -32,29 +32,29 @@ class ScheduledLoads:
         self._loads: dict[str, _Load] = {}
 
     def __len__(self) -> int:
-        """The number of loads that have not ended."""
+        """The number of loads that have not ended on all ranks."""
         return len(self._loads)
 
     def __contains__(self, request: str) -> bool:
         return request in self._loads
 
     def add(self, plan: LoadPlan, lease: MatchedLease | None = None, owners: tuple[str, ...] = ()) -> None:
-        """Add a load that was promised to vLLM. `lease` is released when the load ends. `owners`: the node of each
-        segment that the load reads."""
-        # End the request's previous load: the request may have lost its blocks in the step that loaded them, and be
-        # given new ones before the outcome of that step is known.
+        """Add a load that was promised to vLLM. `lease` is released when the load ends. `owners`: the node that has
+        each segment that the load reads."""
+        # End the request's previous load: the request may have lost its blocks in the step that loaded them, and may be
+        # given new blocks before the outcome of that step is known.
         self.end(plan.request)
         self._loads[plan.request] = _Load(plan, lease, owners)
 
     def hand_out(self, step: int) -> tuple[LoadPlan, ...]:
-        """The plans that the ranks do not have yet. The caller passes them to the ranks in `step`."""
+        """The plans of the loads that the ranks do not have yet. The caller passes them to the ranks in `step`."""
         new = [load for load in self._loads.values() if not load.step]
         for load in new:
             load.step = step
         return tuple(load.plan for load in new)
 
     def add_times(self, times: Mapping[str, LoadTime]) -> None:
-        """Record the ranks' measurements, by request."""
+        """Record how long the ranks took for their loads, by request."""
         for request, time in times.items():
             load = self._loads.get(request)
             if load is not None:
@@ -78,11 +78,11 @@ class ScheduledLoads:
                 self._measured(load.owners, load.time)
 
     def end_until(self, step: int) -> None:
-        """End all loads that were handed out up to `step`."""
+        """End all loads whose plans were handed to the ranks up to `step`."""
         for request in [name for name, load in self._loads.items() if 0 < load.step <= step]:
             self.end(request)
 
     def close(self) -> None:
-        """End all loads."""
+        """End all loads: release their leases and report their times."""
         for request in list(self._loads):
             self.end(request)

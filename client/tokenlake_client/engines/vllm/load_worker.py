@@ -25,11 +25,11 @@ class BlockWriter(Protocol):
     """Copies segments from slots into blocks."""
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
-        """Fill `blocks` with the tokens of the segment in `slot`, from token `skip` on."""
+        """Fill vLLM's blocks `blocks` with the tokens of the segment in `slot`, from token `skip` of the segment on."""
         ...
 
     def finish(self) -> None:
-        """Wait until all copies of this thread are complete."""
+        """Wait until all copies that this thread has begun are complete."""
         ...
 
 
@@ -38,7 +38,7 @@ class Loaded:
     """The outcome of one load."""
 
     blocks: int
-    """The number of blocks that were filled, from the first on."""
+    """The number of vLLM's blocks that the load filled, from the first on."""
     time: LoadTime
 
 
@@ -66,7 +66,8 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
                 if len(arrays) < stop - start:
                     break
     except BaseException:
-        # Wait for the copies under way: they read slots and write blocks that are about to be given to other requests.
+        # Wait for the copies under way: they read slots and write blocks, and vLLM is about to give these blocks to
+        # other requests.
         with contextlib.suppress(Exception):
             copy.finish()
         raise

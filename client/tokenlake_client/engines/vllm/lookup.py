@@ -31,8 +31,8 @@ SILENT_S = 1.0
 
 
 class Lookup:
-    """One lookup and its answer: a lease, and the node of each leased segment. The daemon is asked for the nodes by a
-    second request, only if some segments lie on other nodes."""
+    """A request for the cached prefix of a prompt, and its answer: a lease, and the node of each leased segment. The
+    daemon is asked for the nodes by a second request, only if some segments lie on other nodes."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Lookup:
         self._pending_nodes: PendingNodes | None = None
         self.started = clock()
         self.due = self.started + deadline_s
-        """The time from which the answer counts as late, unless the lookup waits for another engine."""
+        """The time from which the answer of the lookup counts as late, unless the lookup waits for another engine."""
         self.lease: MatchedLease | None = None
         self.owners: tuple[str, ...] = ()
         """For each segment that is still leased, the node that has it; `LOCAL` for this node."""
         self.hits = 0
-        """The number of segments that were found."""
+        """The number of segments that the lookup found in the pool."""
         self._done = False
 
     @property
     def waiting(self) -> bool:
-        """May the answer still be waiting for another engine?"""
+        """May the lookup's answer still be waiting for another engine that computes the segments?"""
         return self.wait.total_s > 0 and self.lease is None
 
     @property
@@ -74,7 +74,7 @@ class Lookup:
         return self.wait.seconds(len(self.keys) - self.hits)
 
     def poll(self) -> bool:
-        """Has the answer arrived? Raises `TokenLakeError` when it will not arrive."""
+        """Has the answer of the lookup arrived? Raises `TokenLakeError` when it will not arrive."""
         if self.lease is None:
             self.lease = self._pending.poll()
         if self.lease is not None and not self._done:
@@ -82,13 +82,13 @@ class Lookup:
         return self._done
 
     def keep(self, count: int) -> None:
-        """Release all segments but the first `count`."""
+        """Keep the first `count` leased segments of the lookup's answer, and release the others."""
         if self.lease is not None and count < len(self.owners):
             self.lease.release(count)
             self.owners = self.owners[:count]
 
     def drop(self) -> None:
-        """Release the lease, now or when the answer arrives."""
+        """Release the lookup's lease, now or when the answer arrives."""
         self._pending.cancel()
         if self._pending_nodes is not None:
             self._pending_nodes.cancel()
@@ -143,13 +143,13 @@ class Lookups:
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
 
     def give_up_late(self, lookup: Lookup) -> bool:
-        """Give `lookup` up if its answer is late. Returns whether it was given up. Raises `TokenLakeError`."""
+        """Give `lookup` up if its answer is late, and return whether it was. Raises `TokenLakeError`."""
         now = self._clock()
         if now < lookup.due:
             return False
         if lookup.waiting and self._heartbeat.alive():
-            # One deadline more than the wait: before it answers, the daemon looks up the segments that were stored
-            # meanwhile.
+            # The limit is one deadline more than the wait for the other engine, because the daemon looks up the
+            # segments that were stored meanwhile before it answers.
             if now < lookup.due + lookup.wait.total_s + self._deadline_s:
                 return False
             lookup.drop()
@@ -188,8 +188,8 @@ class _Heartbeat:
             self._beat = pool.begin_heartbeat()
 
     def alive(self) -> bool:
-        """False: the reply to a heartbeat has been outstanding for a deadline. Sends the next heartbeat when it is due.
-        Raises `TokenLakeError`."""
+        """Does the daemon answer heartbeats? False: the reply to a heartbeat has been outstanding for a deadline. Sends
+        the next heartbeat when it is due. Raises `TokenLakeError`."""
         now = self._clock()
         if self._outstanding():
             return now < self._begun + self._deadline_s
@@ -217,9 +217,9 @@ class InFlightWaits:
         self._segment = segment_tokens
         self._stores = stores
         self._computing: dict[str, tuple[int, SegmentKey]] = {}
-        """By request, the first segment that this engine computes: its index in the prompt, and its key."""
+        """For each request, the first segment that this engine computes: its index in the prompt, and its key."""
         self._waiting: dict[str, None] = {}
-        """The requests whose lookup may wait and was not answered yet."""
+        """The names of the requests whose lookup may wait for another engine and was not answered yet."""
 
     def begin(self, request: str, keys: Sequence[SegmentKey], total: int, local: int) -> InFlightWait:
         """How long a new lookup of `request` may wait. The prompt has `total` tokens and these keys; vLLM's own cache
@@ -232,7 +232,7 @@ class InFlightWaits:
         return wait
 
     def answered(self, request: str) -> None:
-        """Record that the lookup of `request` waits no longer."""
+        """Record that the lookup of `request` does not wait for another engine any more."""
         self._waiting.pop(request, None)
 
     def wait(self, total: int, local: int) -> InFlightWait:

@@ -31,7 +31,7 @@ class MatchedLease(Protocol):
 
     @property
     def id(self) -> LeaseId:
-        """The number by which other processes of the session attach to the lease."""
+        """The lease's number, by which other processes of the session attach to it."""
         ...
 
     @property
@@ -54,31 +54,32 @@ class MatchedLease(Protocol):
         ...
 
     def release(self, start: int = 0) -> None:
-        """End the lease of the segments from `start` on. Idempotent; never raises."""
+        """Release the leased segments from index `start` on. Idempotent; never raises."""
         ...
 
 
 class PendingMatch(Protocol):
-    """A match whose answer is polled."""
+    """A match that was sent to the daemon and whose answer is polled."""
 
     def poll(self) -> MatchedLease | None:
-        """The lease, once the answer has arrived. Raises `TokenLakeError` when it will not arrive."""
+        """The lease, once the daemon's answer to the match has arrived, and None before. Raises `TokenLakeError` when
+        it will not arrive."""
         ...
 
     def cancel(self) -> None:
-        """Release the lease now, or when the answer arrives."""
+        """Release the lease of the match, now or when the daemon's answer arrives."""
         ...
 
 
 class PendingNodes(Protocol):
-    """A request for the nodes of a lease's segments, whose answer is polled."""
+    """A request to the daemon for the nodes of a lease's segments, whose answer is polled."""
 
     def poll(self) -> list[str] | None:
-        """The node of each segment, once the answer has arrived. Raises `TokenLakeError`."""
+        """The node of each leased segment, once the daemon's answer has arrived. Raises `TokenLakeError`."""
         ...
 
     def cancel(self) -> None:
-        """Give the request up: the caller does not need the answer any more."""
+        """Give up the request for the nodes of a lease's segments: the caller does not need the answer any more."""
         ...
 
 
@@ -86,16 +87,16 @@ class PendingHeartbeat(Protocol):
     """A heartbeat that was sent and whose reply is polled."""
 
     def poll(self) -> bool:
-        """Has the daemon answered? Raises `TokenLakeError`."""
+        """Has the daemon answered the heartbeat? Raises `TokenLakeError`."""
         ...
 
 
 class Reservation(Protocol):
-    """Slots that the scheduler's side reserved and the ranks fill."""
+    """The slots of a write that the scheduler's side reserved and the ranks fill."""
 
     @property
     def id(self) -> WriteId:
-        """The number by which the ranks attach to the reservation; 0 when no slot was granted."""
+        """The reservation's number, by which the ranks attach to it; 0 when no slot was granted."""
         ...
 
     @property
@@ -105,16 +106,16 @@ class Reservation(Protocol):
 
     @property
     def codes(self) -> bytes:
-        """One `Code` per key."""
+        """One `Code` per key of the segments whose slots were reserved."""
         ...
 
     def release(self) -> None:
-        """Give up this process's part in the reservation."""
+        """Give up this process's share in the reservation; the slots stay reserved while other processes hold them."""
         ...
 
 
 class SchedulerPool(Protocol):
-    """The connection of the scheduler's side."""
+    """The connection of the connector's scheduler side to the daemon."""
 
     @property
     def node(self) -> str:
@@ -123,7 +124,7 @@ class SchedulerPool(Protocol):
 
     @property
     def session(self) -> int:
-        """The session, which the ranks join."""
+        """The number of the session that the scheduler's side opened, which the ranks join."""
         ...
 
     @property
@@ -143,7 +144,8 @@ class SchedulerPool(Protocol):
     def begin_match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = ..., *, deadline_s: float | None = None
     ) -> PendingMatch:
-        """Begin to lease the longest sequence of present segments from the first key on."""
+        """Begin to lease the longest sequence of segments that the pool has, beginning with the first key. The answer
+        is polled."""
         ...
 
     def begin_heartbeat(self) -> PendingHeartbeat:
@@ -181,29 +183,30 @@ class AttachedLease(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the daemon that granted the lease."""
+        """The incarnation of the daemon that granted the attached lease."""
         ...
 
     @property
     def hits(self) -> int:
-        """The number of leased segments; 0 when the lease has ended."""
+        """The number of leased segments, from the first key on; 0 when the lease has ended."""
         ...
 
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Read-only views of segments [start, stop). The list is shorter when the rest was lost."""
+        """Read-only arrays over the leased segments [start, stop). The list is shorter when a segment was lost: it ends
+        before that segment."""
         ...
 
     def release(self) -> None:
-        """End this process's part in the lease."""
+        """End this process's share in the lease; other processes of the session may hold it further."""
         ...
 
 
 class RankPool(Protocol):
-    """The connection of a rank: it has joined the scheduler's session."""
+    """The connection of a rank to the daemon: it has joined the scheduler's session."""
 
     @property
     def session(self) -> int:
-        """The session; another number after a restart of the daemon."""
+        """The number of the session; another number after a restart of the daemon."""
         ...
 
     @property

@@ -18,13 +18,13 @@ class RankShards:
     first: int
     stop: int
     writers: int
-    """The number of ranks of the engine that store; each stores its own shards."""
+    """The number of ranks of the engine that store segments; each stores its own shards."""
     writes: bool
     """True: this rank stores its shards. Of several ranks with the same heads, the first one does."""
 
     @property
     def mask(self) -> int:
-        """The bit mask of the shards."""
+        """The bit mask of the shards of a segment that the rank reads and writes."""
         return (1 << self.stop) - (1 << self.first)
 
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 HINTS_KEY = "tokenlake"
-"""The key of a request's hints in vLLM's `kv_transfer_params`."""
+"""The key in vLLM's `kv_transfer_params` under which a request carries its hints."""
 _STOP_REASONS = {
     "FINISHED_STOPPED": "stop",
     "FINISHED_LENGTH_CAPPED": "length",
@@ -39,7 +39,7 @@ _HINT_FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int |
 
 
 class EngineRequest(Protocol):
-    """The part of vLLM's `Request` that is used."""
+    """The part of vLLM's `Request` that the connector uses."""
 
     request_id: str
     num_computed_tokens: int
@@ -47,7 +47,7 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens: the prompt and the sampled tokens."""
+        """The number of tokens of the request that are known: the prompt and the sampled tokens."""
         ...
 
     @property
@@ -58,54 +58,56 @@ class EngineRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """The part of a step that belongs to one request."""
+    """The part of one step of the engine that belongs to one request."""
 
     request: str
     computed: int
-    """The number of tokens that were computed before the step."""
+    """The number of tokens of the request that were computed before the step."""
     new: int
-    """The number of tokens that the step computes."""
+    """The number of tokens of the request that the step computes."""
     blocks: Sequence[int]
-    """The blocks that the request was given for this step; with `whole`, all its blocks, first those that vLLM's own
-    cache shares with other requests."""
+    """The numbers of the blocks that vLLM gave the request for this step; with `whole`, all its blocks, first those
+    that vLLM's own prefix cache shares with other requests."""
     whole: bool
 
 
 @dataclass(slots=True)
 class RequestState:
-    """The state of one request. The scheduler's side owns it."""
+    """The scheduler side's state of one request: its keys, its lookup, and what may be loaded or stored."""
 
     request: EngineRequest
     saved: SavedTokens
     hints: Hints | None = None
-    """The hints that came with the request."""
+    """The hints that the request carried in vLLM's `kv_transfer_params`."""
     weights: str | None = None
     """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
     prefix: Prefix | None = None
     incarnation: int = 0
-    """The incarnation of the daemon whose secret `prefix` was hashed with."""
+    """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
     lookup: Lookup | None = None
     placed: bool = False
-    """True: the request has blocks. If vLLM then asks for its matched tokens again, the request has lost its blocks and
-    begins anew."""
+    """True: vLLM has given the request blocks. If vLLM then asks for its matched tokens again, the request has lost its
+    blocks and begins anew."""
     may_store: bool = True
     """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
     may_load: bool = True
     """False: a lookup was late or a load failed; the request does not use the pool again."""
     local: int = 0
-    """The number of tokens in vLLM's own cache when vLLM last asked for matched tokens."""
+    """The number of the request's tokens in vLLM's own prefix cache when vLLM last asked for matched tokens."""
     skipped: int = 0
-    """The number of tokens that the pool has and that are not loaded, because they are faster to compute."""
+    """The number of the request's tokens that the pool has and that are not loaded, because computing them is
+    faster."""
     gap: int | None = None
     """The index of the first segment that this engine computes and for which it sets in-flight markers; None: there is
     none."""
     marker_s: float = 0.0
-    """How long the in-flight markers from `gap` on should last, if the prompt takes several steps; 0: they are set
-    already, or not needed."""
+    """Seconds that the in-flight markers from segment `gap` on should last, if the prompt takes several steps; 0: they
+    are set already, or not needed."""
 
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
-        """The keys of all full segments of the known tokens. Only tokens that were not hashed before are hashed, or all
-        tokens after a restart of the daemon, which may have another secret then. `salt`: the engine's."""
+        """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
+        hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
+        engine, which is part of the keys."""
         if self.prefix is None or self.incarnation != pool.incarnation:
             self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
             self.incarnation = pool.incarnation
@@ -115,7 +117,7 @@ class RequestState:
         return self.prefix.keys
 
     def drop_lookup(self) -> None:
-        """Give the lookup up: the segments that it found or will find are released."""
+        """Give up the request's lookup: the segments that it found or will find are released."""
         if self.lookup is not None:
             self.lookup.drop()
             self.lookup = None
@@ -139,14 +141,15 @@ class SavedTokens:
         """The number of segments, from the first on, that were handed out to be stored or need not be stored."""
         self._confirmed = 0
         self._steps: deque[tuple[int, int]] = deque()
-        """For each step whose outcome is not known: (step, number of computed tokens at its end)."""
+        """For each step of the engine whose outcome is not known: (the step's number, the number of the request's
+        tokens that are computed at its end)."""
 
     def add_step(self, step: int, computed: int) -> None:
-        """Record that `computed` tokens of the request are computed at the end of `step`."""
+        """Record that `computed` tokens of the request are computed when the engine's step `step` ends."""
         self._steps.append((step, computed))
 
     def confirm(self, step: int) -> None:
-        """Record that no load failed in the steps up to `step`."""
+        """Record that no load failed in the engine's steps up to `step`."""
         while self._steps and self._steps[0][0] <= step:
             self._confirmed = self._steps.popleft()[1]
 
@@ -177,9 +180,9 @@ class RequestEnd(NamedTuple):
     complete: bool
     """True: the request was not aborted, and all its tokens but the last are computed."""
     stop_reason: str = ""
-    """As in `tokenlake.hints`; empty if the request was refused."""
+    """The reason why the request ended, in the terms of `tokenlake.hints`; empty if the request was refused."""
     output_tokens: int = -1
-    """The length of the answer; -1: unknown."""
+    """The number of tokens of the answer; -1: unknown."""
 
 
 def end_of(status: str, output_tokens: int) -> RequestEnd:

@@ -15,7 +15,7 @@ __all__ = ["ScheduledSaves"]
 
 
 class ScheduledSaves:
-    """The save jobs that the ranks have not finished. For the scheduler's thread."""
+    """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""
 
     def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool) -> None:
         """`shared`: several ranks fill one segment, so this object reserves its slot for all of them. Otherwise the one
@@ -25,9 +25,9 @@ class ScheduledSaves:
         self._shared = shared
         self._last_job = 0
         self._blocks: dict[int, frozenset[int]] = {}
-        """By job, the blocks that it reads, until all ranks have finished it."""
+        """By the number of a save job, the blocks that the job reads, until all ranks have finished it."""
         self._reservations: dict[int, Reservation] = {}
-        """The reservation of each job."""
+        """By the number of a save job, the reservation of the slots that it fills."""
 
     def plan(
         self, pool: SchedulerPool, state: RequestState, segments: range, table: Callable[[str], Sequence[int]]
@@ -41,7 +41,7 @@ class ScheduledSaves:
             deadline_s = self._settings.match_ms / 1e3
             reservation = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, hints=state.hints)
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))
-            # The segments from the first refused one on are offered again in the request's next step.
+            # The segments from the first one that the pool refused on are offered again in the request's next step.
             state.saved.segments = segments.start + granted
             keys = keys[:granted]
             if not reservation.id:
@@ -65,7 +65,7 @@ class ScheduledSaves:
         return tuple(self._blocks)
 
     def reading(self, blocks: set[int]) -> tuple[int, ...]:
-        """The jobs that may still read any of these blocks."""
+        """The numbers of the save jobs that may still read any of these blocks."""
         return tuple(job for job, read in self._blocks.items() if not read.isdisjoint(blocks))
 
     def done(self, job: int) -> None:

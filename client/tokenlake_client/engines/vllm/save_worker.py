@@ -36,7 +36,7 @@ class _Task:
 
 
 class _BlocksTaken(Exception):
-    """The job ends, because vLLM has given its blocks to another request."""
+    """The save job ends, because vLLM has given its blocks to another request."""
 
 
 class SaveWriter:
@@ -62,11 +62,12 @@ class SaveWriter:
         self._tokens = tokens
         self._queue = BackgroundQueue(self._execute, "tokenlake-save", queue)
         self._copying = threading.Lock()
-        """Held while one segment is copied out of its blocks."""
+        """Held by the thread that stores segments while it copies one segment out of its blocks."""
         self._taken: frozenset[int] = frozenset()
-        """The unfinished jobs whose blocks were taken back. Only the thread that calls the methods writes it."""
+        """The numbers of the unfinished save jobs whose blocks vLLM took back. Only the thread that calls the methods
+        writes it."""
         self._last = 0
-        """The number of the last job that was submitted or skipped."""
+        """The number of the last save job that was submitted or skipped."""
 
     @property
     def done(self) -> int:
@@ -82,7 +83,7 @@ class SaveWriter:
             self._count_lost(plan)
 
     def skip(self, job: int) -> None:
-        """Count the jobs up to `job` as done, for a rank that does not execute them."""
+        """Count the save jobs up to number `job` as done, for a rank that does not execute them."""
         self._last = max(self._last, job)
 
     def take_back(self, jobs: Sequence[int]) -> None:
@@ -94,15 +95,15 @@ class SaveWriter:
         for task in self._queue.withdraw(lambda task: task.plan.job in jobs):
             self._count_lost(task.plan)
         with self._copying:
-            # The copy that was under way has ended, and each later one sees that the blocks were taken.
+            # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all jobs are done; False when `timeout` seconds were not enough."""
+        """Wait until all save jobs are done; False when `timeout` seconds were not enough."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> None:
-        """Execute the waiting jobs, for at most `timeout` seconds, and end the thread."""
+        """Execute the waiting save jobs, for at most `timeout` seconds, and end the thread that stores."""
         self._queue.close(timeout)
 
     def _execute(self, task: _Task) -> None:

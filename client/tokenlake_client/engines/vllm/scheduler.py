@@ -48,7 +48,8 @@ asks for its matched tokens, so that a long queue does not lease segments long b
 
 
 class SchedulerSide:
-    """The scheduler's side of the connector: one per engine, called by vLLM's scheduler. Not thread-safe."""
+    """The side of the connector in vLLM's scheduler: it looks up prompts, plans the loads and saves of the ranks, and
+    takes their reports. One per engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class SchedulerSide:
         self._loads = ScheduledLoads(self._costs.add_load)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
         self._last_saves: list[SavePlan] = []
-        """The saves of requests that have finished since the last step, for the plan of the next step."""
+        """The saves of requests that have finished since the last step. The plan of the next step hands them to the
+        ranks."""
         self._held: list[tuple[str, int]] = []
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
@@ -93,16 +95,16 @@ class SchedulerSide:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon not answered a late lookup for a while (`Lookups.silent`)?"""
+        """Has the daemon not answered a late lookup for longer than `lookup.SILENT_S`?"""
         return self._lookups.silent
 
     @property
     def waits(self) -> bool:
-        """Does a step wait for its loads (setting `load` = sync)?"""
+        """Does the engine's step wait for its loads? That is the setting `load` = sync."""
         return self._settings.load == "sync"
 
     def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
-        """To be called when a request that the pool can serve has arrived. `hints`: those that came with it."""
+        """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it."""
         state = self._requests[request.request_id] = RequestState(
             request, SavedTokens(self._segment), hints, self._weights
         )
@@ -160,7 +162,7 @@ class SchedulerSide:
         not loaded are counted when the request gets its blocks, because vLLM may ask again until then."""
         total, start = state.request.num_tokens, state.local
         found = max(start, loadable_until(lookup.hits, total, self._segment, self._block))
-        # Without the segments that an earlier call for this lookup has released.
+        # The number of hits leaves out the segments that an earlier call for this lookup has released.
         until = max(start, min(found, len(lookup.owners) * self._segment))
         stop = self._costs.cheapest_stop(lookup.owners, start, until, total) if self._settings.weigh_loads else until
         if stop < found:
@@ -205,7 +207,8 @@ class SchedulerSide:
         self._counters.add(tokens_hit=external)
 
     def step(self, scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]) -> StepPlan:
-        """The plan of the next step. `table` returns the blocks of a scheduled request, by its name."""
+        """The plan of loads and saves that the ranks get for the engine's next step. `table` returns the blocks of a
+        scheduled request, by the request's name."""
         self._step += 1
         loads = self._loads.hand_out(self._step)
         self._prefills.begin(self._step, scheduled)
@@ -252,15 +255,15 @@ class SchedulerSide:
         if report is not None:
             self._end_steps(report, filled=not invalid)
         for state in self._requests.values():
-            # If a lookup has found segments on other nodes, its poll asks for the nodes, which should begin as early as
-            # possible.
+            # This poll begins the request for the nodes of the segments as early as possible: if a lookup has found
+            # segments on other nodes, its poll asks for the nodes.
             if state.lookup is not None:
                 with contextlib.suppress(TokenLakeError):
                     state.lookup.poll()
 
     def _end_steps(self, report: StepReport, *, filled: bool) -> None:
-        """Take the combined report of all ranks on the steps up to `report.step`. `filled`: no load of these steps
-        failed."""
+        """Take the combined report of all ranks on the steps up to `report.step`. `filled`: all loads of these steps
+        filled their blocks."""
         for step, seconds in report.computed.items():
             self._prefills.end(step, seconds)
         if not report.serves:
@@ -309,7 +312,7 @@ class SchedulerSide:
             state.may_store = not state.placed
 
     def close(self) -> None:
-        """Release all leases and reservations."""
+        """Release all leases and reservations that the scheduler's side holds."""
         for state in self._requests.values():
             state.drop_lookup()
         self._loads.close()

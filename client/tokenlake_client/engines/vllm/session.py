@@ -12,9 +12,9 @@ from tokenlake_client.engines.vllm.pool import RankPool
 __all__ = ["RankSession"]
 
 WAIT_S = 0.05
-"""How long a step waits for the attempt to join a session. The attempt then continues in the background."""
+"""Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
 RETRY_S = 1.0
-"""The pause before a session that could not be joined is tried again."""
+"""Seconds until a session that could not be joined is tried again."""
 
 P = TypeVar("P", bound=RankPool)
 

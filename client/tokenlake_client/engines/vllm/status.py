@@ -10,7 +10,7 @@ __all__ = ["PoolStatus"]
 
 
 class StatusPool(Protocol):
-    """The part of `tokenlake_client.pool.Pool` that is used."""
+    """The part of `tokenlake_client.pool.Pool` that the log of the connection's state uses."""
 
     @property
     def socket(self) -> object:
@@ -36,15 +36,15 @@ class _State(enum.Enum):
 
 
 class PoolStatus:
-    """Logs when the connection is made, lost, silent or back. For the scheduler's thread."""
+    """Logs when the connection to the daemon is made, lost, silent or back. For the scheduler's thread."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._state = _State.NEVER_CONNECTED
 
     def update(self, pool: StatusPool | None, *, silent: bool) -> None:
-        """Log the state if it has changed since the last call. `pool`: the connection, None before the first one.
-        `silent`: the daemon owes an answer that is overdue."""
+        """Log the state of the connection to the daemon if it has changed since the last call. `pool`: the connection,
+        None before the first one. `silent`: the daemon owes an answer that is overdue."""
         state = _state_of(pool, silent=silent)
         if pool is None or state is self._state:
             return

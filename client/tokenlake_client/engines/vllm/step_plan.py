@@ -20,12 +20,12 @@ class LoadPlan:
     """The incarnation of the daemon that granted the lease: after a restart the lease's number may name another lease.
     """
     start: int
-    """The first token to load. `start` and `stop` are multiples of the block size."""
+    """The index of the first token of the request to load. `start` and `stop` are multiples of the block size."""
     stop: int
     blocks: tuple[int, ...]
-    """The blocks of these tokens, in order."""
+    """The numbers of vLLM's blocks into which these tokens are copied, in order."""
     local: bool
-    """True: all segments lie in this node's arena, so the load needs no transfer."""
+    """True: all segments of the load lie in this node's arena, so the load needs no transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class SavePlan:
     step ends."""
 
     job: int
-    """Job numbers begin with 1 and increase; the ranks execute the jobs in this order."""
+    """The number of the save job. Numbers begin with 1 and increase; the ranks execute the jobs in this order."""
     request: str
     first: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
-    """The blocks of all tokens of these segments, in order."""
+    """The numbers of vLLM's blocks that hold all tokens of these segments, in order."""
     write: int = 0
     """The number of the reservation whose slots the ranks fill, each rank its own shards; 0: one rank fills whole
     segments, and reserves the slots itself."""
     incarnation: int = 0
-    """The incarnation of the daemon that granted the reservation."""
+    """The incarnation of the daemon that granted the reservation of the slots."""
     hints: Hints | None = None
-    """The request's hints, for a rank that reserves the slots itself."""
+    """The request's hints, which a rank that reserves the slots itself sends along."""
     marked: bool = False
     """True: the segments have in-flight markers, and the rank, which reserves the slots itself, must remove those of
     segments that the pool refuses."""
@@ -60,18 +60,19 @@ class StepPlan:
     session: int = 0
     """The number of the scheduler's session at the daemon, which the ranks join; 0 while there is none."""
     incarnation: int = 0
-    """The incarnation of the daemon of this session."""
+    """The incarnation of the daemon that has the scheduler's session."""
     wait: bool = False
-    """True: the step computes with the blocks that `loads` fill, so it waits for them."""
+    """True: the step computes with the blocks that its loads fill, so the ranks fill them before the forward pass."""
     idle: bool = False
-    """True: the step computes nothing."""
+    """True: the step computes no tokens."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     reused: tuple[int, ...] = ()
     """The save jobs whose blocks vLLM gave to other requests: the ranks must not read these blocks once the step has
     begun."""
     held: tuple[tuple[str, int], ...] = ()
-    """(request, job): finished requests whose blocks are kept until the job is done."""
+    """For each finished request whose blocks vLLM keeps: (the request's name, the number of the save job that ends the
+    wait)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,14 @@ class LoadTime:
     """The duration of one load, from the moment the rank began it."""
 
     fetch_s: float
-    """The seconds until the segments were in this node's arena."""
+    """Seconds until the load's segments were in this node's arena."""
     copy_s: float
-    """The remaining seconds, until the segments were in the blocks."""
+    """The remaining seconds of the load, until its segments were copied into the blocks."""
     lost: int = 0
-    """The number of segments that were lost or arrived too late."""
+    """The number of the load's segments that were lost or arrived too late."""
 
     def slower(self, other: LoadTime) -> LoadTime:
-        """The time of the slower of two ranks, with the larger number of lost segments."""
+        """The duration of the load at the slower of two ranks, with the larger number of lost segments."""
         slower = max(self, other, key=lambda time: time.fetch_s + time.copy_s)
         return replace(slower, lost=max(self.lost, other.lost))
 
@@ -99,7 +100,7 @@ class StepReport:
     done: int
     """The number of the newest save job such that this job and all earlier ones read no block any more."""
     serves: bool = True
-    """False: the rank cannot read or write the cache, now or later."""
+    """False: the rank cannot read or write vLLM's cache, so the scheduler's side stops using the pool."""
     computed: Mapping[int, float] = field(default_factory=dict)
     """The measured seconds of forward passes, by step, that became known since the last report."""
     loaded: Mapping[str, LoadTime] = field(default_factory=dict)

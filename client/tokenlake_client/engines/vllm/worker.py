@@ -27,7 +27,7 @@ from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan
 __all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 
 JOIN_S = 5.0
-"""How long a background thread waits until the rank has joined the scheduler's session."""
+"""Seconds that a background thread waits until the rank has joined the scheduler's session."""
 
 
 class WorkerSide:
@@ -43,7 +43,7 @@ class WorkerSide:
         counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
     ) -> None:
-        """`copy`: a `HostCopy` or a `CudaCopy`."""
+        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `CudaCopy`."""
         self._session = session
         self._copy = copy
         self._shards = shards
@@ -62,14 +62,14 @@ class WorkerSide:
         self._plan = StepPlan(0)
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        """Guards the results of loads (the fields below), which a background thread adds."""
+        """Guards the results of loads (the fields below), to which a background thread adds."""
         self._errors: set[int] = set()
         self._received: set[str] = set()
         self._loaded: dict[str, LoadTime] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step, before any block is written: the saves whose blocks vLLM gave to other requests are given
-        up."""
+        """Begin a step of the engine, before any block is written: the saves whose blocks vLLM gave to other requests
+        are given up."""
         self._plan = plan
         self._held.update(plan.held)
         self._writer.take_back(plan.reused)
@@ -81,7 +81,7 @@ class WorkerSide:
         plan = self._plan
         before_forward = plan.wait and bool(plan.loads)
         if not before_forward:
-            # The step does not wait for loads, so vLLM calls this method after the forward pass.
+            # Where the step does not wait for loads, vLLM calls this method after the forward pass.
             self._timer.stop(plan.step)
         for load in plan.loads:
             if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
@@ -93,7 +93,7 @@ class WorkerSide:
             self._timer.start()
 
     def save(self) -> None:
-        """Queue the segments that the step completed."""
+        """Queue the segments that the step completed, to be stored in the background."""
         plan = self._plan
         self._timer.stop(plan.step)
         if not plan.saves:
@@ -103,11 +103,12 @@ class WorkerSide:
             return
         ready = self._copy.computed()
         for save in plan.saves:
-            # The session is joined in the background thread, so that the step does not wait for it.
+            # The rank joins the session in the background thread, so that the step does not wait for it.
             self._writer.submit(save, lambda: self._session.get(plan.session, plan.incarnation, JOIN_S), ready)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """(finished requests whose blocks may be freed, requests whose loads ended), since the last call."""
+        """The names of finished requests whose blocks vLLM may free, and of requests whose loads ended, both since the
+        last call."""
         done = self._writer.done
         freed = {request for request, job in self._held.items() if job <= done}
         for request in freed:
@@ -117,13 +118,13 @@ class WorkerSide:
         return freed, received
 
     def errors(self) -> set[int]:
-        """The blocks that loads could not fill since the last call."""
+        """The numbers of the blocks that loads should have filled since the last call and could not."""
         with self._lock:
             errors, self._errors = self._errors, set()
         return errors
 
     def report(self) -> StepReport:
-        """The report on the step, for the scheduler's side."""
+        """This rank's report on the step of the engine, for the scheduler's side."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         return StepReport(self._plan.step, self._writer.done, computed=self._timer.take(), loaded=loaded)
@@ -139,7 +140,8 @@ class WorkerSide:
         self._session.close()
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Fill the blocks of `load`; the blocks that could not be filled are added to `errors`. Never raises."""
+        """Fill the blocks of the load `load` of a step. The blocks that could not be filled are added to `errors`.
+        Never raises."""
         started = time.perf_counter()
         filled = 0
         load_time: LoadTime | None = None
@@ -193,29 +195,29 @@ class UnservedWorker:
         self._held: set[str] = set()
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step."""
+        """Take the plan of the engine's next step."""
         self._plan = plan
 
     def load(self) -> None:
         """Does nothing."""
 
     def save(self) -> None:
-        """Counts the jobs of the step as done."""
+        """Count the save jobs of the step as done: a rank that cannot serve the pool stores nothing."""
         self._done = max([self._done, *(save.job for save in self._plan.saves)])
         self._held.update(request for request, _ in self._plan.held)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """As in `WorkerSide.finished`: all finished requests whose blocks are kept, and, unless the step waits for its
-        loads, all requests with a load in it."""
+        """The names of all finished requests whose blocks vLLM keeps for this step, and, unless the step waits for its
+        loads, of all requests with a load in it."""
         held, self._held = self._held, set()
         return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
 
     def errors(self) -> set[int]:
-        """As in `WorkerSide.errors`: all blocks of the step's loads."""
+        """The numbers of all blocks of the step's loads: vLLM recomputes their tokens."""
         return {block for load in self._plan.loads for block in load.blocks}
 
     def report(self) -> StepReport:
-        """A report after which the scheduler's side does not use the pool any more."""
+        """A report that this rank cannot serve the pool: the scheduler's side does not use the pool any more."""
         return StepReport(self._plan.step, self._done, serves=False)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -230,11 +232,11 @@ class Timestamps(Protocol):
     """Makes timestamps on the device that computes the steps."""
 
     def mark(self) -> Any:
-        """A timestamp after all work that was queued so far."""
+        """A timestamp on the device that computes the steps, after all work that was queued so far."""
         ...
 
     def between(self, first: Any, last: Any) -> float | None:
-        """Seconds between two timestamps; None while the device has not reached the second."""
+        """Seconds between two timestamps of the device; None while it has not reached the second."""
         ...
 
 
