@@ -351,7 +351,8 @@ class Matches:
             redirected = self._take(search, node, indices, answer)
             if redirected and self._context.now < search.deadline:
                 self._send(search, {NodeId(answer.redirect): redirected})
-        if search.hurries or not search.awaited:
+        # A redirect whose node went away meanwhile has ended the search already.
+        if search.open and (search.hurries or not search.awaited):
             self._continue(search)
 
     def _take(self, search: _Search, node: NodeId, indices: list[int], reply: wire.LookupReply) -> list[int]:
