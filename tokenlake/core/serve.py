@@ -181,7 +181,7 @@ class FanOut:
             del self._recipients[segment]
 
     def __len__(self) -> int:
-        """Maximum number of segments whose recipients are remembered."""
+        """Number of segments whose recipients are remembered."""
         return len(self._recipients)
 
     def check_integrity(self) -> None:
