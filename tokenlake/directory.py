@@ -156,6 +156,6 @@ class Directory:
             self._entries.popitem(last=False)
 
     def check_integrity(self) -> None:
-        """AssertionError when the bound does not hold."""
+        """Raises AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
         assert len(self._history) <= max(1, self.limit // HISTORY_SHARE)

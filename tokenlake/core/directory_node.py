@@ -268,5 +268,5 @@ class DirectoryNode:
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """AssertionError when the directory exceeds its bounds."""
+        """Raises AssertionError when the directory exceeds its bounds."""
         self._directory.check_integrity()

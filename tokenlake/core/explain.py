@@ -339,7 +339,7 @@ class Explain:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when the count of keys is wrong."""
+        """Raises AssertionError when the count of keys is wrong."""
         assert self._keys == sum(trail.keys for trail in self._trails.values())
 
 

@@ -373,7 +373,7 @@ class Transfers:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when a segment belongs to no transfer or to two."""
+        """Raises AssertionError when a segment belongs to no transfer or to two."""
         segments = list(self.pinned())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)

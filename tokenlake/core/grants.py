@@ -157,7 +157,7 @@ class SessionGrants:
             yield from write.open.values()
 
     def check_integrity(self) -> None:
-        """AssertionError when the counts differ from what the leases and writes hold."""
+        """Raises AssertionError when the counts differ from what the leases and writes hold."""
         leases, writes = self.leases.values(), self.writes.values()
         held = sum(lease.is_held(index) for lease in leases for index in range(len(lease.keys)))
         assert self.leased == held, f"{self.leased} items are counted as leased, {held} are held"

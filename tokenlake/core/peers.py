@@ -366,6 +366,6 @@ class Peers:
         return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
 
     def check_integrity(self) -> None:
-        """AssertionError when a call waits at a peer that is down."""
+        """Raises AssertionError when a call waits at a peer that is down."""
         for peer in self._peers.values():
             assert peer.up or not peer.calls, f"calls wait at {peer.node}, which is down"

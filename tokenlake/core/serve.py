@@ -410,7 +410,7 @@ class Serving:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
+        """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
         leased = Counter(map(_pool, itertools.chain.from_iterable(lease.segments for lease in self._leases.values())))
         assert self._leased == leased
         self._fan_out.check_integrity()

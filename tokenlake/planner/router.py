@@ -252,7 +252,8 @@ class Router:
     # -- checks
 
     def check_integrity(self) -> None:
-        """AssertionError when the queues and the segments in flight differ from those of the requests under way."""
+        """Raises AssertionError when the queues and the segments in flight differ from those of the requests under
+        way."""
         counts: dict[SegmentKey, dict[str, int]] = {}
         for each in self._under_way.values():
             for key in each.keys:

@@ -115,7 +115,7 @@ class SlotPool:
         self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
-        """AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
+        """Raises AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
         places = [place for place in places if place[0] != self.draining]
         assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"

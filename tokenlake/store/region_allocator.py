@@ -75,7 +75,7 @@ class RegionAllocator:
         self._spare.insert(0 if first else len(self._spare), region)
 
     def check_integrity(self, taken: Iterable[TenantId]) -> None:
-        """AssertionError when the counts are not those of `taken`, the tenants of all regions in use."""
+        """Raises AssertionError when the counts are not those of `taken`, the tenants of all regions in use."""
         counts: dict[TenantId, int] = {}
         for tenant in taken:
             counts[tenant] = counts.get(tenant, 0) + 1

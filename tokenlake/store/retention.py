@@ -243,7 +243,7 @@ class Retention(EvictionPolicy):
             self._leave_tier(segment, _EXPIRED if expired else _NORMAL)
 
     def check_integrity(self) -> None:
-        """AssertionError when tiers are noted for other segments than those in order."""
+        """Raises AssertionError when tiers are noted for other segments than those in order."""
         for tier in (_LOW, _HIGH, _EXPIRED):
             assert all(self._tier[segment] == tier for segment in self._tiers[tier])
         assert len(self._tier) == len(self) - len(self._policy)

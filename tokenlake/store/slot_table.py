@@ -89,8 +89,8 @@ class SlotTable:
             yield from self.in_region(region)
 
     def check_integrity(self) -> None:
-        """AssertionError when a segment is in another slot, or under another generation, than it says, or when more
-        than one number is kept of a region without a pool."""
+        """Raises AssertionError when a segment is in another slot, or under another generation, than it says, or when
+        more than one number is kept of a region without a pool."""
         assert all(len(self._generations[region]) == 1 for region in self._generations if region not in self._segments)
         assert sorted(self._segments) == self._regions
         for region, segments in self._segments.items():

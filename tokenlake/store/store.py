@@ -355,7 +355,7 @@ class SegmentStore:
             pool.retention.exchange_among(nodes)
 
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Merge the statistics of another node's store into the pools that are here as well. ValueError for data
+        """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
         that an equal policy did not save."""
         for at, data in learned.items():
             if at in self._pools:
@@ -512,7 +512,7 @@ class SegmentStore:
         self.discard(segment, now, evicted=True)
 
     def check_integrity(self) -> None:
-        """AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
+        """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
         for at, pool in self._pools.items():
             segments = [s for s in self.segments() if s.pool == at]
             gone = [s for s in self._quarantine.values() if s.pool == at]

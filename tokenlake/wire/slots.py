@@ -1,5 +1,4 @@
-"""Packed slot references: region (uint32), slot (uint32), generation (uint64), little-endian; Returns the slot
-reference packed into 16 bytes."""
+"""Packed slot references: region (uint32), slot (uint32), generation (uint64), little-endian; 16 bytes each."""
 
 from __future__ import annotations
 

@@ -87,13 +87,13 @@ class EvictionPolicy(ABC):
         requests."""
 
     def merge(self, learned: bytes) -> None:
-        """Take over half of the difference to the statistics that an equal policy saved on another node. ValueError
-        for data that is no such thing; nothing is changed then."""
+        """Take over half of the difference to the statistics that an equal policy saved on another node. Raises
+        ValueError for data that is no such thing; nothing is changed then."""
         _refuse(learned)
 
     def restore(self, learned: bytes) -> None:
         """Begin with the statistics that an equal policy saved, before the first `insert`; empty data changes nothing.
-        ValueError for data that is no such thing; nothing is changed then."""
+        Raises ValueError for data that is no such thing; nothing is changed then."""
         _refuse(learned)
 
 

@@ -313,7 +313,7 @@ class Forecast(EvictionPolicy):
             self._push(cohort)
 
     def check_integrity(self) -> None:
-        """AssertionError when sizes, cohorts or bounds do not add up."""
+        """Raises AssertionError when sizes, cohorts or bounds do not add up."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         assert all(record.cohort is not None for record in self._ghosts.values())
         live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
