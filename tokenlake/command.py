@@ -11,7 +11,8 @@ from typing import NoReturn
 
 GROUP = "tokenlake.commands"
 
-# Listed here, because loading the commands to get their help may need extras that are not installed.
+# The one-line help of the commands is listed here, because loading a command to get its help may need extras that are
+# not installed.
 SUMMARIES = {
     "serve": "run the daemon of this node",
     "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
@@ -22,12 +23,13 @@ SUMMARIES = {
     "workload": "write a workload as a trace file",
 }
 BENCH = "tokenlake-bench"
-"""The distribution of the benchmarks; a node does not need it."""
+"""Name of the Python distribution with the benchmarks, which a node does not need."""
 BENCH_COMMANDS = ("demo", "bench", "workload")
 
 
 def main() -> NoReturn:
-    """Entry of the console script. Exit status: the command's own; 2 for a usage error or a missing extra."""
+    """Run the `tokenlake` command and exit with the status of the command that it found; 2 for a usage error or a
+    missing extra."""
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_listing(commands))
@@ -63,7 +65,8 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
 
 
 def _ordered(commands: Collection[str]) -> list[str]:
-    """Commands of `SUMMARIES` in its order, then those of other distributions by name."""
+    """Returns the names of the commands: those of this distribution in the order of `SUMMARIES`, then those of other
+    distributions by name."""
     return [name for name in SUMMARIES if name in commands] + sorted(set(commands) - SUMMARIES.keys())
 
 
@@ -84,7 +87,7 @@ def requirement_of(entry: EntryPoint, missing: str) -> str:
 
 
 def _modules_of_extras() -> dict[str, list[str]]:
-    """The distributions that each extra of `tokenlake` requires."""
+    """Returns the names of the distributions that each extra of `tokenlake` requires."""
     modules: dict[str, list[str]] = {}
     for requirement in requires("tokenlake") or ():
         name = re.match(r"[\w.-]+", requirement)

@@ -16,36 +16,37 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 __all__ = ["Directory", "Entry"]
 
 HISTORY_SHARE = 4
-"""The last accesses of evicted segments are remembered for at most one in so many of the limit's entries."""
+"""The directory remembers the last accesses of at most a fourth as many evicted segments as it may have entries."""
 
 
 class Entry(NamedTuple):
-    """The newest statement about a segment."""
+    """The newest statement about a segment: which node owns it or is computing it."""
 
     node: NodeId
     incarnation: Incarnation
-    """Of the node at that time."""
+    """Incarnation of the node's daemon at the time of the statement."""
     deadline: float = 0.0
     """0: the node owns the segment. Else the entry is an in-flight marker: an engine of the node computes the segment,
     until this time at most."""
 
 
 class Directory:
-    """At most `limit` entries; the oldest are removed beyond that. For a part of the segments without an entry it
-    remembers the last access."""
+    """A directory of at most `limit` entries, of which the oldest are removed beyond that. It also remembers the last
+    access of some segments that were evicted."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
         self._history: OrderedDict[tuple[TenantId, SegmentKey], tuple[AccessRecord, float]] = OrderedDict()
-        """(last access, its time), the one recorded longest ago first."""
+        """(access record of the last access, its time) of evicted segments, the one recorded longest ago first."""
         self._lives: dict[NodeId, Incarnation] = {}
-        """Newest incarnation of each restarted node; its entries of other incarnations do not count."""
+        """Newest incarnation of each node that was restarted; entries of its other incarnations do not count."""
         self._unswept = 0
-        """Number of entries, from the oldest on, that may be of an earlier incarnation."""
+        """Number of entries, from the oldest on, that may be of an earlier incarnation of a node and are still to be
+        examined."""
 
     def __len__(self) -> int:
-        """Entries in memory, including those that `sweep` has not removed yet."""
+        """Number of entries in memory, including those of earlier incarnations that are not removed yet."""
         return len(self._entries)
 
     def _find(self, tenant: TenantId, key: SegmentKey) -> Entry | None:
@@ -56,7 +57,8 @@ class Directory:
         return self._lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def get(self, tenant: TenantId, key: SegmentKey, now: float) -> Entry | None:
-        """The entry. An in-flight marker past its deadline is removed."""
+        """Returns the valid entry of the segment, None without one. An in-flight marker past its deadline is
+        removed."""
         entry = self._find(tenant, key)
         if entry is not None and 0 < entry.deadline <= now:
             del self._entries[tenant, key]
@@ -64,7 +66,7 @@ class Directory:
         return entry
 
     def get_all(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> list[Entry | None]:
-        """`get` of each."""
+        """Returns the valid entry of each segment, None without one."""
         find, life = self._entries.get, self._lives.get
         entries = [find((tenant, key)) for key in keys]
         return [
@@ -83,14 +85,14 @@ class Directory:
         deadline: float,
         now: float,
     ) -> None:
-        """An engine of `node` computes the segment until `deadline`, which is above 0. Changes nothing where a node
-        owns it or another node's marker stands."""
+        """Record that an engine of `node` computes the segment until the time `deadline`, which is above 0. Changes
+        nothing if a node owns the segment or has another in-flight marker."""
         entry = self.get(tenant, key, now)
         if entry is None or (entry.deadline and entry.node == node):
             self._put(tenant, key, Entry(node, incarnation, deadline))
 
     def clear(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` takes its in-flight marker back."""
+        """Remove the in-flight marker of `node`, which takes it back."""
         entry = self._find(tenant, key)
         if entry is not None and entry.deadline and entry.node == node:
             del self._entries[tenant, key]
@@ -98,8 +100,8 @@ class Directory:
     def own(
         self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, previous: NodeId | None = None
     ) -> NodeId | None:
-        """`node` owns the segment, unless another node than `previous` does. Returns that node, None when there is
-        none."""
+        """Record `node` as the owner of the segment, unless another node than `previous` is recorded. Returns that
+        other owner, None when there is none."""
         entry = self._find(tenant, key)
         if entry is not None and not entry.deadline and entry.node not in (node, previous):
             return entry.node
@@ -107,20 +109,21 @@ class Directory:
         return None
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` does not have it any more."""
+        """Remove the entry of the segment if it names `node`, which does not have the segment any more."""
         entry = self._find(tenant, key)
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
 
     def remember(self, tenant: TenantId, key: SegmentKey, access: AccessRecord, at: float) -> None:
-        """The segment left its owner; its last access was at that time."""
+        """Remember the last access, at the time `at`, of a segment that left its owner."""
         self._history[tenant, key] = access, at
         self._history.move_to_end((tenant, key))
         if len(self._history) > self.limit // HISTORY_SHARE:
             self._history.popitem(last=False)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[int, AccessRecord, float] | None:
-        """Of the last of `keys` whose last access is remembered: its index, that access and its time."""
+        """Returns (index, access record, time) of the last of `keys` whose last access is remembered; None without
+        one."""
         for index in range(len(keys) - 1, -1, -1) if self._history else ():
             known = self._history.get((tenant, keys[index]))
             if known is not None:
@@ -133,10 +136,11 @@ class Directory:
         self._unswept = len(self._entries)
 
     def sweep(self, most: int) -> bool:
-        """Remove the forgotten ones of the next `most` entries. Is there more to examine?
+        """Examine the next `most` entries and remove those of earlier incarnations. Returns True if there are more to
+        examine.
 
-        The others move to the newest end. After a whole sweep they are in their order again, except that entries made
-        during the sweep count as older than entries examined after that.
+        Valid entries move to the newest end. After all calls they are in their order again, except that entries made
+        between the calls count as older than entries examined later.
         """
         for _ in range(min(most, self._unswept, len(self._entries))):
             at, entry = self._entries.popitem(last=False)
@@ -152,6 +156,6 @@ class Directory:
             self._entries.popitem(last=False)
 
     def check_integrity(self) -> None:
-        """AssertionError when the bound does not hold."""
+        """Raises AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
         assert len(self._history) <= max(1, self.limit // HISTORY_SHARE)

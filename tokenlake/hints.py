@@ -20,9 +20,10 @@ from tokenlake.wire.fields import Index
 __all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_HINTS", "NO_ACCESS", "Hints", "Outlook", "AccessRecord"]
 
 MAX_LABEL = 32
-"""Characters of a category or a stop reason, all printable. Policies keep statistics by them."""
+"""Maximum number of characters of a category or a stop reason in hints; all must be printable. The eviction policy
+keeps statistics by them."""
 MAX_TTL_S = 7 * 86400.0
-"""Greatest time to live."""
+"""Maximum time to live in seconds that hints may give a segment."""
 
 
 class Outlook(IntEnum):
@@ -35,7 +36,7 @@ class Outlook(IntEnum):
 
 MAX_TURN = (1 << 32) - 1
 NEVER = -1.0
-"""In place of the seconds since an event that did not happen."""
+"""Stands for the seconds since an event that has not happened."""
 Gap = Annotated[float, Meta(ge=NEVER, le=1e9)]
 
 
@@ -50,10 +51,10 @@ class AccessRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How often the conversation went on at its end; 0 for a conversation that starts, or branches off inside
     another."""
     gap_s: Gap = NEVER
-    """Seconds since the previous request: the one that accessed the deepest known segment (found or remembered)
-    last."""
+    """Seconds since the previous request: the request that last accessed the deepest segment of the prompt with a known
+    access."""
     previous_gap_s: Gap = NEVER
-    """The gap of the previous request, where this one goes on from its end."""
+    """Value of `gap_s` of the previous request, if this request continues the conversation at its end."""
     unshared: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
     """Segments of the previous prompt beyond the deepest known one; -1: there was no previous request."""
     remembered: Index = 0
@@ -76,7 +77,7 @@ class AccessRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
         # The last segment may contain a part of the answer, and so differ; many prompts share their first segment.
         if unshared > 1 or known == 1:
             return cls(segments, hits, 0, age_s, NEVER, unshared, remembered)
-        # Bounded: a node that received a greater number would refuse the message.
+        # The number of turns is bounded, because a node that received a greater number would refuse the message.
         return cls(segments, hits, min(last_access.turn + 1, MAX_TURN), age_s, last_access.gap_s, unshared, remembered)
 
 
@@ -98,7 +99,7 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
     output_tokens: int = -1
     """Tokens of the answer; -1: not known."""
     access: AccessRecord = NO_ACCESS
-    """Set by the pool, which ignores the value that an engine sends."""
+    """How the request accessed its segments. The pool sets it, and ignores the value that an engine sends."""
 
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
@@ -116,15 +117,16 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"hints field 'output_tokens' is {self.output_tokens}; expected -1 (not known) or a count")
 
     def ended(self, stop_reason: str, output_tokens: int = -1) -> Hints:
-        """These hints with the end of the request; -1 keeps `output_tokens`."""
+        """Returns these hints with the stop reason of the request and the number of its output tokens (-1:
+        unchanged)."""
         output = self.output_tokens if output_tokens < 0 else output_tokens
         return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
     def merged_over(self, previous: Hints) -> Hints:
-        """The hints of a segment that had `previous` and gets these. Outlook and stop reason are those of these hints.
-        `previous` keeps its category if this one is empty, its priority and time to live if both are 0 here, and its
-        access record if there is none here. Hints in which the engine says nothing change only the access record and
-        the output tokens."""
+        """Returns the hints of a segment that had the hints `previous` and gets these. Outlook and stop reason are
+        those of these hints. `previous` keeps its category if this one is empty, its priority and time to live if both
+        are 0 here, and its access record if there is none here. Hints in which the engine says nothing change only the
+        access record and the output tokens."""
         if previous is NO_HINTS or previous == self:
             return self
         access, output = (

@@ -26,7 +26,7 @@ class Liveness:
 
     def __init__(self) -> None:
         self.heard_at = -math.inf
-        """When the newest bytes were received."""
+        """Time in seconds at which the newest bytes were received from the other side."""
         self.overdue = False
         """True from a missed deadline until anything is received."""
 

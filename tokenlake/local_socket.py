@@ -45,12 +45,12 @@ MAX_LINKS = 40
 """Symbolic links that are followed on the way to a socket; Linux has the same limit."""
 
 MAX_NAMED = 8
-"""Maximum number of sockets that one error names."""
+"""Maximum number of sockets that one error message names."""
 
 Look = Callable[[str], os.stat_result]
-"""`os.lstat`."""
+"""A function like `os.lstat`: it returns the status of a file."""
 ListDirectory = Callable[[str], Iterable[str]]
-"""`os.listdir`."""
+"""A function like `os.listdir`: it returns the names in a directory."""
 T = TypeVar("T")
 
 

@@ -17,8 +17,8 @@ OTHERS = "(others)"
 
 
 class Metric:
-    """A counter's name and meaning, and its label, if it has one. Two metrics are equal only if they are one object;
-    `all()` yields every declared one."""
+    """A counter's name, help text and, if it has one, the name of its label. Two metrics are equal only if they are one
+    object; `all()` yields every declared metric."""
 
     __slots__ = ("help", "label", "name")
     _declared: ClassVar[dict[str, Metric]] = {}

@@ -1,4 +1,4 @@
-"""A recent amount per second."""
+"""An amount per second, averaged over the recent past."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["Rate"]
 
 
 class Rate:
-    """A sum that decays with the half-life `half_life_s`, read as an amount per second: for a steady stream, its
-    rate."""
+    """The recent rate of some amount, such as bytes sent: a sum that halves every `half_life_s` seconds, scaled so that
+    a steady stream shows its amount per second."""
 
     __slots__ = ("_at", "_half_life_s", "_sum")
 
@@ -19,17 +19,17 @@ class Rate:
         self._at = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        """Add `amount` at `now`, in seconds, which never decreases."""
+        """Add `amount`, which came at the time `now` in seconds; the time never decreases."""
         self._sum = self._decayed(now) + amount
         self._at = max(self._at, now)
 
     def set(self, per_second: float, until: float) -> None:
-        """Replace the sum: the rate is `per_second` until that time, then decays."""
+        """Set the rate to `per_second` until the time `until`, after which it decays."""
         self._sum = per_second * self._half_life_s / math.log(2)
         self._at = until
 
     def at(self, now: float) -> float:
-        """The amount per second at `now`."""
+        """Returns the rate at the time `now`, in units of the amount per second."""
         return self._decayed(now) * math.log(2) / self._half_life_s
 
     def _decayed(self, now: float) -> float:

@@ -27,7 +27,8 @@ VIRTUAL_NODES = 128
 
 
 FEW = 12
-"""Up to this number of keys is looked up one by one, more keys by numpy, whose fixed cost is that of about as many."""
+"""Maximum number of keys that are looked up one by one; more keys are looked up with numpy, whose fixed cost is about
+that of so many keys."""
 
 
 class _Circle(NamedTuple):
@@ -47,12 +48,13 @@ class Ring:
     """The ring of a pool. Immutable. Nodes that are configured with equal `members` have equal rings."""
 
     def __init__(self, members: Mapping[NodeId, int]) -> None:
-        """`members`: weight per node (bytes of memory)."""
+        """`members`: weight of each node, in bytes of its memory."""
         if not members or min(members.values()) <= 0:
             raise ValueError("a ring needs at least one member, each of positive weight")
         self.members = tuple(sorted(members))
         self._names = np.array(self.members, dtype=object)
-        # Cached: it takes some 100 ms for 256 members, and a simulation of 256 nodes has a ring for each of them.
+        # The circle is cached: making it takes some 100 ms for 256 members, and a simulation of 256 nodes has a ring
+        # for each node.
         self._circle = _circle(tuple(members[node] for node in self.members), self.members)
         self.epoch = Epoch(self._digest(members))
 
@@ -62,8 +64,8 @@ class Ring:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
-        """(directory node, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
-        ring has one member."""
+        """Returns (directory node, other candidate) for each of the concatenated 32-byte `keys`. Both are the same node
+        only when the ring has one member."""
         if len(keys) <= FEW * KEY_BYTES:
             return [self._pair(keys, at) for at in range(0, len(keys), KEY_BYTES)]
         firsts, others = self._locate(keys)
@@ -107,7 +109,7 @@ def _circle(weights: tuple[int, ...], members: tuple[NodeId, ...]) -> _Circle:
 
 
 def _next_distinct(owners: list[int]) -> list[int]:
-    """For each point of the circle, the first owner after it that differs from its own."""
+    """Returns, for each virtual node of the circle, the first member after it that differs from its own."""
     count = len(owners)
     result = list(owners)
     following = owners[0]

@@ -1,4 +1,4 @@
-"""How much room a node has for further segments, compared between nodes."""
+"""How much room the memory of a node has for further segments, for comparison between nodes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import NamedTuple
 __all__ = ["MAX_RETENTION_VALUE", "UNKNOWN_VACANCY", "Vacancy"]
 
 MAX_RETENTION_VALUE = 1e9
-"""The victim's value where nothing can be evicted."""
+"""Retention value that stands for "no segment can be evicted"."""
 FULL = 0.1
-"""Free share below which a node counts as full: the memory of a request that ends is free for a moment."""
+"""Share of free memory, 0 to 1, below which a node counts as full. It is above 0, because memory that a finished
+request used is free for a moment."""
 FREE_NOISE, FREE_CLEAR = 0.005, 0.05
-"""Difference of free shares: below the first it is noise, beyond the second one node is clearly emptier."""
+"""Differences between the free shares of two nodes: up to the first it is noise, at the second one node is clearly
+emptier."""
 RATIO_NOISE = math.log(1.02)
 VALUE_CLEAR, AGE_CLEAR = math.log(8.0), math.log(1.3)
-"""The same for the retention values of the victims, and for their ages, as logarithms of ratios. Learned statistics
-make one victim several times as valuable as another although neither node is fuller."""
+"""Ratios, as logarithms, at which one node is clearly emptier: of the retention values of the segments that both nodes
+would evict next, and of their ages. The ratio of values is large, because learned statistics can make one such segment
+several times as valuable as another although neither node is fuller."""
 _MIN_RETENTION_VALUE = 1e-12
 
 
@@ -24,20 +27,22 @@ class Vacancy(NamedTuple):
     """How much room a node has for a new segment."""
 
     free_share: float
-    """Free slots / all slots, 0 to 1."""
+    """Share of the node's memory that is free, 0 to 1."""
     victim_age_s: float
     """Seconds since the last access of the segment that would be evicted next."""
     victim_value: float
-    """Retention value of that segment; all nodes have the same eviction policy."""
+    """Retention value of the segment that would be evicted next; comparable, because all nodes have the same eviction
+    policy."""
 
     @property
     def full(self) -> bool:
-        """Does a new segment evict another one, now or soon?"""
+        """True if storing a new segment evicts another one, now or soon."""
         return self.free_share < FULL
 
     def lead(self, other: Vacancy) -> float:
-        """How much emptier this node is than the other, from the first of these that differs: the free share, the value
-        of the next victim, its age. Above 1: clearly emptier; 0: equal; below 0: fuller."""
+        """Returns how much emptier this node is than the other, from the first of these that differs: the free share,
+        the value of the segment that would be evicted next, its age. Above 1: clearly emptier; 0: equal; below 0:
+        fuller."""
         free = self.free_share - other.free_share
         if abs(free) > FREE_NOISE:
             return free / FREE_CLEAR

@@ -12,7 +12,7 @@ __all__ = ["Partial", "empty_partial", "merge"]
 
 
 class Partial(NamedTuple):
-    """Attention of some queries over some tokens.
+    """The result of attention of some queries over some tokens, which can be merged with results over other tokens.
 
     `out`: float32 `[..., query, value dim]`, normalised over these tokens. `lse`: float32 `[..., query]`, the natural
     logarithm of the sum of exp(logit) over the tokens. Over no tokens `lse` is -inf and `out` is 0.
@@ -23,7 +23,7 @@ class Partial(NamedTuple):
 
 
 def empty_partial(*shape: int) -> Partial:
-    """Attention over no tokens; `shape` is that of `out`."""
+    """Returns the result of attention over no tokens; `shape` is the shape of its `out`."""
     return Partial(np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32))
 
 

@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index after its last element."""
+        """Index in the slot after the last element of the array."""
         if 0 in self.shape:
             return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -44,7 +44,7 @@ class SlotMap:
     layers: int
     groups: int
     heads: int
-    """KV heads in one group."""
+    """Number of KV heads in one head group (shard)."""
     tokens: int
     key_dim: int
     value_dim: int
@@ -67,7 +67,7 @@ class SlotMap:
 
     @property
     def row(self) -> int:
-        """Elements per token, layer and KV head."""
+        """Number of elements that one token has per layer and KV head."""
         return self.key_dim if self.latent else self.key_dim + self.value_dim
 
     @property

@@ -66,7 +66,7 @@ class Kind:
 
 
 def size(low: int, high: int, multiple: int = 1) -> Kind:
-    """A number of bytes within [low, high] that is a multiple of `multiple`."""
+    """Returns the kind of a number of bytes within [low, high] that is a multiple of `multiple`."""
     step = f", a multiple of {format_size(multiple)}" if multiple > 1 else ""
     expected = f"{SIZE_EXPECTED}, between {format_size(low)} and {format_size(high)}{step}"
 
@@ -80,7 +80,7 @@ def size(low: int, high: int, multiple: int = 1) -> Kind:
 
 
 def whole(low: int, high: int) -> Kind:
-    """A whole number within [low, high]."""
+    """Returns the kind of a whole number within [low, high]."""
     expected = f"a whole number from {low} to {high}"
 
     def parse(value: object) -> int:
@@ -93,7 +93,8 @@ def whole(low: int, high: int) -> Kind:
 
 
 def real(low: float, high: float, unit: str) -> Kind:
-    """A finite number within [low, high]. `unit`: the noun by which errors describe it, such as `seconds`."""
+    """Returns the kind of a finite number within [low, high]. `unit`: the noun by which errors describe it, such as
+    `seconds`."""
     expected = f"{unit} from {low:g} to {high:g}"
 
     def parse(value: object) -> float:
@@ -111,7 +112,7 @@ def real(low: float, high: float, unit: str) -> Kind:
 
 
 def truth() -> Kind:
-    """A truth value: true or false; in the environment also 1 or 0."""
+    """Returns the kind of a truth value: true or false; in the environment also 1 or 0."""
     words = {"true": True, "1": True, "false": False, "0": False}
 
     def parse(value: object) -> bool:
@@ -125,7 +126,7 @@ def truth() -> Kind:
 
 
 def name() -> Kind:
-    """The name of a node."""
+    """Returns the kind of a node's name."""
 
     def parse(value: object) -> str:
         return _name(value, _NAME_EXPECTED)
@@ -134,7 +135,7 @@ def name() -> Kind:
 
 
 def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional: bool = False) -> Kind:
-    """A path of at most `longest` bytes. The empty path is accepted only if `optional`."""
+    """Returns the kind of a path of at most `longest` bytes. The empty path is accepted only if `optional`."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or "\0" in value or not (value or optional):
@@ -149,7 +150,7 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
 
 
 def text() -> Kind:
-    """A text of at least one character."""
+    """Returns the kind of a text of at least one character."""
     expected = "a text in UTF-8"
 
     def parse(value: object) -> str:
@@ -182,7 +183,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def one_of(*words: str) -> Kind:
-    """One of these words."""
+    """Returns the kind of a value that is one of `words`."""
     expected = f"one of {', '.join(words)}"
 
     def parse(value: object) -> str:
@@ -225,7 +226,7 @@ def peers() -> Kind:
 
 
 def uids() -> Kind:
-    """A list of user ids."""
+    """Returns the kind of a list of user ids."""
     return Kind("a list of user ids", _uids, lambda value: ",".join(map(str, value)))
 
 

@@ -27,7 +27,7 @@ from tokenlake.errors import ConfigurationError
 __all__ = ["DEFAULT", "Given", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
 
 DEFAULT = "default"
-"""Origin of a setting that no source gives."""
+"""The origin that is shown for a setting that no source gives."""
 Given = tuple[str, object, str]
 """(name, raw value, origin) of a setting in one source."""
 
@@ -42,7 +42,7 @@ class Setting:
     kind: Kind
     meaning: str
     why: str
-    """The reason of the default."""
+    """The reason for the default value, a phrase for the reference page."""
     default: str = ""
     """Description of a default that is computed; empty: the reference shows the default of the field."""
     secret: bool = False
@@ -95,7 +95,7 @@ def describe(config: msgspec.Struct, origin: Mapping[str, str]) -> Iterator[tupl
 
 
 def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str, source: str) -> ConfigurationError:
-    """The error for one setting. A value that may be a secret is masked."""
+    """Returns the error that refuses the value of one setting. A value that may be a secret is masked."""
     setting = settings_of(table).get(name)
     # Tables are masked because those of tenants hold secrets; unknown names, because one may be a misspelt secret.
     tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
@@ -105,7 +105,7 @@ def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str
 
 
 def table_of(table: type[msgspec.Struct]) -> str:
-    """The settings as a table in Markdown, for the reference."""
+    """Returns the settings of `table` as a table in Markdown, for the reference page."""
     plain = table()
     rows = ["| setting | default | values | meaning | why this default |", "|---|---|---|---|---|"]
     for name, setting in settings_of(table).items():

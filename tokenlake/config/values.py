@@ -10,7 +10,7 @@ import msgspec
 __all__ = ["MASK", "SIZE_EXPECTED", "Address", "Peer", "Secret", "Tenant", "format_size", "parse_address", "parse_size"]
 
 MASK = "***"
-"""Shown in place of a secret."""
+"""The text that is shown in place of a secret."""
 SIZE_EXPECTED = "a size such as 64MiB, 1GiB or a number of bytes"
 
 _UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
@@ -27,7 +27,8 @@ class Address(NamedTuple):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Another node. `memory`: its weight in the ring, in bytes; None where all nodes have the same weight."""
+    """Another node of the cluster, from the setting `peers`. `memory`: its weight in the ring, in bytes; None where all
+    nodes have the same weight."""
 
     name: str
     host: str

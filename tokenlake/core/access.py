@@ -26,9 +26,11 @@ from tokenlake.wire.slots import join_keys, split_keys
 __all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
 
 MAX_RECENT_MATCHES = 32
-"""Incomplete matches that a session remembers: an upper bound on the requests that it computes at a time."""
+"""Number of matches with missing segments that a session remembers: an upper bound on the requests that its engine
+computes at a time."""
 MAX_REPORTED = 4096
-"""Keys reported to one owner per gossip interval; further reads of copies in that interval are not reported."""
+"""Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
+not reported."""
 _READY = State.READY
 
 
@@ -40,7 +42,7 @@ def access_of_match(
     hits: int,
     reported: Sequence[KnownAccess],
 ) -> AccessRecord:
-    """The access record of a request whose match found `hits` of its `keys`.
+    """Returns the access record of a request whose match found `hits` of its `keys`.
 
     The deepest segment of the prompt with a known earlier access decides. `segments`: the copies of this node, None
     where it has none. `reported`: the accesses that other nodes told. The history of this node is searched only for
@@ -54,7 +56,7 @@ def access_of_match(
     if deepest is not None:
         age_s = min(MAX_SECONDS, max(0.0, context.now - deepest.touched))
         if index == len(segments) - 1:
-            # The usual case: no other source knows a deeper segment.
+            # The usual case: this node has the last segment of the prompt, so no other node knows a deeper one.
             return AccessRecord.after(deepest.hints.access, age_s, len(segments), hits, len(segments))
         known.append((index, deepest.hints.access, age_s))
     known = [*reported, *known]
@@ -66,29 +68,32 @@ def access_of_match(
 
 
 def access_after(known: Iterable[KnownAccess], segments: int, hits: int) -> AccessRecord:
-    """The access record of a request that found `hits` of its `segments`, continued from the deepest of `known`, or
-    from the most recent one where several are equally deep."""
+    """Returns the access record of a request that found `hits` of its `segments`. Of the earlier accesses in `known`,
+    the one of the deepest segment counts as the previous request; of equally deep ones the most recent."""
     index, access, age_s = max(known, default=(-1, NO_ACCESS, 0.0), key=lambda each: (each[0], -each[2]))
     return AccessRecord.after(access, age_s, segments, hits, max(hits, index + 1))
 
 
 def with_access(hints: Hints | None, access: AccessRecord) -> Hints:
-    """The engine's `hints` with the pool's own access record in place of the engine's."""
+    """Returns the engine's `hints` with `access` in place of the access record that the engine sent."""
     return Hints(access=access) if hints is None else msgspec.structs.replace(hints, access=access)
 
 
 class RecentMatches:
-    """The last incomplete matches of one session. A store continues the prompt of one of them."""
+    """The last matches of one session that did not find their whole prompt. The engine stores the missing segments of
+    these prompts, which get the access records of the matches."""
 
     def __init__(self) -> None:
         self._matches: deque[tuple[bytes, AccessRecord]] = deque(maxlen=MAX_RECENT_MATCHES)
 
     def add(self, keys: bytes, access: AccessRecord) -> None:
-        """Remember a match of the concatenated `keys` of which the engine will compute the missing part."""
+        """Remember the match of the prompt with the concatenated `keys`, of which the engine will compute the missing
+        segments."""
         self._matches.append((keys, access))
 
     def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
-        """The access record of the request that stores `keys`, the first of which is segment `first` of its prompt."""
+        """Returns the access record of the request that stores `keys`, the first of which is segment `first` of its
+        prompt; a new record if no remembered match fits."""
         at = first * KEY_BYTES
         for known, access in reversed(self._matches):
             if keys and known[at : at + KEY_BYTES] == keys[0]:
@@ -97,16 +102,16 @@ class RecentMatches:
 
 
 class _Report(NamedTuple):
-    """The fields of a `Touched` message that its keys have in common."""
+    """The fields of a `Touched` message (a report of reads to an owner) apart from its keys."""
 
     hints: Hints | None
     used: bool
-    """The segments were read; False for hints alone."""
+    """True if the segments were read; False if the report only carries hints."""
     relayed: bool
 
 
 class _Batch:
-    """Reports to one owner about segments of one tenant."""
+    """Reports of reads and hints that wait to be sent to one owner, about segments of one tenant."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -123,8 +128,8 @@ class Touches:
         recorded_owner: Callable[[TenantId, SegmentKey], NodeId | None],
         on_read: Callable[[list[Segment]], None],
     ) -> None:
-        """`recorded_owner`: the owner of a segment according to this node's directory. `on_read`: called with READY
-        segments of one prompt, in its order, after they were touched."""
+        """`recorded_owner`: returns the owner of a segment according to this node's directory. `on_read`: called with
+        the READY segments of one prompt, in prompt order, after a read of them was counted."""
         self._recorded_owner = recorded_owner
         self._on_read = on_read
         self._context = context
@@ -132,15 +137,15 @@ class Touches:
         self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
 
     def read(self, segments: list[Segment], hints: Hints | None = None) -> None:
-        """Touch segments of one prompt, in its order, that a local engine stopped reading or wrote again. `hints`: of
-        its request."""
+        """Count a read of segments of one prompt, in prompt order, that a local engine stopped reading or wrote again.
+        `hints`: those of the engine's request."""
         segments = [segment for segment in segments if segment.state is _READY]
         self._context.store.touch(segments, self._context.now, hints)
         self._report_copies(segments, _Report(hints, used=True, relayed=False))
         self._on_read(segments)
 
     def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
-        """Apply hints received after the match to segments of one prompt, in its order.
+        """Apply hints that an engine gave after its match to segments of one prompt, in prompt order.
 
         Hints for segments that this node lacks go to their directory nodes, which relay them to the owners.
         """
@@ -157,9 +162,9 @@ class Touches:
                 self._relay(tenant, its_keys, report)
 
     def touched(self, node: NodeId, message: wire.Touched) -> None:
-        """`node` reports reads of its copies, or hints; the keys come deepest first. They apply to the segments that
-        this node owns; about the others the report is relayed once to their owners. `node` is told of those that are
-        neither here nor recorded elsewhere, since it may take this node for their owner."""
+        """Handle a report of `node` that copies were read there, or that hints came; its keys come deepest first. The
+        report counts for the segments that this node owns, and is forwarded once to the owners of the others. If this
+        node neither has a segment nor knows an owner, it tells `node`, which may take this node for the owner."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
         owned = [segment for segment in reversed(found) if segment is not None and segment.owned]
@@ -177,8 +182,8 @@ class Touches:
                 self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown), self._context.node))
 
     def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
-        """Queue a report about segments that this node lacks to the owners that its directory records. Returns the keys
-        without one."""
+        """Queue a report about segments that this node lacks, for the owners that its directory records. Returns the
+        keys of which it records no owner."""
         unknown: list[SegmentKey] = []
         for key in keys:
             owner = self._recorded_owner(tenant, key)
@@ -189,7 +194,8 @@ class Touches:
         return unknown
 
     def _report_copies(self, segments: list[Segment], report: _Report) -> None:
-        """Queue a report to the owner of each of these segments that this node does not own."""
+        """Queue a report for the owners of those segments of which this node has a cached copy of another node's
+        segment."""
         by_source: dict[NodeId, list[SegmentKey]] = {}
         for segment in reversed(segments):
             if segment.source is not None:
@@ -205,12 +211,12 @@ class Touches:
             batch.keys.setdefault(report, []).extend(keys)
 
     def report(self) -> None:
-        """Send the queued reports; the deepest segments of each prompt come first."""
+        """Send the queued reports of reads and hints to the owners; the deepest segments of each prompt come first."""
         batches, self._batches = self._batches, {}
         for (node, tenant), batch in batches.items():
             for report, keys in batch.keys.items():
                 self._peers.tell(node, wire.Touched(tenant, join_keys(keys), *report))
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"reads to report": sum(batch.count for batch in self._batches.values())}

@@ -34,7 +34,7 @@ __all__ = ["Checks"]
 
 
 class Checks:
-    """Reads the state of one node's rules, and changes none of it."""
+    """Checks the events of one node against the state of its rules, which it never changes."""
 
     def __init__(
         self,
@@ -137,7 +137,8 @@ class Checks:
             raise ValueError(f"a {type(message).__name__} names {stranger!r}, which is not a member of the cluster")
 
     def _reply(self, node: NodeId, message: Any, count: int) -> None:
-        """A reply to a call that waits has one entry for each key of the call."""
+        """Raise `ValueError` for a reply whose number of entries differs from the number of keys of the call that it
+        answers."""
         self._peers.check_reply(node, message, count)
 
     def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
@@ -158,4 +159,5 @@ class Checks:
 
 
 def _any(event: Any) -> None:
-    """The handler takes any values; an event about an object that has ended changes nothing."""
+    """The check of event types that need none: their handlers accept any values, and ignore an event about an object
+    that has ended."""

@@ -1,4 +1,5 @@
-"""The state that all parts of a `NodeCore` read: configuration, ring, store, clock, counters and timers."""
+"""The state that all parts of a node's rules (`NodeCore`) read: configuration, hash ring, segment store, clock,
+counters and timers."""
 
 from __future__ import annotations
 
@@ -26,38 +27,44 @@ __all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
 PAUSE_S = 0.005
-"""Between two slices of long work: ten times the time of a slice."""
+"""Seconds between two slices of work over all segments of a node: ten times the duration of one slice, so that other
+events are handled in between."""
 
 
 KnownAccess = tuple[int, AccessRecord, float]
-"""(index of a segment in its prompt, its last access record, seconds since that access)"""
+"""What is known of the last access of one segment: (index of the segment in its prompt, access record of the request
+that accessed it last, seconds since that access)."""
 
 
 class CoreConfig(RuleSettings, frozen=True):
-    """The configuration of a node's rules: the settings that they share with the daemon, and these fields. It is the
-    first line of an event log. Times in seconds."""
+    """The configuration of a node's rules: the settings that they share with the daemon, and the fields below. An event
+    log begins with it, so that a replay can start with equal rules. Times are in seconds."""
 
     node: str
     incarnation: int
     members: dict[str, int]
-    """Every node of the cluster, this one included, and its memory in bytes."""
+    """Bytes of memory of every node of the cluster, this one included, by name of the node; the weights of the hash
+    ring."""
     regions: int
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
-    """Per tenant, its maximum share of the node's memory; 1 for a tenant without an entry."""
+    """Maximum share of the node's memory for each tenant, 0 to 1; a tenant without an entry may use all of it."""
     match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
     suspect_s: float = ServerConfig().suspect_ms / 1e3
     gossip_s: float = GOSSIP_S
-    """Interval of the reports to other nodes, and of the pings."""
+    """Seconds between two reports of reads to other nodes, and between two rounds of pings."""
     peer_lease_s: float = 30.0
-    """Duration of a lease that another node holds here, unless renewed. Sends hold pins of their own."""
+    """Seconds for which another node may hold a lease on segments of this node before it has to renew the lease. A send
+    that outlasts the lease keeps its segments in place by its own pins."""
     sync_grace_s: float = 5.0
-    """Maximum time after the start for which this node's directory may be incomplete and answers UNKNOWN."""
+    """Maximum seconds after the start for which this node, as a directory node, answers UNKNOWN instead of MISSING,
+    because not all peers have told it yet which segments they own."""
     directory_limit: int = 1 << 20
 
 
 class Context:
-    """Read by every part of the rules. `NodeCore` sets the time; the parts change the rest through methods."""
+    """The shared state of one node's rules. `NodeCore` sets the time of each event; all other changes go through
+    methods."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -78,24 +85,26 @@ class Context:
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self.now = 0.0
-        """Time of the event that is being handled."""
+        """Time in seconds of the event that the rules are handling now."""
         self.started = 0.0
-        """Time of `NodeCore.start`."""
+        """Time in seconds at which the rules of this node started."""
         self.out: list[Instruction] = []
-        """Instructions of the event that is being handled."""
-        # Each incarnation begins at another number, so that no id of an earlier one names anything.
+        """Instructions for the driver that the event being handled has led to so far."""
+        # The ids of each incarnation of the daemon begin at another number, so that an id from before a restart names
+        # no object of this incarnation.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
 
     def emit(self, instruction: Instruction) -> None:
-        """Add an instruction for the driver."""
+        """Add an instruction that the driver of the rules carries out after the event."""
         self.out.append(instruction)
 
     def next_id(self) -> int:
-        """A number for a session, lease, write, call or fetch, unique over all incarnations of this node."""
+        """Returns a number for a new session, lease, write, call or fetch, unique over all incarnations of this
+        node."""
         return next(self._ids)
 
     def vacancy(self) -> Vacancy:
-        """Of this node, now."""
+        """How much room the memory of this node has for further segments, now."""
         return self.store.vacancy(self.now)
 
     def since(self, then: float) -> float:
@@ -103,7 +112,7 @@ class Context:
         return min(MAX_SECONDS, max(0.0, self.now - then))
 
     def sends(self, nbytes: int) -> None:
-        """Count bytes that this node sends to engines of other nodes."""
+        """Count bytes that this node sends to engines of other nodes; they are the node's load."""
         self._load.add(nbytes, self.now)
 
     def load(self) -> float:
@@ -112,17 +121,18 @@ class Context:
         return min(MAX_AMOUNT, self._load.at(self.now))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` in `delay_s` from now."""
+        """Set a timer that calls `callback` in `delay_s` seconds from now; returns the timer."""
         return self.timers.at(self.now + delay_s, callback)
 
     def in_slices(self, work: Callable[[], bool]) -> None:
-        """Call `work` now, and again after a pause for as long as it returns True. Work over all segments of the node
-        is cut into slices of a few hundred, so that no event takes longer than 1 ms."""
+        """Call `work` now, and again after a pause for as long as it returns True. Each call handles a few hundred
+        segments, so that work over all segments of the node delays no other event by more than 1 ms."""
         if work():
             self.after(PAUSE_S, lambda: self.in_slices(work))
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
-        """The READY segments of this node, None for the other keys."""
+        """Returns, for each key, the tenant's READY segment of this node, or None where this node has no such
+        segment."""
         ready = State.READY
         found = map(self.store.index(tenant).get, keys)
         return [segment if segment is not None and segment.state is ready else None for segment in found]

@@ -1,4 +1,5 @@
-"""Copies here with wrong bytes: a reader reports one, a thread checks it again, and it is dropped.
+"""Copies of this node with wrong bytes: a reader reports a copy, a thread compares it with its checksums again, and the
+rules drop it if it is wrong.
 
 ::
 
@@ -31,13 +32,13 @@ REPORTED = Metric("tokenlake_reported_segments_total", "Reports of readers that 
 CONFIRMED = Metric("tokenlake_confirmed_segments_total", "Reported copies whose bytes were wrong, which were dropped")
 
 MAX_QUEUED = 256
-"""Copies of one reporter that wait for a check. Further reports are ignored: if the copy is wrong, its next reader
-reports it again."""
+"""Maximum number of copies reported by one node or tenant that wait for a check. Further reports are ignored: if a copy
+is wrong, its next reader reports it again."""
 CHECKING_SHARE = 0.25
-"""Share of one thread's time for checks that find right bytes: the most that false reports cost."""
+"""Maximum share of one thread's time for checks that find right bytes, so that false reports cost no more than this."""
 
 Reporter = tuple[str, str]
-"""("node", its name) or ("tenant", its name), so there are as many as nodes and tenants."""
+"""The node or tenant that reports a copy: ("node", its name) or ("tenant", its name)."""
 
 
 class _Check(NamedTuple):
@@ -48,26 +49,28 @@ class _Check(NamedTuple):
 
 
 class Corruption:
-    """The queues of reported copies, and the check under way."""
+    """Checks the reported copies of this node one at a time, and drops those whose bytes are wrong."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._queues: dict[Reporter, dict[Segment, None]] = {}
-        """Queues that are not empty. The first reporter is served next."""
+        """The reported copies that wait for a check, by reporter; no queue is empty. A copy of the first reporter is
+        checked next."""
         self._queued: dict[Segment, None] = {}
-        """The segments of all queues; each is in one queue."""
+        """The segments of all queues; each segment is in one queue."""
         self._check: _Check | None = None
         self._resting = False
 
     # -- reports
 
     def node_reports(self, node: NodeId, message: peer.Corrupt) -> None:
-        """Segments that this node sent arrived at `node` with wrong checksums."""
+        """Handle a report of `node`: segments that this node sent arrived there with wrong checksums."""
         keys = split_keys(message.keys)[:MAX_QUEUED]
         self._report(("node", node), self._context.ready(TenantId(message.tenant), keys))
 
     def engine_reports(self, process: Process, message: engine.Corrupt) -> None:
-        """A process of this node read a leased segment in place, and its checksum was wrong."""
+        """Handle a report of an engine of this node: it read a leased segment in the shared memory, and the checksum
+        was wrong."""
         lease = process.session.leases.get(LeaseId(message.lease))
         if lease is not None and message.index < len(lease.segments):
             self._report(("tenant", process.session.tenant), [lease.segments[message.index]])
@@ -101,7 +104,8 @@ class Corruption:
             self._context.emit(CheckSlot(self._check.id, segment.packed, segment.slot_bytes, segment.checksums))
 
     def checked(self, number: int, *, right: bool) -> None:
-        """The thread of a check has returned: drop a copy with wrong bytes, then begin the next check."""
+        """Handle the result of a check: drop the copy if its bytes are wrong, then begin the next check. `right`: the
+        bytes match the checksums."""
         check = self._check
         if check is None or check.id != number:
             return
@@ -132,16 +136,17 @@ class Corruption:
     # -- integrity
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin held here."""
+        """Yields the segment that is being checked, which is pinned meanwhile; for integrity checks."""
         if self._check is not None:
             yield self._check.segment
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"copies to check": len(self._queued) + (self._check is not None)}
 
     def check_integrity(self) -> None:
-        """AssertionError when a queued segment is in no queue or in two, or queued copies wait and none is checked."""
+        """Raises AssertionError when the queues contradict each other, or when reported copies wait although no check
+        is under way."""
         assert all(self._queues.values())
         queued = [segment for queue in self._queues.values() for segment in queue]
         assert len(queued) == len(self._queued) == len(set(queued))

@@ -1,4 +1,5 @@
-"""This node as the directory node of the keys that hash to it, and what it tells the directory nodes of other keys.
+"""This node as the directory node of the keys that hash to it, and the messages that it sends to the directory nodes of
+other keys.
 
 The directory records, per key, the node that owns or computes the segment. It is in memory only: after a restart it is
 empty, and each peer advertises the segments that it owns again. Until all peers have done so it is incomplete, and the
@@ -27,13 +28,16 @@ from tokenlake.wire.slots import join_keys, split_keys
 __all__ = ["DirectoryNode"]
 
 SWEPT_ENTRIES = 1024
-"""Directory entries examined per slice of work after a peer came back with a new incarnation."""
+"""Directory entries that are examined at once, before other events are handled, after a peer came back with a new
+incarnation."""
 WALKED_SLOTS = 512
-"""Slots examined per slice of work while this node tells other nodes the segments that it owns."""
+"""Slots that are examined at once, before other events are handled, while this node tells other nodes which segments it
+owns."""
 
 
 class DirectoryNode:
-    """Owns the directory, and knows whether it is complete."""
+    """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
+    nodes which segments this node owns."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
@@ -42,10 +46,11 @@ class DirectoryNode:
         self._known: dict[NodeId, Incarnation] = {}
         """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
         self._advertised: dict[NodeId, Incarnation] = {}
-        """The incarnation of each peer that has advertised all its segments to this node."""
+        """The incarnation of each peer that has told this node all segments that it owns and that hash to this node."""
         self._complete = False
         self._walks: dict[NodeId, int] = {}
-        """Per peer, the id of the walk over the segments of this node that is under way because of it."""
+        """For each peer that was lost or restored, the id of the walk over this node's segments that is under way
+        because of it."""
 
     # -- answers
 
@@ -60,8 +65,8 @@ class DirectoryNode:
         return self._complete
 
     def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
-        """The directory's answer for each key: ELSEWHERE with a usable node other than this one, PENDING, MISSING or
-        UNKNOWN."""
+        """Returns the directory's answer for each key: ELSEWHERE with the usable node that owns the segment, or
+        PENDING, MISSING or UNKNOWN without a node."""
         entries = self._directory.get_all(tenant, keys, self._context.now)
         absent = (Code.MISSING if self.complete else Code.UNKNOWN), None
         # A node that has one of the keys usually has many of them: its answer is made once.
@@ -100,7 +105,7 @@ class DirectoryNode:
             self.claim(self._context.node, tenant, key, seconds)
 
     def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
-        """Engines of `node` compute these segments."""
+        """Set the in-flight markers that `node` announces: its engines compute these segments."""
         for key in split_keys(message.keys):
             self.claim(node, TenantId(message.tenant), key, message.deadline_s)
 
@@ -118,7 +123,7 @@ class DirectoryNode:
             self._directory.clear(tenant, key, self._context.node)
 
     def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
-        """`node` takes back its in-flight markers."""
+        """Remove in-flight markers that `node` takes back."""
         for key in split_keys(message.keys):
             self._directory.clear(TenantId(message.tenant), key, node)
 
@@ -166,7 +171,7 @@ class DirectoryNode:
         return self._context.incarnation if peer is None else peer.incarnation
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
-        """`node` does not have these segments: entries that name it are dropped."""
+        """Drop the directory entries of these segments that name `node`, which does not have them."""
         for key in keys:
             self._directory.gone(tenant, key, node)
 
@@ -183,14 +188,15 @@ class DirectoryNode:
     # -- last accesses
 
     def remember(self, tenant: TenantId, keys: Iterable[SegmentKey], access: AccessRecord, age_s: float) -> None:
-        """These segments left their owner; their last access was `age_s` ago. Wherever they come back, their next
-        request is valued by it."""
+        """Remember the last access, `age_s` seconds ago, of segments that left their owner. If they come back on any
+        node, the eviction policy values them with the help of it."""
         if access.segments:
             for key in keys:
                 self._directory.remember(tenant, key, access, self._context.now - age_s)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> KnownAccess | None:
-        """Of the last of `keys` whose last access is remembered: its index, that access, the seconds since then."""
+        """Returns (index, last access, seconds since then) of the last of `keys` whose last access the directory
+        remembers; None without one."""
         known = self._directory.last_access(tenant, keys)
         return None if known is None else (known[0], known[1], self._context.since(known[2]))
 
@@ -214,7 +220,7 @@ class DirectoryNode:
         )
 
     def advertised(self, node: NodeId) -> None:
-        """`node` has told this node all segments that it owns."""
+        """Record that `node` has told this node all segments that it owns."""
         peer = self._peers.get(node)
         if peer is not None:
             self._advertised[node] = peer.incarnation
@@ -258,9 +264,9 @@ class DirectoryNode:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """AssertionError when the directory exceeds its bounds."""
+        """Raises AssertionError when the directory exceeds its bounds."""
         self._directory.check_integrity()

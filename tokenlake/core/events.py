@@ -1,6 +1,7 @@
 """Events: what happened to a node. A driver passes them to `NodeCore.handle`, one at a time.
 
-Events are per request, never per token. Packed fields are as in `tokenlake.wire`.
+There is an event per request, never per token. Keys, slots and codes are packed into bytes as in the messages of
+`tokenlake.wire`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Joined(_Event, frozen=True, tag=1):
-    """A process connected, and the daemon accepted its credential, layout and version."""
+    """A process of an engine connected, and the daemon accepted its credential, layout and protocol version."""
 
     connection: int
     request: int
@@ -24,20 +25,20 @@ class Joined(_Event, frozen=True, tag=1):
     shards: int
     segment_tokens: int
     session: int
-    """0 opens a session."""
+    """Number of the session to join; 0 opens a new one."""
     resume: int
-    """The process's earlier connection, or 0."""
+    """Earlier connection of the process, whose leases and writes it keeps; 0 for none."""
 
 
 class Requested(_Event, frozen=True, tag=2):
-    """A joined process sent a frame."""
+    """A process that has joined a session sent a request."""
 
     connection: int
     message: engine.EngineRequest
 
 
 class ProcessGone(_Event, frozen=True, tag=3):
-    """The process is dead, or said `Bye`: it does not touch a slot any more."""
+    """A process of an engine is dead, or said `Bye`: it does not read or write any slot any more."""
 
     connection: int
 
@@ -50,24 +51,24 @@ class PeerUp(_Event, frozen=True, tag=4):
 
 
 class PeerDown(_Event, frozen=True, tag=5):
-    """The control connection broke."""
+    """The control connection to the incarnation `incarnation` of `node` broke."""
 
     node: str
     incarnation: int
 
 
 class PeerSent(_Event, frozen=True, tag=6):
-    """A peer sent a frame on its control connection."""
+    """Another node sent a message on its control connection."""
 
     node: str
     message: peer.PeerMessage
 
 
 class FetchDone(_Event, frozen=True, tag=7):
-    """The receiver of a `StartFetch` returned: no thread writes into its slots any more.
+    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more.
 
-    `codes`: LOCAL where all bytes arrived with the right checksums, otherwise the reason.
-    `checksums`: 8 bytes per shard for each key, zeros where not LOCAL.
+    `codes`: per segment, LOCAL where all bytes arrived with the right checksums, otherwise the reason.
+    `checksums`: 8 bytes per shard of each segment, zeros where its code is not LOCAL.
     """
 
     fetch: int
@@ -83,29 +84,31 @@ class PullRequested(_Event, frozen=True, tag=8):
     tenant: str
     keys: bytes
     background: bool = False
-    """No engine waits for them: the peer will keep them as primary copies or replicas."""
+    """True if no engine of the peer waits for the segments: the peer takes them over as primary copies."""
 
 
 class SendDone(_Event, frozen=True, tag=9):
-    """The sender of a `SendBulk` returned, whether it succeeded or not."""
+    """The thread that sent segments for a `SendBulk` returned, whether or not it succeeded."""
 
     stream: int
 
 
 class RegionReady(_Event, frozen=True, tag=10):
-    """The new region of a `ReplaceRegion` exists."""
+    """The driver has carried out a `ReplaceRegion`: the new region `region` exists."""
 
     region: int
 
 
 class StatisticsLoaded(_Event, frozen=True, tag=12):
-    """Result of `NodeCore.learned` in an earlier process; the first event, if there is one."""
+    """Statistics of the eviction policy that an earlier process of this node saved (`NodeCore.learned`); if they exist,
+    this is the first event."""
 
     data: bytes
 
 
 class ExplainRequested(_Event, frozen=True, tag=13):
-    """A process that proved to be of `tenant`, joined or not, asks what became of a request."""
+    """A process whose credential belongs to `tenant` asks how a request used the pool; it need not have joined a
+    session."""
 
     connection: int
     tenant: str
@@ -113,15 +116,15 @@ class ExplainRequested(_Event, frozen=True, tag=13):
 
 
 class SlotChecked(_Event, frozen=True, tag=14):
-    """The thread of a `CheckSlot` returned. `right`: the bytes match the checksums; False also where they could not be
-    read."""
+    """The thread that compared a slot with its checksums for a `CheckSlot` returned. `right`: the bytes match; False
+    also where they could not be read."""
 
     check: int
     right: bool
 
 
 class Tick(_Event, frozen=True, tag=11):
-    """A timer is due."""
+    """The time that `NodeCore.next_wake` named has come: the rules call the timers that are due."""
 
 
 Event = (

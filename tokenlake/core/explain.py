@@ -1,4 +1,5 @@
-"""What became of a request, for `tokenlake explain`.
+"""How a request used the pool and why segments were missed, for `tokenlake explain`. The record of one request is its
+trail.
 
 ::
 
@@ -31,25 +32,26 @@ from tokenlake.wire.slots import join_keys, split_keys
 __all__ = ["Explain", "Trail"]
 
 MAX_TRAILS = 1024
-"""Requests that are remembered; the oldest are forgotten first."""
+"""Maximum number of requests that are remembered for `tokenlake explain`; the oldest are forgotten first."""
 MAX_KEYS = 1 << 16
-"""Keys of missing segments in all trails together; `Trail.keys` counts the codes of a trail as well."""
+"""Maximum number of keys of missing segments that are remembered for all requests together; the memory of a request's
+codes counts as well."""
 MAX_MISSING = 1024
-"""Keys of missing segments in one trail."""
+"""Maximum number of keys of missing segments that are remembered for one request."""
 REPLY_S = 0.1
-"""Deadline for the directory nodes to say what became of missing segments."""
+"""Seconds within which directory nodes must say how missing segments left the pool."""
 MAX_NAMES = 3
-"""Nodes that a reason lists."""
+"""Maximum number of nodes that the explanation of a miss names."""
 
 RemovalReport = tuple[str, str, float, float]
-"""(rule, node, seconds ago, seconds unused before): how a segment left a node."""
+"""How a segment left a node: (rule of eviction, node, seconds since then, seconds that the segment had been unused)."""
 Count = tuple[MissReason, str, int]
-"""(reason, detail, segments)."""
+"""Segments that were missed for one reason: (reason, detail for the reader, number of segments)."""
 
 
 class Trail:
-    """One named request, from its newest match on. Counts are in segments, except `tokens`. Every match makes a trail,
-    so a new one is nearly empty."""
+    """The record of one named request, from its newest match on. Counts are in segments, except `tokens`. Every match
+    of a named request makes a trail, so a new one takes little memory."""
 
     __slots__ = (
         "at",
@@ -74,34 +76,34 @@ class Trail:
         self.at = at
         self.name = request.request
         self.tokens = request.tokens
-        """Of the prompt; 0 where the engine did not say."""
+        """Number of tokens of the prompt; 0 if the engine did not give it."""
         self.segment_tokens = segment_tokens
         self.slot_bytes = slot_bytes
         self.hits = 0
         self.beyond = b""
-        """The codes of the segments behind the hits."""
+        """The codes that the match gave for the segments behind the hits."""
         self.missing: list[SegmentKey] = []
-        """Keys of the first of these that no node had."""
+        """Keys of the first segments behind the hits that no node had."""
         self.elsewhere: dict[NodeId, int] = {}
-        """Hits at other nodes, by node."""
+        """Number of hits at each other node."""
         self.silent: dict[NodeId, None] = {}
-        """Nodes that did not answer within the deadline."""
+        """Nodes that did not answer the match or a fetch within the deadline."""
         self.unconnected: frozenset[NodeId] = frozenset()
-        """Of these, the nodes that were not connected when they were needed."""
+        """Those silent nodes that were not connected when they were needed."""
         self.fetched = self.useful = self.skipped = 0
         self.lost: dict[tuple[MissReason, str], int] = {}
-        """Hits that could not be fetched, by (reason, detail)."""
+        """Number of hits that could not be fetched, by (reason, detail)."""
         self.refused: Code | None = None
-        """Code of the latest refusal to fetch a hit."""
+        """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
 
     @property
     def keys(self) -> int:
-        """Its share of `MAX_KEYS`."""
+        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its codes at one key per 32."""
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
     def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
-        """No process holds these hits any more: `read` local ones, `shipped` ones with attention in place, and the
-        owners of the rest."""
+        """Count hits that no process holds any more: `read` were on this node, `shipped` were attended to at their
+        owners. `unfetched`: the owners of the other hits, which were given back without being fetched."""
         self.useful += read + shipped
         for node in unfetched:
             if node in self.unconnected:
@@ -112,7 +114,8 @@ class Trail:
                 self.skipped += 1
 
     def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> None:
-        """The fetch of a hit from `node` failed. `wrong`: its bytes had a wrong checksum."""
+        """Count a hit whose fetch from `node` failed. `late`: it missed the deadline. `wrong`: its bytes had a wrong
+        checksum."""
         if wrong:
             self._lose(MissReason.LOST, f"{node} sent wrong bytes")
         elif late:
@@ -125,20 +128,20 @@ class Trail:
 
 
 class _Question(NamedTuple):
-    """An `Explain` that waits for directory nodes."""
+    """A request for an explanation (`engine.Explain`) that waits for answers of directory nodes."""
 
     connection: int
     number: int
     tenant: TenantId
     trail: Trail
     removals: dict[SegmentKey, RemovalReport]
-    """Of missing segments, as far as a node remembers."""
+    """How missing segments left the pool, by key, as far as a node remembers."""
     silent: dict[NodeId, None]
-    """Directory nodes that did not answer."""
+    """Directory nodes that did not answer in time."""
 
 
 class Explain:
-    """Trails by tenant and name."""
+    """Remembers how named requests used the pool, by tenant and name, and answers `tokenlake explain`."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
@@ -147,7 +150,8 @@ class Explain:
         self._keys = 0
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
-        """A match was answered with `codes`; `trail` has its hits. The trail replaces an earlier one of that name."""
+        """Remember a request whose match was answered with `codes`; its hits are in `trail`, which replaces an earlier
+        record of the same name."""
         if trail.silent:
             trail.unconnected = frozenset(node for node in trail.silent if not self._peers.connected(node))
         trail.beyond = codes[trail.hits :]
@@ -167,7 +171,8 @@ class Explain:
     # -- requests
 
     def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
-        """Answer once the directory nodes of all missing segments have replied, after `REPLY_S` at the latest."""
+        """Answer a process that asks how a request used the pool, when the directory nodes of all missing segments have
+        replied, or after `REPLY_S`."""
         trail = self._trails.get((tenant, message.request)) if message.request else None
         if trail is None:
             names = self._matching(tenant, message.request)
@@ -182,7 +187,7 @@ class Explain:
             if gone is not None:
                 question.removals[key] = self._removal(gone)
             if gone is None or gone.rule == CACHED_RULE:
-                # Only a cached copy left this node; the end of the primary copy explains more.
+                # Only a cached copy left this node; the directory node may know why the primary copy left the pool.
                 unknown.append(key)
         directory_nodes = dict(self._peers.by_directory_node(unknown))
         directory_nodes.pop(self._context.node, None)
@@ -207,7 +212,7 @@ class Explain:
             self._answer(question)
 
     def _matching(self, tenant: TenantId, prefix: str) -> tuple[str, ...]:
-        """Names of the tenant's requests that begin with `prefix`, newest first."""
+        """Returns the names of the tenant's requests that begin with `prefix`, the newest first."""
         found = (name for owner, name in reversed(self._trails) if owner == tenant and name.startswith(prefix))
         return tuple(islice(found, MAX_EXPLAINED_NAMES))
 
@@ -215,7 +220,7 @@ class Explain:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
     def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
-        """Another node misses segments whose directory node is this one."""
+        """Answer another node that asks how missing segments, whose directory node is this one, left the pool."""
         tenant = TenantId(message.tenant)
         gone = [self._context.removals.get(tenant, key) for key in split_keys(message.keys)]
         removals = [("", "", 0.0, 0.0) if each is None else self._removal(each) for each in gone]
@@ -224,7 +229,7 @@ class Explain:
         self._peers.tell(node, peer.ExplainMissingReply(message.call, rules, nodes, ago_s))
 
     def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
-        """Segments whose directory node is this one left another node; record the rule."""
+        """Record the rule by which segments, whose directory node is this one, left another node."""
         if message.rule:
             for key in keys:
                 self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, message.node))
@@ -261,7 +266,7 @@ class Explain:
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
     def _not_usable(self, question: _Question) -> list[Count]:
-        """Segments behind the hits that are not missing, by their codes."""
+        """Returns why segments behind the hits were not used although they are not missing, from their codes."""
         codes = Counter(question.trail.beyond)
         del codes[Code.MISSING]
         unconnected = question.trail.unconnected
@@ -286,7 +291,7 @@ class Explain:
         return [(*reason, count) for reason, count in reasons.items()]
 
     def _evicted(self, question: _Question) -> list[Count]:
-        """Missing segments whose removal a node remembers."""
+        """Returns the missing segments of which a node remembers how they were removed."""
         by_rule: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for rule, node, ago, unused in question.removals.values():
             by_rule.setdefault((rule, node), []).append((ago, unused))
@@ -299,7 +304,7 @@ class Explain:
         return evicted
 
     def _not_remembered(self, question: _Question) -> list[Count]:
-        """The other missing segments."""
+        """Returns the missing segments of which no node remembers a removal, with the likely reason."""
         trail = question.trail
         keys = [key for key in trail.missing if key not in question.removals]
         counts = {node: len(its_keys) for node, its_keys in self._peers.by_directory_node(keys).items()}
@@ -316,7 +321,8 @@ class Explain:
         return reasons
 
     def _only_other_layouts(self, question: _Question) -> bool:
-        """Does the tenant have segments here, but none of the size that the request looked for?"""
+        """Returns True if the tenant has segments on this node, but none of the size that the request looked for, so
+        that it probably uses another layout."""
         sizes = {
             pool.slot_bytes
             for pool in self._context.store.pools()
@@ -325,7 +331,7 @@ class Explain:
         return bool(sizes) and question.trail.slot_bytes not in sizes
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "explained requests": len(self._trails),
             "segments they missed": self._keys,
@@ -333,7 +339,7 @@ class Explain:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when the count of keys is wrong."""
+        """Raises AssertionError when the count of keys is wrong."""
         assert self._keys == sum(trail.keys for trail in self._trails.values())
 
 

@@ -53,11 +53,12 @@ CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum wa
 ABORTED = Metric("tokenlake_aborted_fetches_total", "Transfers that missed their deadline")
 
 MAX_RANGE = 1 << 16
-"""Items in the answer to a fetch of a lease that does not exist."""
+"""Maximum number of codes in the answer to a fetch of a lease that does not exist."""
 MAX_DEADLINE_S = 60.0
-"""Upper bound on the deadline that a client may set for a fetch."""
+"""Maximum deadline in seconds that a client may set for a fetch."""
 MAX_PIECES = 2
-"""Background pieces under way at a time: half of a daemon's receiving threads, since a large piece takes two."""
+"""Maximum number of pieces of background transfers under way at a time: half of a daemon's receiving threads, since a
+large piece takes two."""
 PIECE_S = 0.05
 """Expected duration of a background piece: a read that starts meanwhile is delayed by little more than this."""
 MAX_PIECE_BYTES = 16 << 20
@@ -71,7 +72,7 @@ OnArrival = Callable[[Segment | None, Code], None]
 
 
 def deadline_s(predicted_s: float) -> float:
-    """Give-up time of a transfer: predicted x 3 + 50 ms (design section 6)."""
+    """Returns the seconds after which a transfer is given up: three times the predicted time plus 50 ms."""
     return predicted_s * 3 + 0.050
 
 
@@ -90,16 +91,17 @@ class BackgroundLimit:
         self._pieces = 0
 
     def piece_segments(self, slot_bytes: int, slot_s: float) -> int:
-        """Segments per piece, at least 1. `slot_s`: expected seconds to transfer one segment of `slot_bytes`."""
+        """Returns how many segments one piece of a background transfer has, at least 1. `slot_s`: expected seconds to
+        transfer one segment of `slot_bytes`."""
         return max(1, min(MAX_PIECE_BYTES // slot_bytes, int(PIECE_S / slot_s)))
 
     def allows(self, nbytes: int) -> bool:
-        """May a background piece of `nbytes` start now?"""
+        """Returns True if a piece of `nbytes` of a background transfer may start now."""
         # A single segment may be larger than the maximum credit.
         return self._pieces < MAX_PIECES and (not self._fetches or self._credit >= min(nbytes, MAX_CREDIT))
 
     def started(self, nbytes: int, *, background: bool) -> None:
-        """A transfer of `nbytes` starts."""
+        """Count a transfer of `nbytes` that starts. `background`: no engine waits for it."""
         if background:
             self._pieces += 1
             credit = self._credit - nbytes
@@ -109,7 +111,7 @@ class BackgroundLimit:
             self._credit = min(MAX_CREDIT, self._credit + nbytes * self._credit_per_byte)
 
     def ended(self, *, background: bool) -> None:
-        """A transfer that had started ended, whatever its outcome."""
+        """Count the end of a transfer that had started, whatever its outcome."""
         if background:
             self._pieces -= 1
         else:
@@ -118,8 +120,8 @@ class BackgroundLimit:
 
 @dataclass(eq=False)
 class Transfer:
-    """One pull from one node into slots reserved here. The slots stay pinned by the transfer until its receiver has
-    returned."""
+    """One transfer of segments from another node into reserved slots of this node. The slots stay pinned until the
+    receiving thread has returned."""
 
     node: NodeId
     tenant: TenantId
@@ -129,7 +131,7 @@ class Transfer:
     wait_s: float
     """Seconds after which the transfer is aborted, or dropped from the queue of background transfers."""
     request: str
-    """Name of the request in the log."""
+    """Name of the engine's request, for the log; empty for none."""
     segments: list[Segment] = field(default_factory=list)
     timer: Timer | None = None
     started_at: float = 0.0
@@ -145,7 +147,7 @@ class Transfer:
 
 
 class Transfers:
-    """All transfers to this node, by id and by segment."""
+    """All transfers of segments to this node, under way or queued."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
@@ -156,7 +158,7 @@ class Transfers:
         self._queue: dict[Transfer, None] = {}
         """Background pieces that the limit holds back, oldest first."""
         self._queued: dict[Segment, Transfer] = {}
-        """The queued piece of each segment."""
+        """The queued piece of a background transfer to which each segment belongs."""
 
     @property
     def under_way(self) -> Mapping[int, Transfer]:
@@ -176,7 +178,7 @@ class Transfers:
         request: str = "",
         hints: Hints | None = None,
     ) -> None:
-        """Transfer (key, depth in the prompt, callback) each from `node`, as copies of `kind`.
+        """Transfer segments from `node` as copies of `kind`. `wanted`: (key, index in the prompt, callback) of each.
 
         A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once.
         `wait_s`: seconds after which the transfer is aborted. CACHED copies are for an engine that waits; the others
@@ -271,7 +273,8 @@ class Transfers:
             del self._queued[segment]
 
     def _drop_queued(self, piece: Transfer) -> None:
-        """The piece waited too long: the node that offered the segments has given up."""
+        """Drop a queued piece of a background transfer that waited too long: the node that offered its segments has
+        given up."""
         self._unqueue(piece)
         for segment in piece.segments:
             self._context.store.unpin(segment)
@@ -311,8 +314,8 @@ class Transfers:
             )
 
     def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
-        """The receiver has returned: publish the segments that arrived, free the slots of the others, call the
-        waiters."""
+        """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
+        the slots of the others, and call the callbacks that wait for them."""
         transfer = self._under_way.pop(fetch)
         if transfer.timer is not None:
             transfer.timer.cancel()
@@ -348,7 +351,8 @@ class Transfers:
         self._start_allowed()
 
     def _report_corrupt(self, transfer: Transfer, keys: list[SegmentKey]) -> None:
-        """Tell the sender: it checks its copies, and drops those that were wrong before they were sent."""
+        """Tell the sender which segments arrived with wrong bytes: it checks its copies, and drops those that were
+        wrong before they were sent."""
         self._context.counters.add(CORRUPT, len(keys))
         self._note(transfer, f"{len(keys)} arrived with a wrong checksum")
         for key in keys:
@@ -356,11 +360,12 @@ class Transfers:
         self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin held here; for integrity checks."""
+        """Yields a segment once for each pin that transfers hold on it; for integrity checks."""
         return (segment for transfer in (*self._under_way.values(), *self._queue) for segment in transfer.segments)
 
     def census(self) -> dict[str, int]:
-        """The number of entries in each map, by the name of the map."""
+        """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
+        leaks."""
         return {
             "transfers": len(self._under_way),
             "queued transfers": len(self._queue),
@@ -368,7 +373,7 @@ class Transfers:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when a segment belongs to no transfer or to two."""
+        """Raises AssertionError when a segment belongs to no transfer or to two."""
         segments = list(self.pinned())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)
@@ -376,7 +381,7 @@ class Transfers:
 
 
 class _Fetch:
-    """One Fetch of an engine: a range of a lease, and the items of it that are awaited."""
+    """One `Fetch` request of an engine: a range of items of a lease, and the items that have not arrived yet."""
 
     def __init__(self, process: Process, lease: Lease, request: engine.Fetch) -> None:
         self.process = process
@@ -388,17 +393,18 @@ class _Fetch:
         self.answered = False
         self.until = 0.0
         self.tried: dict[int, list[NodeId]] = {}
-        """By item that arrived with a wrong checksum: the nodes that were asked for it."""
+        """The nodes that were asked for each item that arrived with a wrong checksum, by index of the item."""
         self.corrupt: list[int] = []
-        """Items that arrived with a wrong checksum and are still to be requested from another node."""
+        """Indices of items that arrived with a wrong checksum and are still to be requested from another node."""
 
     def set_code(self, index: int, code: Code) -> None:
-        """The outcome of item `index` of the lease."""
+        """Set the code that the answer gives for item `index` of the lease."""
         self.codes[index - self.request.start] = code
 
 
 class LeaseReads:
-    """Attach, Locate, AttendedInPlace, Hint, Release and Fetch of the local engines."""
+    """Handles the requests of local engines about the segments that they lease: Attach, Locate, AttendedInPlace, Hint,
+    Release and Fetch."""
 
     def __init__(
         self,
@@ -419,7 +425,8 @@ class LeaseReads:
     # -- the lease
 
     def attach(self, process: Process, request: engine.Attach) -> None:
-        """Another process of the session holds the lease as well. Answers with the items that some process holds."""
+        """Let another process of the session hold a lease as well. The answer has the items that any process still
+        holds."""
         session = process.session
         lease = session.leases.get(LeaseId(request.lease))
         if lease is None:
@@ -432,7 +439,8 @@ class LeaseReads:
         self._context.emit(Answer(process.connection, reply))
 
     def where(self, process: Process, request: engine.Locate) -> None:
-        """Answers with the node of each segment of a lease, from the first on up to one that is lost."""
+        """Answer with the node of each segment of a lease, from the first on; the answer ends before the first lost
+        segment."""
         lease = process.session.leases.get(LeaseId(request.lease))
         nodes: dict[NodeId, int] = {}
         owners = bytearray()
@@ -447,24 +455,25 @@ class LeaseReads:
         self._context.emit(Answer(process.connection, engine.Located(request.id, tuple(nodes), bytes(owners))))
 
     def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
-        """Attention over the first items of a lease was computed at their owners: they count as used when they are
-        released without a fetch."""
+        """Record that attention over the first items of a lease was computed at their owners, so that they count as
+        used when they are released without a fetch."""
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             lease.mark_shipped(request.stop)
 
     def hint(self, process: Process, request: engine.Hint) -> None:
-        """Apply hints received after the match, to segments and to a lease that is still held."""
+        """Apply hints that an engine gave after the match to the segments that it names, and to the segments of a lease
+        that is still held."""
         tenant, hints = process.session.tenant, with_access(request.hints, NO_ACCESS)
         self._touches.hint(tenant, split_keys(request.keys), hints)
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
-            # The reads and the release that follow carry the newest hints.
+            # Later reads and the release of the lease are recorded with the newest hints.
             lease.add_hints(hints)
             self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
-        """This process does not read these items any more."""
+        """Give back items of leases that a process does not read any more."""
         leases = process.session.leases
         ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
         self._grants.release(process.session, process.connection, ranges)
@@ -472,8 +481,8 @@ class LeaseReads:
     # -- fetches
 
     def fetch(self, process: Process, request: engine.Fetch) -> None:
-        """Fetch the items of a range that lie at other nodes. Answered when the last of them arrived or was given up,
-        at the latest at the deadline."""
+        """Fetch those items of a range of a lease that are at other nodes. The request is answered when the last of
+        them has arrived or was given up, at the latest at the deadline."""
         lease = process.session.leases.get(LeaseId(request.lease))
         count = max(0, request.stop - request.start)
         if lease is None or request.start < 0 or request.stop > len(lease.keys):
@@ -493,8 +502,8 @@ class LeaseReads:
             self._answer(fetch)
 
     def _items_by_node(self, fetch: _Fetch) -> dict[NodeId, list[int]]:
-        """The items of the range to request from each node. Sets the codes of the remote items that are not requested:
-        these stay leased at their nodes, and a later fetch may bring them."""
+        """Returns the indices of the items to request from each node. Sets the codes of the remote items that are not
+        requested: they stay leased at their nodes, and a later fetch may bring them."""
         lease = fetch.lease
         by_node: dict[NodeId, list[int]] = {}
         for index in range(fetch.request.start, fetch.request.stop):
@@ -524,7 +533,7 @@ class LeaseReads:
         return {node: at for node, at in requested.items() if at}
 
     def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
-        """Seconds after which the fetch is answered with the items that have arrived by then."""
+        """Returns the seconds after which the fetch is answered with the items that have arrived by then."""
         if fetch.request.deadline_s > 0:
             return min(fetch.request.deadline_s, MAX_DEADLINE_S)
         size = fetch.process.session.slot_bytes
@@ -532,7 +541,7 @@ class LeaseReads:
         return min(deadline_s(predicted_s), MAX_DEADLINE_S)
 
     def _bring(self, fetch: _Fetch, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
-        """Request items from their nodes."""
+        """Start transfers of the items in `by_node`, from their nodes."""
         lease, session = fetch.lease, fetch.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
             fetch.awaited += 1
@@ -554,7 +563,7 @@ class LeaseReads:
             )
 
     def _arrived(self, fetch: _Fetch, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
-        """The outcome of one item that was requested from `node`."""
+        """Handle the outcome of one item that was requested from `node`: its segment, or None and the reason `code`."""
         lease, session = fetch.lease, fetch.process.session
         fetch.awaited -= 1
         self._grants.item_settled(session, lease, index)
@@ -570,7 +579,7 @@ class LeaseReads:
             fetch.tried.setdefault(index, []).append(node)
             fetch.corrupt.append(index)
         elif wanted and code.refused:
-            # No slot here. The item stays leased at its node: a later fetch may find a slot.
+            # This node has no slot for the item. It stays leased at its node, and a later fetch may find a slot.
             if lease.trail is not None:
                 lease.trail.refused = code
         elif wanted:
@@ -582,7 +591,7 @@ class LeaseReads:
             self._answer(fetch)
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
-        """An item leased at `node` cannot be had from any node."""
+        """Record that an item leased at `node` cannot be fetched from any node."""
         self._grants.item_lost(fetch.lease, index)
         self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
         if fetch.lease.trail is not None:

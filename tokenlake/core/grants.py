@@ -34,10 +34,10 @@ SKIPPED = Metric(
 
 
 class Lease:
-    """The result of one match. An item is a segment pinned here, or leased at another node.
+    """The lease that one match gave. An item of it is a segment that is pinned on this node, or leased at another node.
 
-    Each process that holds the lease gives back its items by range. The pin of an item ends when the last process gave
-    it back.
+    Each process that holds the lease gives back its items by range. The pin of an item ends when the last process has
+    given it back.
     """
 
     def __init__(
@@ -50,52 +50,53 @@ class Lease:
         remotes: Sequence[NodeId | None] = (),
         remote_leases: Iterable[tuple[NodeId, int]] = (),
     ) -> None:
-        """`remotes` is empty where every item is local."""
+        """`segments`: the local segment of each item, or None. `remotes`: the node of each item that is at another
+        node, or None; empty if every item is local."""
         self.id = lease
         self.keys = keys
         self.segments = list(segments)
-        """Per item, the local segment, pinned."""
+        """The pinned segment of this node for each item; None for an item that is elsewhere or was given back."""
         self.remotes: list[NodeId | None] = list(remotes) or [None] * len(keys)
-        """Per item, the node from which it can still be fetched."""
+        """The node from which each item can still be fetched; None for a local item or a lost one."""
         self.coming: dict[int, int] = {}
-        """Items that are being fetched, and the number of fetches that wait for each."""
+        """Number of fetches that wait for an item, by index of the items that are being fetched."""
         self.remote_leases = list(remote_leases)
-        """The leases at other nodes that keep the remote items there."""
+        """(node, lease id) of the leases at other nodes that keep the remote items from being evicted there."""
         self.hints = hints
-        """Those of the request; they go with every read of an item."""
+        """The hints of the request; they are recorded with every read of an item."""
         self.trail: Trail | None = None
         """The record of the request for `Explain`; None for a request without a name."""
         self.shipped = 0
-        """Items, from the first on, over which an engine computed attention in place."""
+        """Number of items, from the first on, over which an engine computed attention on the nodes where they are."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
-        """Per process, one byte for each item: 1 while it holds the item."""
+        """For each process, one byte per item: 1 while the process holds the item, else 0."""
 
     def attach(self, connection: ConnectionId) -> None:
-        """Another process of the session holds the items that are still held."""
+        """Let another process of the session hold all items that are still held."""
         self.held[connection] = bytearray(self.is_held(index) for index in range(len(self.keys)))
 
     def mark_shipped(self, stop: int) -> None:
-        """An engine computed attention in place over the items before `stop`."""
+        """Record that an engine computed attention over the items before `stop` on the nodes where they are."""
         self.shipped = max(self.shipped, stop)
 
     def add_hints(self, hints: Hints) -> None:
-        """Newer hints of the request."""
+        """Merge newer hints of the request over the hints of the lease."""
         self.hints = hints.merged_over(self.hints)
 
     def is_held(self, index: int) -> bool:
-        """Does a process hold this item?"""
+        """Returns True while any process holds the item at `index`."""
         return any(flags[index] for flags in self.held.values())
 
     def code(self, index: int) -> Code:
-        """LOCAL, REMOTE or LOST: the present state of an item."""
+        """Returns the present state of the item at `index`: LOCAL, REMOTE or LOST."""
         segment = self.segments[index]
         if segment is not None:
             return Code.LOCAL if segment.state is State.READY else Code.LOST
         return Code.REMOTE if self.remotes[index] is not None else Code.LOST
 
     def readable(self, start: int, stop: int) -> list[Segment | None]:
-        """The local segments of a range; None for a remote item, and for a copy that was dropped for a wrong checksum
-        (its slot stays pinned until it is given back)."""
+        """Returns the segment of this node for each item from `start` to `stop`; None for a remote item, and for a copy
+        that was dropped for a wrong checksum (its slot stays pinned until the item is given back)."""
         ready = State.READY
         return [s if s is not None and s.state is ready else None for s in self.segments[start:stop]]
 
@@ -108,15 +109,16 @@ class Write:
         self.id = write
         self.tenant = tenant
         self.open: dict[int, Segment] = {}
-        """Reserved and not committed segments, by index into the keys of the prepare."""
+        """The segments that are reserved and not committed yet (open), by index in the keys of the `Prepare`
+        request."""
         self.held: dict[ConnectionId, dict[int, None]] = {connection: {}}
-        """Per process, the open segments that it may still write."""
+        """Indices of the open segments that each process may still write into."""
         self.filled: dict[ConnectionId, dict[int, None]] = {}
-        """Per process, the open segments of which it committed its shards; it does not write them again."""
+        """Indices of the open segments of which each process committed its shards and which it does not write again."""
         self.expired = False
         self.timer: Timer | None = None
         self.request = ""
-        """Name of the request, for the logs."""
+        """Name of the engine's request, for the logs."""
 
 
 class SessionGrants:
@@ -129,18 +131,18 @@ class SessionGrants:
         self.leases: dict[LeaseId, Lease] = {}
         self.writes: dict[WriteId, Write] = {}
         self.leased = 0
-        """Items of its leases, local and remote."""
+        """Number of held items in all leases of the session, local and remote."""
         self.pinned = 0
-        """Local items of its leases."""
+        """Number of held items in the leases of the session that are on this node."""
         self.coming = 0
-        """Slots of this node for items that are being fetched."""
+        """Number of slots of this node that are reserved for items that are being fetched."""
         self.reserved = 0
-        """Open segments of its writes."""
+        """Number of segments in the writes of the session that are not committed yet."""
         self.recent = RecentMatches()
         """The access records of its latest matches, for the stores that follow them."""
 
     def move(self, old: ConnectionId, new: ConnectionId) -> None:
-        """What a process held over its connection `old` it holds over `new`."""
+        """Move all leases and writes that a process holds from its connection `old` to its connection `new`."""
         for lease in self.leases.values():
             _move(lease.held, old, new)
         for write in self.writes.values():
@@ -148,14 +150,14 @@ class SessionGrants:
             _move(write.filled, old, new)
 
     def pins(self) -> Iterator[Segment]:
-        """A segment per pin that the leases and writes hold; for integrity checks."""
+        """Yields a segment once for each pin that leases and writes of the session hold on it; for integrity checks."""
         for lease in self.leases.values():
             yield from (segment for segment in lease.segments if segment is not None)
         for write in self.writes.values():
             yield from write.open.values()
 
     def check_integrity(self) -> None:
-        """AssertionError when the counts differ from what the leases and writes hold."""
+        """Raises AssertionError when the counts differ from what the leases and writes hold."""
         leases, writes = self.leases.values(), self.writes.values()
         held = sum(lease.is_held(index) for lease in leases for index in range(len(lease.keys)))
         assert self.leased == held, f"{self.leased} items are counted as leased, {held} are held"
@@ -183,7 +185,7 @@ class Grants:
         touches: Touches,
         withdraw: Callable[[TenantId, Sequence[SegmentKey]], None],
     ) -> None:
-        """`withdraw`: tells the directory nodes of segments that no process of this node writes them any more."""
+        """`withdraw`: takes back the in-flight markers of segments that no process of this node writes any more."""
         self._context = context
         self._peers = peers
         self._touches = touches
@@ -192,14 +194,15 @@ class Grants:
     # -- bounds
 
     def fetch_room(self, session: SessionGrants) -> int:
-        """How many more slots the session may lease by fetching: half of the slots that its matches leave. So a session
-        whose local items fill its share can still fetch the remote ones."""
+        """Returns how many more slots of this node the session may take for segments that it fetches. Fetches may use
+        half of the slots that are left for no match, so that a session whose local items fill its share can still fetch
+        the remote ones."""
         limit = self._share(session, (1 + self._context.config.session_lease_share) / 2)
         return max(0, limit - session.pinned - session.coming)
 
     def may_lease(self, session: SessionGrants, found: Sequence[Segment | None], processes: int) -> int:
-        """How many items of a match the session may lease, from the first on. `found`: the segment of each item, None
-        where it is at another node. `processes`: how many processes the session has.
+        """Returns how many items of a match, from the first on, the session may lease. `found`: the segment of this
+        node for each item, None where it is at another node. `processes`: how many processes the session has.
 
         A remote item takes no slot of this node until it is fetched, and its node bounds its own leases. A single
         process reads a prompt longer than its share in windows: it gives back each before it fetches the next. With
@@ -209,7 +212,8 @@ class Grants:
         share = self._share(session, self._context.config.session_lease_share)
         if processes > 1:
             return max(0, min(len(found), share - session.leased))
-        # The shares of all nodes together, if these are equal: a bound on the entries kept here.
+        # The shares of all nodes together, if all nodes are of equal size: a bound on the number of items that this
+        # node keeps.
         limit = max(0, min(len(found), share * len(self._context.ring.members) - session.leased))
         room = max(0, share - session.pinned - session.coming)
         if limit - found[:limit].count(None) <= room:
@@ -218,7 +222,7 @@ class Grants:
         return next(itertools.islice(here, room, None))
 
     def reserve_room(self, session: SessionGrants) -> int:
-        """How many more slots the session may reserve."""
+        """Returns how many more slots the session may reserve for writes."""
         return self._share(session, self._context.config.session_reserve_share) - session.reserved
 
     def _share(self, session: SessionGrants, share: float) -> int:
@@ -228,37 +232,39 @@ class Grants:
     # -- leases
 
     def add_lease(self, session: SessionGrants, lease: Lease) -> None:
-        """The lease takes over one pin of each of its segments from the caller."""
+        """Add a lease to the session. The lease takes over one pin of each of its local segments from the caller."""
         session.leases[lease.id] = lease
         session.leased += len(lease.keys)
         session.pinned += len(lease.segments) - lease.segments.count(None)
 
     def item_expected(self, session: SessionGrants, lease: Lease, index: int) -> None:
-        """A fetch of a remote item begins. The item counts as one slot, however many fetches wait for it."""
+        """Count a fetch of the remote item at `index` that begins. The item counts as one slot, however many fetches
+        wait for it."""
         session.coming += index not in lease.coming
         lease.coming[index] = lease.coming.get(index, 0) + 1
 
     def item_settled(self, session: SessionGrants, lease: Lease, index: int) -> None:
-        """A fetch of an item ended."""
+        """Count the end of a fetch of the item at `index`, whatever its outcome."""
         lease.coming[index] -= 1
         if not lease.coming[index]:
             del lease.coming[index]
             session.coming -= 1
 
     def item_arrived(self, session: SessionGrants, lease: Lease, index: int, segment: Segment) -> None:
-        """A fetched item is local now; the lease takes over the caller's pin."""
+        """Make the item at `index` local, because its segment arrived. The lease takes over the caller's pin of the
+        segment."""
         lease.segments[index] = segment
         lease.remotes[index] = None
         session.pinned += 1
 
     def item_lost(self, lease: Lease, index: int) -> None:
-        """A remote item can be fetched from no node."""
+        """Mark a remote item as lost: it cannot be fetched from any node."""
         lease.remotes[index] = None
 
     def release(
         self, session: SessionGrants, connection: ConnectionId, ranges: Iterable[tuple[Lease, int, int]]
     ) -> None:
-        """The process gives back the items of each range (lease, start, stop) that it holds."""
+        """Give back the items that a process holds in each range (lease, start, stop)."""
         ended: dict[NodeId, list[int]] = {}
         for lease, start, stop in ranges:
             if self._release(session, connection, lease, start, stop):
@@ -268,7 +274,8 @@ class Grants:
             self._peers.tell(node, peer.ReleaseLease(tuple(numbers)))
 
     def _release(self, session: SessionGrants, connection: ConnectionId, lease: Lease, start: int, stop: int) -> bool:
-        """Did the lease end?"""
+        """Give back the items of one range that a process holds. Returns True if no process holds any item of the lease
+        any more, so that it ends."""
         flags = lease.held.get(connection)
         if flags is None:
             return False
@@ -277,7 +284,7 @@ class Grants:
         given = flags[start:stop]
         flags[start:stop] = bytes(stop - start)
         if len(lease.held) == 1:
-            # Items of the range that this process does not hold have left the lease before.
+            # This is the only process with the lease, so no process holds the other items of the range.
             self._drop(session, lease, start, stop, given.count(1))
         else:
             for index in range(stop - 1, start - 1, -1):
@@ -289,13 +296,15 @@ class Grants:
             return False
         del session.leases[lease.id]
         if stop - start < len(lease.keys):
-            # The parts may have come back parents first: touch the prompt once more as a whole, deepest segment first.
+            # The process may have given back the beginning of the prompt first: count the read once more for the whole
+            # prompt, deepest segment first, so that its beginning is evicted last.
             found = self._context.ready(session.tenant, lease.keys)
             self._touches.read([segment for segment in found if segment is not None], lease.hints)
         return True
 
     def _drop(self, session: SessionGrants, lease: Lease, start: int, stop: int, count: int) -> None:
-        """No process holds the `count` items any more that are left in a range."""
+        """Unpin the `count` items in a range that no process holds any more, and count them as read, attended to in
+        place, or skipped."""
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         session.pinned -= len(dropped)
@@ -309,13 +318,14 @@ class Grants:
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
-        # Their pins kept them from eviction until now, so their age for the eviction policy begins now.
+        # The segments could not be evicted while they were pinned, so for the eviction policy their age begins now.
         self._touches.read(dropped, lease.hints)
 
     # -- writes
 
     def add_write(self, session: SessionGrants, write: Write) -> None:
-        """The write takes over the pin that `SegmentStore.reserve` set on each of its RESERVED segments."""
+        """Add a write to the session and start its deadline. The write takes over the pin that the reservation set on
+        each of its segments."""
         session.writes[write.id] = write
         session.reserved += len(write.open)
         for held in write.held.values():
@@ -323,22 +333,23 @@ class Grants:
         write.timer = self._context.after(self._context.config.reservation_s, lambda: self.expire(session, write))
 
     def attach(self, write: Write, connection: ConnectionId) -> None:
-        """Another process of the session writes into the slots as well."""
+        """Let another process of the session write into the slots of the write as well."""
         write.held[connection] = dict.fromkeys(write.open)
 
     def filled(self, write: Write, connection: ConnectionId, index: int) -> None:
-        """The process committed its shards of a segment of which other shards are missing."""
+        """Record that a process committed its shards of the segment at `index`, of which other shards are still
+        missing."""
         write.filled.setdefault(connection, {})[index] = None
 
     def committed(self, session: SessionGrants, write: Write, index: int) -> None:
-        """The segment at `index` is published: the write's pin ends."""
+        """End the write's hold on the segment at `index`, which is published: its pin ends."""
         for held in write.held.values():
             held.pop(index, None)
         self._close(session, write, index)
 
     def expire(self, session: SessionGrants, write: Write) -> None:
-        """The deadline passed: the open segments leave the index. Their slots stay pinned for the processes that may
-        still write into them."""
+        """Handle the deadline of a write: its uncommitted segments leave the index. Their slots stay pinned until the
+        processes that may still write into them have given them back."""
         if write.expired:
             return
         write.expired = True
@@ -351,8 +362,8 @@ class Grants:
     def give_back(
         self, session: SessionGrants, write: Write, connection: ConnectionId, indices: Iterable[int] | None = None
     ) -> None:
-        """The process will not write into the slots at `indices` any more, into none of the write where that is None.
-        An open segment is discarded when the last process gave it back."""
+        """Record that a process will not write into the slots at `indices` any more (None: into no slot of the write).
+        A segment that is not committed is discarded when the last process has given it back."""
         held = write.held.get(connection, {})
         withdrawn: list[SegmentKey] = []
         for index in list(held if indices is None else indices):
@@ -383,8 +394,8 @@ def _move(held: dict[ConnectionId, T], old: ConnectionId, new: ConnectionId) -> 
 
 
 def pack(segments: Sequence[Segment | None], shards: int, *, checksums: bool) -> tuple[bytes, bytes]:
-    """(slots, checksums) as replies to engines carry them; zeros where there is no segment, and no checksums unless the
-    engine asked for them."""
+    """Returns (slots, checksums) of the segments as packed in replies to engines: zeros where there is no segment, and
+    no checksums unless the engine asked for them."""
     slots = b"".join([NO_SLOT_BYTES if segment is None else segment.packed for segment in segments])
     if not checksums:
         return slots, b""

@@ -1,4 +1,4 @@
-"""Hand-over of new segments to a node whose memory is clearly emptier, and has been for long.
+"""Hand-over of new segments from a full node to a node whose memory has been clearly emptier for long.
 
 ::
 
@@ -37,17 +37,21 @@ __all__ = ["Handover"]
 HANDED_OVER = Metric("tokenlake_handed_over_segments_total", "Segments that another node took over from this one")
 
 CLEARLY = 1.0
-"""Least lead of the other node (`Vacancy.lead`), now and as a running mean."""
+"""Minimum of `Vacancy.lead`, a measure of how much emptier the other node is (1: clearly), now and as a running mean,
+for a hand-over to it."""
 LASTING_S = 60.0
-"""Time constant of the running mean: where the load is even, each node is clearly emptier than others now and then."""
+"""Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
+now and then, but not for so long."""
 OFFERED_BYTES = 8 << 30
-"""Bytes on offer at a time, or one write; the segments of further writes stay here."""
+"""Maximum bytes of segments that this node offers to other nodes at a time, though always one write; the segments of
+further writes stay here."""
 GRACE_S = 1.0
-"""Added to the deadline of an offer: the receiver may pull offers of other nodes first."""
+"""Seconds added to the deadline of an offer, because the receiver may pull the segments that other nodes offered
+first."""
 
 
 class Handover:
-    """Makes offers and takes those of other nodes."""
+    """Offers new segments of this node to a clearly emptier node, and takes over segments that other nodes offer."""
 
     def __init__(
         self,
@@ -63,9 +67,9 @@ class Handover:
         self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
-        """Running mean of the lead of each peer."""
+        """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
         self._on_offer = 0
-        """Bytes of offers without an answer."""
+        """Bytes of the segments in offers that are not answered yet."""
 
     def start(self) -> None:
         """Begin to compare the memory of the nodes once per gossip interval."""
@@ -82,8 +86,8 @@ class Handover:
     # -- offers made
 
     def committed(self, segments: Sequence[Segment]) -> None:
-        """READY segments of one write, in prompt order, were committed here: offer those that this node owns where
-        another node is clearly emptier."""
+        """Handle the commit of a write: if another node is clearly emptier, offer it those of the READY `segments`, in
+        prompt order, that this node owns."""
         segments = [segment for segment in segments if segment.owned]
         nbytes = sum(segment.slot_bytes for segment in segments)
         node = self._emptiest() if segments and max(self._leads.values(), default=0.0) >= CLEARLY else None
@@ -104,7 +108,8 @@ class Handover:
         self._peers.call(node, make, wait_s, partial(self._answered, node, segments, nbytes), proves_life=False)
 
     def _emptiest(self) -> NodeId | None:
-        """The usable node that is emptiest of those clearly emptier than this one, which is full; None without one."""
+        """Returns the emptiest usable node, if this node is full and that one has been clearly emptier for long; else
+        None."""
         here = self._context.vacancy()
         if not here.full:
             return None
@@ -116,7 +121,7 @@ class Handover:
         self._on_offer -= nbytes
         if not isinstance(reply, wire.OfferReply) or len(reply.codes) != len(segments):
             return
-        # Deepest first, so that parents are evicted last.
+        # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
             if code == Code.COMMITTED and segment.owned:
                 segment.source = node
@@ -126,7 +131,8 @@ class Handover:
     # -- offers taken
 
     def offered(self, node: NodeId, message: wire.Offer) -> None:
-        """`node` offers these: pull those that the policy admits, own them, tell the directory nodes, answer."""
+        """Handle an offer of `node`: fetch the segments that the policy admits, own them, tell their directory nodes
+        and answer the offer."""
         tenant = TenantId(message.tenant)
         keys = split_keys(message.keys)
         codes = bytearray(len(keys))
@@ -141,12 +147,12 @@ class Handover:
                 self._context.store.unpin(segment)
                 codes[index] = self._take_over(segment)
             if not waiting:
-                # A segment that arrived first may have left while others were on their way.
+                # A segment that arrived early may have been evicted before the last one arrived.
                 for at, here in enumerate(self._context.ready(tenant, keys)):
                     if codes[at] == Code.COMMITTED and (here is None or not here.owned):
                         codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
-                # Where this node is the directory node itself, it may know of a third node that owns some of them.
+                # As directory node, this node may know that a third node owns some of the segments.
                 self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
                 vacancy, load = self._context.vacancy(), self._context.load()
                 self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
@@ -169,7 +175,8 @@ class Handover:
         )
 
     def _take_over(self, segment: Segment) -> Code:
-        """A segment arrived, or was here: this node owns it from now on."""
+        """Make a segment that arrived, or that this node had already, a primary copy that this node owns. Returns
+        COMMITTED, or LOST if it cannot be one."""
         if segment.state is not State.READY or segment.kind not in (Kind.PRIMARY, Kind.CACHED):
             return Code.LOST
         segment.source = None
@@ -179,5 +186,5 @@ class Handover:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"bytes on offer": self._on_offer}

@@ -1,4 +1,5 @@
-"""Instructions to the driver. It carries them out in order and decides nothing."""
+"""Instructions of the rules to their driver (daemon, simulator or replay), which carries them out in order and decides
+nothing itself."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class _Instruction(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcomed(_Instruction, frozen=True, tag=1):
-    """Tell a joined process its session."""
+    """Tell a process that joined the number of its session."""
 
     connection: int
     request: int
@@ -20,21 +21,22 @@ class Welcomed(_Instruction, frozen=True, tag=1):
 
 
 class Answer(_Instruction, frozen=True, tag=2):
-    """Send a reply to a process."""
+    """Send a reply to a process of an engine."""
 
     connection: int
     message: engine.EngineReply
 
 
 class SendToPeer(_Instruction, frozen=True, tag=3):
-    """Send a frame to a peer; dropped where there is no connection."""
+    """Send a message to another node over the control connection; it is dropped if there is no connection."""
 
     node: str
     message: peer.PeerMessage
 
 
 class StartFetch(_Instruction, frozen=True, tag=4):
-    """Pull segments from a peer into reserved slots, in a thread. `FetchDone` follows exactly once."""
+    """Receive segments from another node into reserved slots, in a thread. The driver passes in `FetchDone` exactly
+    once, whatever the outcome."""
 
     fetch: int
     node: str
@@ -44,20 +46,21 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     slot_bytes: int
     shards: int
     request: str = ""
-    """Name of the engine's request, for the logs; empty where it has none."""
+    """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
     background: bool = False
-    """No engine waits for the segments."""
+    """True if no engine waits for the segments (they are handed over to this node)."""
 
 
 class AbortFetch(_Instruction, frozen=True, tag=5):
-    """The deadline passed: make the receiver return now. `FetchDone` still follows."""
+    """End the transfer `fetch`, whose deadline has passed: the receiving thread returns at once, and `FetchDone`
+    follows."""
 
     fetch: int
 
 
 class SendBulk(_Instruction, frozen=True, tag=6):
-    """Answer a `PullRequested`: send the header, then the bytes of the slots, in a thread. `SendDone` follows exactly
-    once."""
+    """Answer another node's `PullRequested`: send the codes and checksums, then the bytes of the slots, in a thread.
+    The driver passes in `SendDone` exactly once."""
 
     stream: int
     slot_bytes: int
@@ -67,14 +70,15 @@ class SendBulk(_Instruction, frozen=True, tag=6):
 
 
 class Stamp(_Instruction, frozen=True, tag=7):
-    """These slots were reissued: write their new generations into the shared page, before anything else."""
+    """Write the new generations of slots that got new segments into the shared memory, before any other instruction:
+    clients detect by them that a slot has a new content."""
 
     slots: bytes
 
 
 class ReplaceRegion(_Instruction, frozen=True, tag=8):
-    """Close this region's memory and open a region of equal size under the number `fresh`; `RegionReady` follows. The
-    number is new because clients keep their mapping of the old region."""
+    """Close the memory of `region` and open a region of equal size with the number `fresh`; the event `RegionReady`
+    follows. The number is new because clients keep the old region mapped."""
 
     region: int
     fresh: int

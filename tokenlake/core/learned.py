@@ -20,34 +20,34 @@ from tokenlake.wire import peer as wire
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
 
 SEND_S = 2.0
-"""Interval between two messages, each to one peer in turn."""
+"""Seconds between two messages with statistics; each goes to one peer in turn."""
 POOLS_SENT = 4
-"""Maximum number of pools in one message; the others follow in later ones."""
+"""Maximum number of pools whose statistics are in one message; the other pools follow in later messages."""
 MAX_LEARNED_BYTES = 16 << 20
-"""More than any node saves."""
+"""Maximum bytes of saved statistics that a node accepts; no node saves as many."""
 
 
 class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     pools: tuple[tuple[str, int, bytes], ...]
-    """(tenant, slot bytes, result of `EvictionPolicy.save`)."""
+    """Statistics of each pool: (tenant, bytes of a slot, result of `EvictionPolicy.save`)."""
 
 
 _decoder = msgspec.msgpack.Decoder(_Saved)
 
 
 class Learned:
-    """The statistics of one node's policy."""
+    """The statistics that one node's eviction policy has learned: sends, receives, saves and restores them."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
         self._sent = 0
-        """Messages sent so far."""
+        """Number of messages with statistics that were sent so far."""
         self._noted = False
-        """Unusable statistics of another node were noted in the log."""
+        """True once the log notes that another node's statistics could not be used."""
 
     def start(self) -> None:
-        """Begin to send the statistics."""
+        """Begin to send the statistics to the other nodes in turn, one message per `SEND_S`."""
         self._context.after(SEND_S, self._send)
 
     def _send(self) -> None:
@@ -66,7 +66,8 @@ class Learned:
         self.start()
 
     def heard(self, message: wire.EvictionStatistics) -> None:
-        """Add the statistics of another node. Those of another version are ignored, and noted once."""
+        """Merge the statistics of another node. Statistics of another version are ignored, and noted in the log
+        once."""
         try:
             self._context.store.merge_learned(
                 {PoolId(TenantId(name), size): data for name, size, data in message.pools}
@@ -77,7 +78,7 @@ class Learned:
             self._noted = True
 
     def save(self) -> bytes:
-        """The statistics of all pools, those without memory included. Changes nothing."""
+        """Returns the encoded statistics of all pools, those without memory included. Changes nothing."""
         pools = tuple((tenant, size, data) for (tenant, size), data in self._context.store.learned().items())
         return msgspec.msgpack.encode(_Saved(pools))
 
@@ -87,7 +88,8 @@ class Learned:
             Forecast().restore(learned)
 
     def restore(self, data: bytes) -> None:
-        """Begin with data that an earlier process saved and that passed `check`; before the node has segments."""
+        """Begin with the statistics that an earlier process saved; called after `check`, before the node has
+        segments."""
         saved = self._decoded(data)
         self._context.store.restore_learned(
             {PoolId(TenantId(name), size): learned for name, size, learned in saved.pools}

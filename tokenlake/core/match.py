@@ -70,66 +70,71 @@ READ_BYTES = Metric(
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
 PART_OF_DEADLINE = 0.25
-"""Part of a match's deadline for which all lookups of a round are awaited before the next ones are sent, and for which
-the answer to a redirect is awaited."""
-# Bound once: in Python 3.11 each access to a member of an enum costs some 100 ns, and these are compared for each key.
+"""Fraction of a match's deadline. For that time the match waits for the answers to all lookups that it sent together;
+then it sends the next lookups without the missing answers. It waits as long for a node to which an owner redirected
+it."""
+# Constants, because in Python 3.11 each access to a member of an enum costs some 100 ns, and a match compares these
+# codes for each key.
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
 _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
-"""Answers to a lookup from a node without a copy."""
+"""Codes by which a node answers a lookup of a segment of which it has no copy."""
 _GONE = State.GONE
 
 
 class MatchResult(NamedTuple):
-    """The outcome of one match."""
+    """The outcome of one match of an engine. A hit is a segment of the leased prefix."""
 
     codes: bytes
-    """One per key: the place of each hit, the reason for each other key."""
+    """One `Code` per key of the prompt: LOCAL or REMOTE for each hit, otherwise the reason why the segment is not
+    leased."""
     segments: tuple[Segment | None, ...]
-    """Per hit, from the first key on without a gap: the pinned segment of this node, None where it is elsewhere."""
+    """The pinned segment of this node for each hit; None for a hit that is leased at another node."""
     access: AccessRecord
     owners: tuple[NodeId | None, ...] = ()
-    """Per hit, the node where it is leased, None where it is here; empty: all hits are here."""
+    """The other node where each hit is leased, None for a hit on this node. Empty if all hits are on this node."""
     leases: tuple[tuple[NodeId, int], ...] = ()
-    """The leases at those nodes."""
+    """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
-    """Nodes that did not answer a lookup."""
+    """Nodes that did not answer a lookup of the match."""
 
     @property
     def hits(self) -> int:
-        """Length of the leased prefix."""
+        """Number of segments of the leased prefix."""
         return len(self.segments)
 
 
 class _Found:
-    """What one match has found, by index of the key."""
+    """The copies, owners and codes that one match has found so far, by index of the key in the prompt."""
 
     __slots__ = ("accesses", "codes", "leases", "named", "owners", "segments", "silent")
 
     def __init__(self, segments: list[Segment | None]) -> None:
-        """`segments`: the copies of this node, each pinned for the match."""
+        """`segments`: the copy of this node for each key, pinned for the match; None where this node has none."""
         self.segments = segments
         self.accesses: list[KnownAccess] = []
-        """From each answer the deepest segment with a known access."""
+        """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
+        access."""
         self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup."""
+        """Nodes that did not answer a lookup of the match."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
-        """Start over with the copies of this node."""
+        """Forget the owners and leases at other nodes; the copies of this node stay."""
         self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
         self.owners: list[NodeId | None] = [None] * len(self.segments)
-        """The other node where the segment is leased."""
+        """The other node where each segment is leased; None where it is not leased elsewhere."""
         self.leases: dict[NodeId, list[int]] = {}
-        """All leases that other nodes granted."""
+        """Ids of all leases that other nodes granted to this match, by node."""
         self.named: dict[int, tuple[NodeId, NodeId]] = {}
-        """(directory node, the owner that it named)"""
+        """For the index of a key: (directory node, owner that the directory node named)."""
 
     def missing(self) -> list[int]:
         """Indices of the keys without a copy at this node, ascending."""
         return [index for index, segment in enumerate(self.segments) if segment is None]
 
     def prefix(self, limit: int) -> int:
-        """How many of the first `limit` keys are here or leased elsewhere, up to the first gap."""
+        """Returns how many of the first `limit` segments, up to the first missing one, are on this node or leased at
+        another."""
         places = zip(self.segments[:limit], self.owners, strict=False)
         gaps = (index for index, (segment, owner) in enumerate(places) if segment is None and owner is None)
         return next(gaps, limit)
@@ -137,49 +142,53 @@ class _Found:
 
 @dataclass(eq=False, slots=True)
 class _Match:
-    """One match under way: the request, and what was found."""
+    """One match under way: the request of an engine's process, and the copies found so far."""
 
     process: Process
     request: engine.Match
     keys: list[SegmentKey]
     found: _Found
     search: _Search | None = None
-    """None when this node has every segment."""
+    """The lookups at other nodes; None when this node has every segment of the prompt."""
 
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """What one match asks other nodes, and its own directory, for the keys that this node lacks."""
+    """The lookups by which one match looks for the segments that this node lacks: at other nodes, and in this node's
+    own directory."""
 
     match: _Match
     keys: list[SegmentKey]
     found: _Found
     limit_s: float
-    """How long all lookups until a wait may take."""
+    """Seconds that the lookups may take in all, until the match is answered or waits for a segment in flight."""
     wait: Wait | None
-    """None when the match may not wait."""
+    """How long the match may still wait for a segment in flight; None when the engine allowed no wait."""
     arrivals: int
-    """The store's count of arrivals when the missing keys were last looked up in it."""
+    """Value of `SegmentStore.arrivals` when the missing keys were last looked up on this node: if it has not changed,
+    no segment has arrived since."""
     directory_nodes: dict[int, NodeId] = field(default_factory=dict)
-    """By index of each missing key, ascending, the node that keeps its directory entry."""
+    """The node that keeps the directory entry of each missing key, by index of the key, ascending."""
     deadline: float = 0.0
     open: bool = False
-    """Lookups are under way. Otherwise answers are not used, and their leases are released."""
+    """True while answers to lookups are used. An answer that arrives at another time is ignored, and its leases are
+    released."""
     awaited: int = 0
-    """Lookups without an answer."""
+    """Number of lookups that were sent and are not answered yet."""
     rounds: int = 0
     hurries: bool = False
-    """A round has taken its part of the deadline: from now on each answer leads to the next lookups at once."""
+    """True after lookups that were sent together have taken `PART_OF_DEADLINE`: from then on the match sends the next
+    lookups after each answer instead of waiting for all."""
     asked: set[tuple[int, NodeId]] = field(default_factory=set)
-    """(index, node); only tested for membership, as the next three."""
+    """(index of a key, node): the node was sent a lookup of this key."""
     denied: set[tuple[int, NodeId]] = field(default_factory=set)
-    """(index, node): it did not lease the segment, or did not answer."""
+    """(index of a key, node): the node did not lease the segment, or did not answer."""
     absent: set[tuple[int, NodeId]] = field(default_factory=set)
-    """(index, node): it has no copy."""
+    """(index of a key, node): the node answered that it has no copy of the segment."""
     answered: set[int] = field(default_factory=set)
-    """Keys whose directory node has answered."""
+    """Indices of the keys whose directory node has answered."""
     redirects: dict[int, NodeId] = field(default_factory=dict)
-    """The node to which an owner that has leased the segment redirects its readers."""
+    """By index of a key: the node to which the owner that leased the segment redirects this reader."""
 
     @property
     def tenant(self) -> TenantId:
@@ -189,7 +198,8 @@ class _Search:
         return [self.keys[index] for index in indices]
 
     def known_owner(self, index: int) -> NodeId | None:
-        """The node where the segment is leased, or that a directory node named and that has not denied it."""
+        """Returns the node where the segment is leased, else the owner that a directory node named, unless that one has
+        denied a lease; None if neither is known."""
         leased, named = self.found.owners[index], self.found.named.get(index)
         if leased is not None or named is None:
             return leased
@@ -197,7 +207,7 @@ class _Search:
 
 
 class Matches:
-    """The matches of the local engines."""
+    """Finds and leases the longest prefix of a prompt that the pool has, for the engines of this node."""
 
     def __init__(
         self,
@@ -217,7 +227,8 @@ class Matches:
         self._under_way: dict[_Match, None] = {}
 
     def match(self, process: Process, request: engine.Match) -> None:
-        """Answered at once when every segment is here; otherwise at the latest at the deadline, or after the wait."""
+        """Answer an engine's `Match`: at once when this node has every segment of the prompt, otherwise at the latest
+        at the deadline of the lookups or after the wait for a segment in flight."""
         keys = split_keys(request.keys)
         session = process.session
         self._context.counters.add(MATCHES)
@@ -245,8 +256,8 @@ class Matches:
     # -- lookups
 
     def _begin(self, search: _Search) -> None:
-        """Look for the keys that this node lacks, with a deadline from now on. This node's directory answers at
-        once."""
+        """Begin to look for the segments that this node lacks; the deadline of the lookups counts from now. The
+        directory of this node is asked first, which takes no message."""
         missing = search.found.missing()
         directory_nodes = self._peers.directory_nodes(join_keys(search.keys_of(missing)))
         search.directory_nodes = dict(zip(missing, directory_nodes, strict=True))
@@ -263,8 +274,8 @@ class Matches:
         self._continue(search)
 
     def _continue(self, search: _Search) -> None:
-        """Send the lookups that follow from the answers so far. The search ends where there are none and no answer is
-        awaited."""
+        """Send the lookups that follow from the answers so far. When there are no further lookups and no answer is
+        awaited, the match waits for a segment in flight or is answered."""
         calls = self._next_calls(search) if self._context.now < search.deadline else {}
         if calls:
             search.rounds += 1
@@ -274,11 +285,12 @@ class Matches:
             self._end(search)
 
     def _next_calls(self, search: _Search) -> dict[NodeId, list[int]]:
-        """By node, the ascending indices to ask it for; they count as asked from now on.
+        """Returns, for each node, the ascending indices of the keys to look up there next, and records them as asked.
 
-        Each key up to the first one that is known to be nowhere is asked of its owner, as far as it is known, else of
-        the owner of its neighbours, else of its directory node. Keys behind the last one with a known owner are asked
-        of both in the first round: the owner mostly has some of them.
+        A missing key is looked up at its owner; if that is not known, at the owner of the neighbouring segments; else
+        at its directory node. Keys after the first segment that no node has are not looked up. In the first lookups,
+        keys after the last one with a known owner are looked up both at that owner, which mostly has some of them, and
+        at their directory nodes.
         """
         found, asked, first_round = search.found, search.asked, not search.rounds
         missing: list[int] = []
@@ -306,8 +318,9 @@ class Matches:
         return {node: sorted(set(indices)) for node, indices in calls.items()}
 
     def _neighbours(self, search: _Search) -> tuple[dict[int, NodeId], int]:
-        """For each missing key, the owner of the nearest key before it with a known owner, else of the first one behind
-        it; empty where none is known. And the index of the last key with a known owner, -1 where there is none."""
+        """Returns (node by index of each missing key, index of the last key with a known owner). The node is the owner
+        of the nearest earlier segment whose owner is known, else of the first later one. ({}, -1) where no owner is
+        known."""
         owners = {index: owner for index in search.directory_nodes if (owner := search.known_owner(index)) is not None}
         if not owners:
             return {}, -1
@@ -319,7 +332,8 @@ class Matches:
         return neighbours, next(reversed(owners))
 
     def _hurry(self, search: _Search, number: int) -> None:
-        """A round has taken a part of the deadline: go on without the answers that are missing."""
+        """Lookups that were sent together have taken `PART_OF_DEADLINE`: send the next ones without the answers that
+        are still missing. `number`: the count of rounds at that time; later rounds make the call void."""
         if search.open and search.rounds == number and not search.hurries:
             search.hurries = True
             self._continue(search)
@@ -330,14 +344,16 @@ class Matches:
         for node, indices in calls.items():
             limit_s = search.deadline - self._context.now
             if search.redirects and all(search.redirects.get(index) == node for index in indices):
-                # Every key is leased at another node already: a redirect is not worth the whole deadline.
+                # All segments of this lookup are leased at their owner already, so the match does not spend its whole
+                # deadline on the node that the owner redirected it to.
                 limit_s = min(limit_s, PART_OF_DEADLINE * search.limit_s)
             keys, request = join_keys(search.keys_of(indices)), search.match.request.request
             lookup = partial(wire.Lookup, tenant=search.tenant, keys=keys, request=request, may_defer=may_defer)
             self._peers.call(node, lookup, limit_s, partial(self._answered, search, node, indices))
 
     def _answered(self, search: _Search, node: NodeId, indices: list[int], reply: Reply | None) -> None:
-        """A node answered a lookup, or did not in time."""
+        """Handle the answer of `node` to a lookup of the keys at `indices`; `reply` is None if it did not answer in
+        time."""
         answer = reply if isinstance(reply, wire.LookupReply) else None
         if not search.open:
             if answer is not None and answer.lease:
@@ -356,7 +372,8 @@ class Matches:
             self._continue(search)
 
     def _take(self, search: _Search, node: NodeId, indices: list[int], reply: wire.LookupReply) -> list[int]:
-        """Note the leases and codes of an answer. Returns the keys to ask the node for to which it redirects."""
+        """Record the leases and codes of a node's answer to a lookup. Returns the indices of the keys to look up at the
+        node to which the answer redirects."""
         found, owners = search.found, search.found.owners
         if reply.known_depth:
             found.accesses.append((indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
@@ -381,7 +398,8 @@ class Matches:
         return redirected
 
     def _heard(self, search: _Search, index: int, node: NodeId, code: int, owner: NodeId | None) -> None:
-        """`node` does not have the segment. `owner`: the node that it names instead."""
+        """Record that `node` does not lease a segment to this match: it answered with `code`. `owner`: the owner that
+        it named as directory node, if it named one."""
         found = search.found
         search.denied.add((index, node))
         if code in _NO_COPY:
@@ -389,7 +407,7 @@ class Matches:
         elif code == Code.DEFERRED:
             found.codes[index] = min(found.codes[index], code)
         if search.directory_nodes[index] != node:
-            # Its statement about a key that does not hash to it proves nothing.
+            # Only the directory node of a key knows whether another node has the segment.
             return
         search.answered.add(index)
         if owner is not None:
@@ -403,7 +421,8 @@ class Matches:
     # -- waiting
 
     def _end(self, search: _Search) -> None:
-        """No further lookup is of use: wait for the first missing segment, or finish."""
+        """No further lookup would find more segments: wait for the first missing segment to be computed, or answer the
+        match."""
         wait = search.wait
         if wait is not None:
             self._recheck(search)
@@ -426,8 +445,8 @@ class Matches:
         self._waiting.pause(wait, search.found.codes[gap], lambda: self._resume(search, wait, gap))
 
     def _resume(self, search: _Search, wait: Wait, gap: int) -> None:
-        """After a pause. As long as nothing else has changed, only the directory node of the first missing key is
-        asked."""
+        """Continue a match after a pause in its wait. As long as the found prefix has not changed and its owners can be
+        reached, only the directory node of the first missing segment is asked again."""
         self._recheck(search)
         reachable = all(node is None or self._peers.usable(node) for node in search.found.owners)
         if reachable and search.found.prefix(len(search.keys)) == gap and self._may_wait(search, wait, gap):
@@ -436,12 +455,14 @@ class Matches:
             self._restart(search)
 
     def _claim(self, search: _Search, wait: Wait, gap: int) -> None:
-        """Set the in-flight marker of the first missing key, unless another node has set it or stored the segment."""
+        """Ask for the in-flight marker of the first missing segment (at index `gap`). If this node gets it, the match
+        is answered and its engine computes the segment; if another node has it, the match waits on."""
         waited = search.found.codes[gap] != _MISSING
 
         def answered(code: Code) -> None:
             if code is Code.LOCAL or (code is Code.UNKNOWN and waited):
-                # The segment is stored; or its directory node does not know, and the other candidate may.
+                # Either the segment is stored by now, or the directory node cannot tell and the other candidate of the
+                # key may know.
                 self._restart(search)
                 return
             search.found.codes[gap] = code
@@ -464,7 +485,7 @@ class Matches:
         self._begin(search)
 
     def _recheck(self, search: _Search) -> None:
-        """Find the segments that arrived at this node since the keys were looked up here."""
+        """Find and pin the missing segments that arrived at this node since the match last looked them up here."""
         store, found = self._context.store, search.found
         if search.arrivals == store.arrivals:
             return
@@ -480,7 +501,8 @@ class Matches:
     # -- the result
 
     def _finish(self, match: _Match) -> None:
-        """Lease the longest prefix that was found, release the rest, answer."""
+        """End a match: lease the longest prefix that was found, release all other segments and leases, and answer the
+        engine."""
         del self._under_way[match]
         result = self._conclude(match)
         process, session, hits = match.process, match.process.session, result.hits
@@ -502,7 +524,8 @@ class Matches:
             self._context.emit(Answer(process.connection, matched))
 
     def _conclude(self, match: _Match) -> MatchResult:
-        """Decide the hits, unpin the segments beyond them, and release the leases at other nodes that no hit needs."""
+        """Decide how many segments the match leases (the hits), unpin the later ones, and release the leases at other
+        nodes that no hit needs. Returns the result."""
         found, search, session = match.found, match.search, match.process.session
         if search is not None:
             search.open = False
@@ -531,7 +554,7 @@ class Matches:
         return MatchResult(bytes(found.codes), segments, access, owners, tuple(leases), tuple(found.silent))
 
     def _leave_out_dropped(self, found: _Found) -> None:
-        """Copies of this node that were found corrupt while other nodes were asked do not count."""
+        """Count a copy of this node as missing if it was dropped for wrong bytes while other nodes were asked."""
         for index, segment in enumerate(found.segments):
             if segment is not None and segment.state is _GONE:
                 found.segments[index] = None
@@ -539,7 +562,8 @@ class Matches:
                 self._context.store.unpin(segment)
 
     def _report_stale(self, search: _Search) -> None:
-        """Tell each directory node of the owners that it named and that have no copy; its entries are wrong."""
+        """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they drop
+        these entries."""
         found = search.found
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (directory_node, owner) in found.named.items():
@@ -553,7 +577,7 @@ class Matches:
                 self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
 
     def _set_codes_behind_the_gap(self, search: _Search) -> None:
-        """Keys behind the first missing segment of which no directory node was asked count as missing with it."""
+        """Set the code MISSING for the keys behind the first missing segment whose directory nodes were not asked."""
         codes = search.found.codes
         gap = search.found.prefix(len(codes))
         if gap < len(codes) and codes[gap] != _UNKNOWN:
@@ -562,8 +586,8 @@ class Matches:
                     codes[index] = _MISSING
 
     def _count(self, match: _Match, result: MatchResult) -> None:
-        """Count the tokens that the match decides; those at other nodes are counted when they are fetched, shipped or
-        skipped."""
+        """Count the tokens of the match that this node has or no node has. Tokens leased at other nodes are counted
+        later: when they are fetched, attended to in place, or released unread."""
         session, hits, keys = match.process.session, result.hits, len(match.keys)
         counters, size = self._context.counters, session.segment_tokens
         local = hits - result.segments.count(None) if result.owners else hits
@@ -585,19 +609,20 @@ class Matches:
 
     @property
     def matching(self) -> int:
-        """Matches under way."""
+        """Number of matches that are not answered yet."""
         return len(self._under_way)
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin of the matches under way; for integrity checks."""
+        """Yields a segment once for each pin that unanswered matches hold on it; for integrity checks."""
         return (segment for match in self._under_way for segment in match.found.segments if segment is not None)
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"matches": len(self._under_way)}
 
 
 def _probes(indices: list[int]) -> list[int]:
-    """Those at places 0, 1, 3, 7, 15, ...: they bound the prefix that is found to within twice its length."""
+    """Returns the items of `indices` at places 0, 1, 3, 7, 15 and so on. Lookups of these keys alone tell the length of
+    the prefix that the pool has to within a factor of two."""
     places = ((1 << power) - 1 for power in range(len(indices).bit_length()))
     return [indices[place] for place in places]

@@ -42,8 +42,8 @@ __all__ = ["HandlerFailed", "NodeCore"]
 
 
 class HandlerFailed(RuntimeError):
-    """A handler of the rules failed on an event that passed its checks: a mistake of the rules. Its cause is the
-    handler's exception.
+    """Raised when the rules fail on an event that passed their checks, which is a mistake in the rules. Its cause is
+    the exception of the handler.
 
     The changes that the handler made before it failed remain, and `instructions` are those that belong to them. The
     driver must carry them out: without them reissued slots would keep their old generation, and a transfer that the
@@ -51,13 +51,14 @@ class HandlerFailed(RuntimeError):
     """
 
     def __init__(self, event: str, instructions: Sequence[Instruction]) -> None:
-        """`event`: name of its type."""
+        """`event`: name of the type of the event. `instructions`: those that the driver still has to carry out."""
         super().__init__(f"the rules failed on an event of type {event}")
         self.instructions = list(instructions)
 
 
 class NodeCore:
-    """The whole sequence of every read, write, push, retry and time-out of one node."""
+    """The rules of one node: it takes one event at a time (a request of an engine, a message of another node, a timer)
+    and returns the instructions that the driver carries out."""
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
@@ -148,22 +149,22 @@ class NodeCore:
 
     @property
     def store(self) -> SegmentStore:
-        """For gauges and checks; read only."""
+        """The segments and slots of this node, for gauges and checks; the caller must not change them."""
         return self._context.store
 
     @property
     def counters(self) -> Counters:
-        """For the metrics page."""
+        """The counters of this node's rules, for the metrics page."""
         return self._context.counters
 
     @property
     def config(self) -> CoreConfig:
-        """As given."""
+        """The configuration with which this node's rules were created."""
         return self._context.config
 
     @property
     def ring(self) -> Ring:
-        """The members of the cluster."""
+        """The hash ring, with all members of the cluster."""
         return self._context.ring
 
     def learned(self) -> bytes:
@@ -171,7 +172,8 @@ class NodeCore:
         return self._learned.save()
 
     def start(self, now: float) -> None:
-        """Call once, before the first event: timers begin at `now`."""
+        """Start the timers of the rules at the time `now`, in seconds. The driver calls it once, before the first
+        event."""
         self._context.now = self._context.started = now
         self._peers.start()
         self._handover.start()
@@ -180,9 +182,9 @@ class NodeCore:
         self._context.after(self._context.config.gossip_s, self._report)
 
     def next_wake(self) -> float | None:
-        """The time at which to call with `Tick`. Deadlines pass only in `Tick`, and a reply handled before it counts as
-        in time. So a driver that was late passes in the events that arrived meanwhile first: its own delay then makes
-        no peer overdue."""
+        """The time in seconds of the earliest timer, at which the driver passes in the event `Tick`; None without a
+        timer. Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late
+        therefore passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
@@ -203,8 +205,9 @@ class NodeCore:
             raise HandlerFailed(type(event).__name__, self._instructions_after_failure()) from error
 
     def _take_instructions(self) -> list[Instruction]:
-        """First the new generations of reissued slots, because a reader compares generations before it uses bytes; then
-        what the handlers emitted; last the reports of segments that were evicted meanwhile."""
+        """Returns the instructions of the event and empties the list. The new generations of reissued slots come first,
+        because a reader compares generations before it uses bytes; then the instructions that the handlers emitted;
+        last the reports of the segments that the event evicted."""
         context = self._context
         if context.store.evicted:
             self._report_evicted()
@@ -215,8 +218,8 @@ class NodeCore:
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:
-        """Where the reports of evicted segments fail as well they are dropped: the next node that follows a stale entry
-        of the directory corrects it."""
+        """Returns the instructions that the failed handler emitted. If the reports of evicted segments fail as well
+        they are dropped: a directory entry that becomes stale by that is corrected by the next node that follows it."""
         try:
             return self._take_instructions()
         except Exception:
@@ -317,8 +320,8 @@ class NodeCore:
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
-        """Other usable nodes that may have a copy, the most likely first: the one that this node's directory names, the
-        candidates of the key."""
+        """Returns the other usable nodes that may have a copy of the segment, the most likely first: the owner
+        according to this node's directory, then the two candidates of the key."""
         named = self._directory_node.ask(tenant, [key])[0][1]
         nodes = [*([named] if named is not None else []), *self._context.ring.candidates(key)[0]]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
@@ -326,14 +329,16 @@ class NodeCore:
     def _report(self) -> None:
         self._touches.report()
         self._serving.sweep()
-        # When a tenant joined, the memory that it needs may have been pinned by engines that were dead already.
+        # Repeated in each gossip interval: when a tenant joined, the memory for it may still have been pinned by
+        # engines that had died.
         self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
 
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """Entries of each map of the rules except the segments: for gauges, and for tests that look for leaks."""
+        """How many objects the rules keep, by kind (leases, transfers, timers and others), except the segments: for
+        gauges, and for tests that look for leaks."""
         parts = (
             self._sessions,
             self._matches,
@@ -351,13 +356,13 @@ class NodeCore:
         return {**counted, "timers": len(self._context.timers)}
 
     def idle(self) -> bool:
-        """True while nothing is leased, reserved, pinned, in transfer or waited for."""
+        """True while this node has no lease, write, pin, transfer or match under way."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
         return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
-        """AssertionError when slots, pins or counts do not add up. Slow; for tests.
+        """Raises AssertionError when the slots, pins or counts of this node contradict each other. Slow; for tests.
 
         Pins are conserved: those of a segment are exactly the pins that leases, writes, matches, fetches, leases of
         peers, sends and checks hold.

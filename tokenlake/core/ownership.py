@@ -35,12 +35,13 @@ __all__ = ["Ownership"]
 DUPLICATES = Metric("tokenlake_duplicate_commits_total", "Segments of this node that another node owned before")
 
 ADOPT_SLOTS = 512
-"""Slots examined per slice of work after a peer is lost."""
+"""Slots that are examined at once, before other events are handled, when this node looks for segments of a lost
+owner."""
 _CACHED, _PRIMARY = Kind.CACHED, Kind.PRIMARY
 
 
 class Ownership:
-    """The kind of the READY segments of this node."""
+    """Decides which READY segments this node owns, and whether their copies are primary or cached."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
@@ -48,20 +49,22 @@ class Ownership:
         self._directory_node = directory_node
 
     def committed(self, tenant: TenantId, segments: list[Segment]) -> None:
-        """This node owns these READY segments from now on, in the order of their depth: those of one write, in prompt
-        order, or those of a lost owner."""
+        """Make this node the owner of READY segments, which are given in the order of their depth: those of one write,
+        or cached copies whose owner is lost. The policy decides for each whether the copy becomes a primary copy."""
         if not segments:
             return
         store, now = self._context.store, self._context.now
-        # From the beginning of the prompt: where not all are admitted, the first ones are.
+        # The policy is asked from the beginning of the prompt on, so that the first segments are admitted if not all
+        # are.
         kinds = [_PRIMARY if store.admits_primary(segment, now) else _CACHED for segment in segments]
-        # Deepest first, so that parents are evicted last.
+        # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, kind in reversed(list(zip(segments, kinds, strict=True))):
             store.become(segment, kind, now)
         self.redundant(self._directory_node.tell_owned(tenant, [segment.key for segment in segments]))
 
     def redundant(self, message: wire.Redundant) -> None:
-        """Other nodes own these segments: the copies here become cached copies of theirs."""
+        """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
+        cached copies."""
         tenant = TenantId(message.tenant)
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
@@ -88,7 +91,8 @@ class Ownership:
         self._context.after(self._peers.notices_s, lambda: self._context.in_slices(work))
 
     def owner_evicted(self, owner: NodeId, tenant: TenantId, keys: Iterable[SegmentKey]) -> None:
-        """`owner` does not have these any more: this node owns those of which it has cached copies from there."""
+        """`owner` does not have these segments any more: this node becomes the owner of those that it has as cached
+        copies of that owner."""
         found = (segment for segment in self._context.ready(tenant, keys) if segment is not None)
         self._adopt(segment for segment in found if segment.source == owner)
 
@@ -102,7 +106,8 @@ class Ownership:
             self.committed(tenant, sorted(its_segments, key=lambda segment: segment.depth))
 
     def read(self, segments: Iterable[Segment]) -> None:
-        """READY segments were read: those that the policy did not admit before become primary copies if it does now."""
+        """READY segments of this node were read: ask the policy again about those that it did not admit before, and
+        make them primary copies if it admits them now."""
         store, now = self._context.store, self._context.now
         for segment in segments:
             if segment.kind is _CACHED and segment.source is None and segment.state is State.READY:

@@ -49,16 +49,17 @@ DEFAULT_RATE = 500e6
 """Bytes per second assumed of a peer before the first fetch from it; a sixth of the rate of loopback TCP, so that the
 first deadline holds on a slower network."""
 MEASURED_BYTES = 1 << 20
-"""A smaller fetch measures the delay of the network and not its rate."""
+"""Minimum bytes of a fetch that counts for the measured rate: a smaller one measures the delay of the network and not
+its rate."""
 MAX_SLOWDOWN = 4
-"""Maximum reduction of the rate per fetch that missed its deadline."""
+"""Maximum factor by which one fetch that missed its deadline reduces the expected rate of a peer."""
 LOAD_HOLDS_S = 1.0
-"""Minimum time for which a reported load counts in full; it lasts until the peer must have reported again, and decays
-afterwards."""
+"""Minimum seconds for which a reported load counts in full. The load of a peer counts in full until the peer must have
+reported again, and decays afterwards."""
 RATE_WEIGHT = 0.2
 """Weight of the newest fetch in the running mean of the rate."""
 PINGED = 8
-"""Peers pinged in rotation per gossip interval."""
+"""Number of peers that are pinged in rotation per gossip interval."""
 
 
 class Peer:
@@ -69,34 +70,34 @@ class Peer:
         self.up = False
         self.incarnation = Incarnation(0)
         self.born = 0.0
-        """Time at which this node first heard of that incarnation."""
+        """Time in seconds at which this node first heard of the peer's incarnation."""
         self.liveness = Liveness()
         self.suspect = False
         self.reported_at = -math.inf
-        """Time of its newest report of vacancy and load."""
+        """Time in seconds of the newest message in which the peer reported its vacancy and load."""
         self.vacancy = UNKNOWN_VACANCY
         self.load = Rate(LOAD_HALF_LIFE_S)
-        """As reported."""
+        """Bytes per second that the peer reports to send to engines of other nodes."""
         self.announced = Rate(LOAD_HALF_LIFE_S)
-        """Bytes that this node reads there, or has just decided to read."""
+        """Rate of bytes that this node reads from the peer, or has just decided to read."""
         self.rate = DEFAULT_RATE
-        """Bytes per second of fetches from there, running mean."""
+        """Bytes per second of fetches from the peer, as a running mean."""
         self.calls: dict[int, tuple[OnReply, Timer, wire.PeerMessage]] = {}
-        """Calls that wait: callback, deadline and request by call id."""
+        """Calls to the peer that wait for an answer: (callback, timer of the deadline, request) by call id."""
 
     @property
     def reachable(self) -> bool:
-        """Can it be sent one-way messages? Otherwise it learns their content when it is back."""
+        """True if one-way messages can be sent to the peer; otherwise it learns their content when it is back."""
         return self.up and not self.suspect
 
     @property
     def usable(self) -> bool:
-        """Can it be called now?"""
+        """True if calls can be sent to the peer now: it is connected, not SUSPECT and not overdue."""
         return self.reachable and not self.liveness.overdue
 
 
 class Peers:
-    """The other members of the cluster."""
+    """The other members of the cluster: sends them messages and calls, and notices when one stops."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class Peers:
         on_suspect: Callable[[Peer], None],
         on_restored: Callable[[Peer], None],
     ) -> None:
-        """`on_lost`: the peer's connection broke. `on_suspect`: it became SUSPECT. `on_restored`: it is back, and may
-        have missed frames."""
+        """`on_lost` is called when the connection to a peer broke, `on_suspect` when a peer became SUSPECT,
+        `on_restored` when it is back and may have missed messages."""
         self._context = context
         self._on_lost = on_lost
         self._on_suspect = on_suspect
@@ -115,40 +116,40 @@ class Peers:
         self._peers = {name: Peer(name) for name in names}
         self._rotation = deque(self._peers.values())
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
-        """Duration of one rotation."""
+        """Seconds in which every peer is pinged once, or has reported its load by itself."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
 
     def get(self, node: NodeId) -> Peer | None:
-        """The peer, None for this node and for strangers."""
+        """Returns the state of another member of the cluster; None for this node and for a name that is no member."""
         return self._peers.get(node)
 
     def connected(self, node: NodeId) -> bool:
-        """Has `node` a control connection with this one?"""
+        """Returns True if `node` has a control connection with this node."""
         peer = self._peers.get(node)
         return peer is not None and peer.up
 
     def usable(self, node: NodeId) -> bool:
-        """Is `node` another member that can be called now?"""
+        """Returns True if `node` is another member of the cluster that can be called now."""
         peer = self._peers.get(node)
         return peer is not None and peer.usable
 
     def reachable(self, node: NodeId) -> bool:
-        """Is `node` another member that can be sent one-way messages?"""
+        """Returns True if `node` is another member of the cluster that can be sent one-way messages."""
         peer = self._peers.get(node)
         return peer is not None and peer.reachable
 
     def directory_nodes(self, keys: bytes) -> list[NodeId]:
-        """For each of the concatenated `keys`, the node that keeps its directory entry now: its directory node, or its
-        other candidate while that one cannot be reached."""
+        """Returns, for each of the concatenated `keys`, the node that keeps its directory entry now: the first
+        candidate of the key, or the second while the first cannot be reached."""
         away = [peer.node for peer in self._peers.values() if not peer.reachable]
         pairs = self._context.ring.candidates(keys)
         return [other if first in away else first for first, other in pairs] if away else [pair[0] for pair in pairs]
 
     def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
-        """Keys grouped by the node that keeps their directory entries now, in order."""
+        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept."""
         keys = list(keys)
         grouped: dict[NodeId, list[SegmentKey]] = {}
         for key, node in zip(keys, self.directory_nodes(b"".join(keys)) if keys else (), strict=True):
@@ -156,13 +157,13 @@ class Peers:
         return grouped
 
     def start(self) -> None:
-        """Begin to ping."""
+        """Begin to ping other nodes in every gossip interval."""
         self._context.after(self._context.config.gossip_s, self._ping)
 
     # -- connections
 
     def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
-        """A control connection was made; it replaces an earlier one."""
+        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one."""
         peer = self._peers[node]
         self.went_down(node, peer.incarnation)
         peer.up, peer.suspect = True, False
@@ -172,8 +173,8 @@ class Peers:
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
-        """The control connection broke: calls that wait fail now. A report about an earlier incarnation changes
-        nothing."""
+        """The control connection to `node` broke: its calls that wait for an answer fail now. A report about an earlier
+        incarnation changes nothing."""
         peer = self._peers[node]
         if not peer.up or peer.incarnation != incarnation:
             return
@@ -186,7 +187,7 @@ class Peers:
         self._on_lost(peer)
 
     def heard(self, node: NodeId) -> None:
-        """The peer sent a frame: it is alive."""
+        """Another node sent a message, so it is alive: neither overdue nor SUSPECT any more."""
         peer = self._peers[node]
         peer.liveness.heard(self._context.now)
         if peer.suspect:
@@ -197,8 +198,8 @@ class Peers:
     # -- frames
 
     def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
-        """Send a one-way message; dropped while the peer is down or SUSPECT, because `on_restored` repeats what it
-        needs. An overdue peer gets the message, because nothing would repeat it."""
+        """Send a one-way message. It is dropped while the peer is down or SUSPECT, because the peer is told all that it
+        needs when it is back. An overdue peer gets the message, because nothing would repeat it."""
         if self.reachable(node):
             self._context.emit(SendToPeer(node, message))
 
@@ -211,9 +212,9 @@ class Peers:
         *,
         proves_life: bool = True,
     ) -> None:
-        """Send `make(call id)`. `on_reply` is called exactly once, possibly before this returns: with the reply, or
-        with None at the deadline or when the peer cannot be called. `proves_life`: a missed deadline makes the peer
-        overdue."""
+        """Send the request `make(call id)`. `on_reply` is called exactly once, possibly before this returns: with the
+        reply, or with None after `deadline_s` seconds or when the peer cannot be called. `proves_life`: a missed
+        deadline makes the peer overdue."""
         peer = self._peers.get(node)
         if peer is None or not peer.usable:
             on_reply(None)
@@ -233,7 +234,7 @@ class Peers:
         def expire() -> None:
             peer.calls.pop(call)
             self._context.counters.add(TIMEOUTS)
-            # A call with less than the usual time says nothing of the peer.
+            # A call with a shorter deadline than usual does not show that the peer is slow.
             if proves_life and deadline_s >= 0.9 * self._context.config.match_deadline_s:
                 peer.liveness.deadline_missed()
             request = getattr(message, "request", "")
@@ -248,8 +249,8 @@ class Peers:
         self._context.emit(SendToPeer(peer.node, message))
 
     def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
-        """Raises `ValueError` where the call that waits for this reply was another request, or one of a number of keys
-        other than `count`. Changes nothing."""
+        """Raises `ValueError` if this reply does not answer the type of request that its call sent, or if that request
+        did not have `count` keys. Changes nothing."""
         waiting = self._peers[node].calls.get(message.call)
         if waiting is None:
             return
@@ -261,7 +262,8 @@ class Peers:
             raise ValueError(f"a {type(message).__name__} of {count} keys answers for {len(keys) // KEY_BYTES}")
 
     def replied(self, node: NodeId, message: Reply) -> None:
-        """Pass a reply to its caller. The lease of a `LookupReply` after the deadline is given back."""
+        """Pass a reply to the callback of its call. If a `LookupReply` came after the deadline, the lease in it is
+        released."""
         peer = self._peers[node]
         if not isinstance(message, wire.ExplainMissingReply):
             self._reported(peer, message)
@@ -305,7 +307,7 @@ class Peers:
             self._on_suspect(peer)
 
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
-        """Answer, and record the peer's vacancy and load."""
+        """Answer a ping of `node`, and record the vacancy and load that it reports."""
         self._reported(self._peers[node], message)
         vacancy, load = self._context.vacancy(), self._context.load()
         self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load)))
@@ -316,32 +318,34 @@ class Peers:
         peer.load.set(message.load, self._context.now + self._load_holds_s)
 
     def load(self, node: NodeId) -> float:
-        """Of a peer, bytes per second: as reported, and the recent reads of this node there. The sum may count a read
-        twice."""
+        """Returns the load of a peer in bytes per second: the load that it reported plus the recent reads of this node
+        there. The sum may count a read twice."""
         peer, now = self._peers[node], self._context.now
         return peer.load.at(now) + peer.announced.at(now)
 
     def will_read(self, node: NodeId, nbytes: int) -> None:
-        """This node is about to read so much there; no report includes it yet."""
+        """Count `nbytes` that this node is about to read from `node` as load of that node, which no report includes
+        yet."""
         self._peers[node].announced.add(nbytes, self._context.now)
 
     @property
     def notices_s(self) -> float:
-        """Time after which every node has noticed that another one stopped."""
+        """Seconds after which every node has noticed that another node stopped."""
         return 2 * self._round_s + self._context.config.suspect_s
 
     def silent_since(self, node: NodeId, began: float) -> None:
-        """A transfer that began at `began` missed its deadline. The peer is overdue if it sent nothing since."""
+        """A transfer from `node` missed its deadline: the node becomes overdue if it has sent nothing since the time
+        `began`."""
         self._peers[node].liveness.deadline_missed(began)
 
     # -- speed
 
     def predict_s(self, node: NodeId, nbytes: int) -> float:
-        """Expected time to fetch `nbytes` from `node`."""
+        """Returns the expected seconds of a fetch of `nbytes` from `node`, from the measured rate."""
         return nbytes / self._peers[node].rate
 
     def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
-        """A fetch of `nbytes` took `seconds`."""
+        """Record that a fetch of `nbytes` from `node` took `seconds`, for the measured rate."""
         if nbytes < MEASURED_BYTES:
             return
         peer = self._peers[node]
@@ -349,17 +353,19 @@ class Peers:
         peer.rate += RATE_WEIGHT * (rate - peer.rate)
 
     def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
-        """A fetch of `nbytes` was not done after `seconds`. Later fetches get a longer deadline, because on a network
-        that became slower none would end in time. The reduction is bounded, because the peer may only have paused."""
+        """Reduce the expected rate of `node`, because a fetch of `nbytes` was not done after `seconds`. Later fetches
+        then get a longer deadline: on a network that became slower none would end in time otherwise. The reduction is
+        bounded, because the peer may only have paused."""
         if nbytes >= MEASURED_BYTES:
             peer = self._peers[node]
             peer.rate = max(peer.rate / MAX_SLOWDOWN, min(peer.rate, nbytes / max(seconds, 1e-6)))
 
     def census(self) -> dict[str, int]:
-        """Entries of each map; one call to each peer that is up may be a ping."""
+        """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,
+        and for tests that look for leaks."""
         return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
 
     def check_integrity(self) -> None:
-        """AssertionError when a call waits at a peer that is down."""
+        """Raises AssertionError when a call waits at a peer that is down."""
         for peer in self._peers.values():
             assert peer.up or not peer.calls, f"calls wait at {peer.node}, which is down"

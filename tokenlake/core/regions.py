@@ -1,4 +1,5 @@
-"""Moves memory between tenants. A region has one tenant and one slot size for life, so it is emptied and replaced.
+"""Moves memory between tenants. A region keeps its tenant and slot size for life, so to move its memory the node
+empties the region and replaces it by a new one.
 
 ::
 
@@ -19,30 +20,31 @@ from tokenlake.store import SlotPool
 __all__ = ["Regions"]
 
 DRAIN_ALONE_S = 2.0
-"""Time for which no second pool loses memory while a region is being emptied whose slots are in use; most leases end
-sooner."""
+"""Seconds for which no second pool has to give up memory while a region with slots in use is being emptied; most leases
+end sooner."""
 
 Demand = tuple[TenantId, int]
-"""(tenant, slot size) that needs a region."""
+"""(tenant, bytes of a slot) for which engines need a region of the node's memory."""
 
 
 class Regions:
-    """Replaces one region at a time."""
+    """Decides which region is emptied for which tenant; one region is replaced at a time."""
 
     def __init__(self, context: Context, sessions: Sessions) -> None:
         self._context = context
         self._sessions = sessions
         self._demand: Demand | None = None
-        """The demand that the region being replaced is for."""
+        """The tenant and slot size that get the region that is being replaced."""
         self._draining: tuple[SlotPool, Demand, float] | None = None
-        """(pool whose region is being emptied bit by bit, demand that it is for, time it began)."""
+        """The region that is being emptied bit by bit: (its pool, tenant and slot size that get its memory, time at
+        which it began)."""
         self._replacing: ReplaceRegion | None = None
-        """The replacement that the driver carries out now."""
+        """The instruction to replace a region that the driver is carrying out; None without one."""
         self._replaced = 0
 
     def look(self) -> None:
-        """Begin to move a region where one is needed and one can be given up. Called when an engine joins and in every
-        gossip interval, because slots of a region may be in use for a while."""
+        """Begin to replace a region if a tenant needs one and another pool can give one up. Called when an engine
+        joins, and in every gossip interval because slots of a region may be in use for a while."""
         if self._replacing is not None:
             return
         if self._draining is not None:
@@ -58,8 +60,8 @@ class Regions:
                 return
 
     def _serve(self, demand: Demand, used: Sequence[Demand], among: Sequence[TenantId]) -> bool:
-        """Did another pool begin to give up a region for `demand`? `used`: demands of connected engines. `among`: the
-        tenants that share the memory."""
+        """Returns True if another pool begins to give up a region for `demand`. `used`: tenants and slot sizes of the
+        connected engines. `among`: the tenants that share the memory."""
         store = self._context.store
         idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
         if self._draining is None and store.below_fair_share(*demand, among):
@@ -74,14 +76,15 @@ class Regions:
                 return True
         if store.pool(*demand) is not None:
             return False
-        # No tenant has more than its fair share. A demand without any slots gets memory that no connected engine uses.
+        # No tenant has more than its fair share of the memory. A tenant without any slot of this size gets memory that
+        # no connected engine uses.
         for pool in idle:
             if pool.draining is not None or (pool.tenant != demand[0] and store.regions.at_quota(demand[0])):
                 continue
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), demand)
             if self._replacing is not None or len(pool.free) > free:
-                # It gave up a region, or a part of one so far: no other pool has to lose memory.
+                # This pool gave up a region, or has evicted a part of one: no other pool has to lose memory.
                 return True
         return False
 
@@ -104,7 +107,8 @@ class Regions:
             raise ValueError(f"region {region} is ready, and no ReplaceRegion asked for it")
 
     def ready(self, region: int) -> None:
-        """The new region exists."""
+        """The driver has made the new region: give it to the tenant for which it was made, and look for the next region
+        to replace."""
         demand, self._demand, self._replacing = self._demand, None, None
         self._context.store.add_spare(region, demand)
         self.look()

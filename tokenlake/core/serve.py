@@ -44,15 +44,16 @@ REDIRECTED = Metric("tokenlake_redirected_lookups_total", "Lookups redirected to
 DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while the segment is sent to other readers")
 
 PEER_LEASE_SHARE = 0.5
-"""Share of the slots that a pool can grow to which other nodes may lease in all; the rest is left for local writers."""
+"""Share of a pool's capacity (in slots) that all other nodes together may lease; the rest is left for the engines of
+this node."""
 SLICE = 1024
-"""Segments released per slice of work, or one lease."""
+"""Segments whose leases are released at once before other events are handled; at least one lease."""
 FAN_OUT = 2
-"""Readers of a segment that this node serves at a time."""
+"""Number of readers of a segment that this node serves at a time."""
 RECIPIENTS_KEPT_S = 2.0
 """Seconds after the last send of a segment for which its recipients are remembered. Cached copies do not last long."""
 MAX_REMEMBERED = 4096
-"""Segments whose recipients are remembered."""
+"""Maximum number of segments whose recipients are remembered."""
 
 _LOCAL, _MISSING = Code.LOCAL, Code.MISSING
 _DELIVERED = math.inf
@@ -60,63 +61,68 @@ _pool = operator.attrgetter("pool")
 
 
 class Verdict(NamedTuple):
-    """The fan-out limit's answer to a reader. Neither: this node serves it."""
+    """The decision of the fan-out limit about a reader. With neither field set, this node serves the reader."""
 
     redirect: NodeId | None = None
-    """Another node that has the segments, which the reader should ask."""
+    """Another node that has the segments and that the reader should ask instead; None for none."""
     deferred: bool = False
-    """The reader should ask again soon."""
+    """True if the reader should ask again soon."""
 
 
 _SERVE, _DEFER = Verdict(), Verdict(deferred=True)
 
 
 class _Recipients:
-    """The recent readers of one segment here."""
+    """The nodes that recently read one segment from this node."""
 
     __slots__ = ("deferred_until", "last", "redirected", "until")
 
     def __init__(self) -> None:
         self.last = 0.0
-        """Time of the last entry."""
+        """Time in seconds of the newest send or lookup of the segment that is recorded."""
         self.until: dict[NodeId, float] = {}
-        """Per reader, the time until which its transfer counts as under way, or `_DELIVERED`."""
+        """For each reading node, the time until which its transfer counts as under way, or infinity (`_DELIVERED`) once
+        it has ended."""
         self.redirected: dict[NodeId, NodeId] = {}
-        """Per reader, the recipient that it was redirected to and has not come back from."""
+        """For each redirected node, the recipient to which it was redirected; removed when the node reads here all the
+        same."""
         self.deferred_until: dict[NodeId, float] = {}
-        """Per deferred reader, the time from which it is served all the same."""
+        """For each deferred node, the time from which it is served even if other transfers are still under way."""
 
 
 class FanOut:
-    """The recent readers of each segment of this node, and the decision that follows for the next reader."""
+    """The fan-out limit: records the recent readers of each segment of this node and decides whether the next reader is
+    served, redirected or deferred."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
         self._recipients: dict[Segment, _Recipients] = {}
-        """The segment sent longest ago comes first."""
+        """Recent readers by segment; the segment that was sent longest ago comes first."""
 
     def began(self, node: NodeId, segments: Sequence[Segment]) -> None:
-        """A send of these segments to an engine of `node` begins."""
+        """Record that a send of these segments to an engine of `node` begins."""
         self.sweep()
         nbytes = sum(segment.slot_bytes for segment in segments)
         until = self._context.now + deadline_s(self._peers.predict_s(node, nbytes))
         for segment in segments:
             recipients = self._entry(segment)
-            # A reader that was redirected and reads here all the same did not find a copy there.
+            # A reader that was redirected and still reads from this node found no copy at the other node, which is
+            # therefore no recipient any more.
             recipients.until.pop(recipients.redirected.pop(node, node), None)
             recipients.deferred_until.pop(node, None)
             recipients.until[node] = until
 
     def done(self, node: NodeId, segments: Sequence[Segment]) -> None:
-        """The send has ended."""
+        """Record that the send of these segments to `node` has ended: other readers can be redirected to `node`."""
         for segment in segments:
             recipients = self._recipients.get(segment)
             if recipients is not None and node in recipients.until:
                 recipients.until[node] = _DELIVERED
 
     def decide(self, node: NodeId, segments: Sequence[Segment], *, patient: bool) -> Verdict:
-        """Serve, redirect or defer a reader on `node` that asks for these segments. `patient`: it can be deferred."""
+        """Decide whether a reader on `node` that looks up these segments is served, redirected or deferred. `patient`:
+        the reader can wait, so it may be deferred."""
         recipients = self._busy(node, segments)
         if recipients is None:
             if patient:
@@ -129,7 +135,7 @@ class FanOut:
             recipients.redirected[node] = chosen
             self._context.counters.add(REDIRECTED)
             return Verdict(redirect=chosen)
-        # A reader is deferred no longer than the transfers take that are under way at its first lookup.
+        # A reader is deferred at most until the transfers have ended that are under way at its first lookup.
         under_way = max(until for until in recipients.until.values() if until < _DELIVERED)
         if patient and self._context.now < recipients.deferred_until.setdefault(node, under_way):
             self._context.counters.add(DEFERRED)
@@ -137,7 +143,8 @@ class FanOut:
         return _SERVE
 
     def _busy(self, node: NodeId, segments: Sequence[Segment]) -> _Recipients | None:
-        """The recipients of the deepest of these segments that has `FAN_OUT` of them beside `node`."""
+        """Returns the recent readers of the deepest of these segments that has at least `FAN_OUT` readers other than
+        `node`; None if no segment has."""
         now, oldest = self._context.now, self._context.now - RECIPIENTS_KEPT_S
         for segment in reversed(segments) if self._recipients else ():
             recipients = self._recipients.get(segment)
@@ -149,13 +156,14 @@ class FanOut:
         return None
 
     def _expect(self, node: NodeId, segment: Segment) -> None:
-        """Count a patient reader from its lookup on: many readers may ask before the first send begins."""
+        """Count a reader that can wait from its lookup on, because many readers may ask before the first send
+        begins."""
         recipients = self._entry(segment)
         until = self._context.now + self._context.config.match_deadline_s
         recipients.until[node] = max(until, recipients.until.get(node, 0.0))
 
     def _entry(self, segment: Segment) -> _Recipients:
-        """The entry of `segment`, moved to the end."""
+        """Returns the record of the recent readers of `segment`, moved to the end of the order."""
         recipients = self._recipients.pop(segment, None) or _Recipients()
         self._recipients[segment] = recipients
         recipients.last = self._context.now
@@ -173,28 +181,30 @@ class FanOut:
             del self._recipients[segment]
 
     def __len__(self) -> int:
-        """Segments whose recipients are remembered."""
+        """Number of segments whose recipients are remembered."""
         return len(self._recipients)
 
     def check_integrity(self) -> None:
-        """AssertionError when more segments than allowed are remembered, or one without recipients."""
+        """Raises AssertionError when the readers of more segments than allowed are remembered, or a segment without
+        readers."""
         assert len(self._recipients) <= MAX_REMEMBERED
         assert all(recipients.until for recipients in self._recipients.values())
 
 
 @dataclass(slots=True, eq=False)
 class _PeerLease:
-    """A lease of another node."""
+    """A lease that another node holds on segments of this node."""
 
     node: NodeId
     segments: list[Segment]
     counts: Counter[PoolId]
-    """Number of the segments in each pool."""
+    """Number of leased segments in each pool of slots."""
     timer: Timer
 
 
 class Serving:
-    """Lookups, leases and sends. A lease and a send each pin their segments."""
+    """Serves other nodes: answers their lookups, grants them leases, and sends them segments. A lease and a send each
+    pin their segments."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
@@ -203,14 +213,16 @@ class Serving:
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
         self._leased: Counter[PoolId] = Counter()
-        """Pins of the leases, by pool."""
+        """Number of pins that leases of other nodes hold in each pool of slots."""
         self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
-        """Per bulk connection, the segments and the node of the engine that reads them; None: a background transfer."""
+        """The send under way on each bulk connection: (node whose engine reads the segments, or None for a background
+        transfer; the segments)."""
 
     # -- lookups
 
     def lookup(self, node: NodeId, message: wire.Lookup) -> wire.LookupReply:
-        """Lease the segments that are here to `node`, and answer from the directory for the other keys."""
+        """Answer a lookup of `node`: lease it the segments that this node has, and answer for the other keys from the
+        directory."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
         codes = bytearray([_LOCAL]) * len(keys)
@@ -235,8 +247,8 @@ class Serving:
     def _deepest(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]
     ) -> tuple[int, AccessRecord, float]:
-        """The number of keys up to the last one that is here or of which a last access is known here, that access, and
-        its age in seconds: fields of `LookupReply`."""
+        """Returns three fields of `LookupReply`: the number of keys up to the last one whose segment this node has or
+        remembers, the last access of that segment, and the seconds since then."""
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
@@ -257,7 +269,8 @@ class Serving:
     def _ask_directory(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray
     ) -> list[NodeId]:
-        """Set `codes` of the keys that are not here from the directory. Returns the node per ELSEWHERE, in order."""
+        """Set the codes of the keys whose segments this node lacks from the directory. Returns the owner for each code
+        ELSEWHERE, in the order of the keys."""
         here = self._context.node
         absent = [index for index, segment in enumerate(found) if segment is None]
         missing = [keys[index] for index in absent]
@@ -265,14 +278,15 @@ class Serving:
         candidates = self._context.ring.candidates(join_keys(missing))
         answers = self._directory_node.ask(tenant, missing)
         for index, pair, (code, elsewhere) in zip(absent, candidates, answers, strict=True):
-            # The reader may ask for keys that do not hash to this node: it was told that this node owns them.
+            # A reader that was told that this node owns some segments also asks for their neighbours, of which this
+            # node is not a candidate and knows nothing.
             codes[index] = code if here in pair else _MISSING
             if codes[index] == Code.ELSEWHERE and elsewhere is not None:
                 nodes.append(elsewhere)
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
-        """The segments found that other nodes may lease now; the codes of the others become UNKNOWN."""
+        """Returns those found segments that other nodes may still lease; the codes of the others become UNKNOWN."""
         leased = [segment for segment in found if segment is not None]
         rooms = {pool: self._room(pool) for pool in dict.fromkeys(map(_pool, leased))}
         if all(len(leased) <= room for room in rooms.values()):
@@ -287,7 +301,7 @@ class Serving:
         return leased
 
     def _room(self, pool: PoolId) -> int:
-        """Further segments of `pool` that other nodes may lease."""
+        """Returns how many further segments of `pool` other nodes may lease."""
         return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) - self._leased[pool]
 
     # -- leases
@@ -304,7 +318,7 @@ class Serving:
         return self._context.after(self._context.config.peer_lease_s, lambda: self.release(lease))
 
     def renew(self, node: NodeId, leases: Iterable[int]) -> None:
-        """`node` still needs these leases. A lease that has ended, or is another node's, is ignored."""
+        """Renew leases that `node` still needs. A lease that has ended, or that another node holds, is ignored."""
         for number in leases:
             lease = self._leases.get(LeaseId(number))
             if lease is not None and lease.node == node:
@@ -312,7 +326,8 @@ class Serving:
                 lease.timer = self._expire_later(LeaseId(number))
 
     def release(self, lease_id: LeaseId, node: NodeId | None = None) -> None:
-        """End a lease. A lease that has ended, or that is not `node`'s, is ignored."""
+        """End a lease of another node. A lease that has ended already, or that is not held by `node` (if given), is
+        ignored."""
         lease = self._leases.get(lease_id)
         if lease is None or (node is not None and lease.node != node):
             return
@@ -322,7 +337,7 @@ class Serving:
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
-        """`node` is down: end its leases, in slices. Sends to it keep their own pins."""
+        """End all leases of `node`, which is down, some at a time. Sends to it keep their own pins."""
         ending = [at for at, lease in self._leases.items() if lease.node == node]
 
         def work() -> bool:
@@ -346,8 +361,8 @@ class Serving:
     def pull(
         self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False
     ) -> None:
-        """Pin the segments that are here and send them to `node`; the codes of the others are LOST. `background`: no
-        engine of `node` waits for them."""
+        """Send segments to `node` over the bulk connection `stream`: those that this node has are pinned and sent, the
+        codes of the others are LOST. `background`: no engine of `node` waits for them."""
         found = self._context.ready(tenant, keys)
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
@@ -367,27 +382,27 @@ class Serving:
         self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))
 
     def sent(self, stream: int) -> None:
-        """The sender has returned: release the pins of the send."""
+        """Handle the end of a send on the bulk connection `stream`: release its pins."""
         node, segments = self._sends.pop(stream, (None, []))
         self._context.store.unpin(*segments)
         if node is not None:
             self._fan_out.done(node, segments)
 
     def sweep(self) -> None:
-        """Forget recipients that are too old for a redirect. Called once per gossip interval."""
+        """Forget recent readers that are too old to redirect others to. Called once per gossip interval."""
         self._fan_out.sweep()
 
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin held here."""
+        """Yields a segment once for each pin that leases of other nodes and sends hold on it; for integrity checks."""
         for lease in self._leases.values():
             yield from lease.segments
         for _, segments in self._sends.values():
             yield from segments
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "leases to peers": len(self._leases),
             "sends": len(self._sends),
@@ -395,7 +410,7 @@ class Serving:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
+        """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
         leased = Counter(map(_pool, itertools.chain.from_iterable(lease.segments for lease in self._leases.values())))
         assert self._leased == leased
         self._fan_out.check_integrity()

@@ -21,21 +21,22 @@ __all__ = ["Process", "Session", "Sessions"]
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
 
 SLICE = 1024
-"""Segments of a dead process that are given back per slice of work; at least one lease or write."""
+"""Segments of a dead process that are given back at once before other events are handled; at least one lease or
+write."""
 
 
 class Process:
-    """One connection of a session."""
+    """One process of an engine: a connection of its session."""
 
     def __init__(self, connection: ConnectionId, session: Session) -> None:
         self.connection = connection
         self.session = session
         self.alive = True
-        """False once the process is gone, or continues over another connection."""
+        """False once the process is gone, or has continued over another connection."""
 
 
 class Session(SessionGrants):
-    """One engine, and what it holds."""
+    """One engine as the daemon knows it, with its processes, leases and writes."""
 
     def __init__(
         self,
@@ -52,11 +53,12 @@ class Session(SessionGrants):
         self.deadline = deadline
         self.expired = False
         self.processes: dict[ConnectionId, Process] = {}
-        """A dead process stays in here until everything that it held is given back."""
+        """Processes of the engine by connection. A dead process stays in the map until all leases and writes that it
+        held are given back."""
 
 
 class Sessions:
-    """All sessions of the node; at most `max_sessions`."""
+    """All sessions of the node's engines, at most `max_sessions`."""
 
     def __init__(self, context: Context, peers: Peers, grants: Grants) -> None:
         self._context = context
@@ -69,11 +71,11 @@ class Sessions:
         return iter(self._sessions.values())
 
     def process(self, connection: ConnectionId) -> Process | None:
-        """The process of a connection, None when it is gone."""
+        """Returns the process of a connection, None when the process is gone."""
         return self._processes.get(connection)
 
     def start(self) -> None:
-        """Begin to renew the leases of living sessions at other nodes."""
+        """Begin to renew, at regular intervals, the leases that living sessions hold at other nodes."""
         self._context.after(self._context.config.peer_lease_s / 3, self._renew_remote_leases)
 
     # -- coming and going
@@ -88,8 +90,9 @@ class Sessions:
         session_id: SessionId,
         resume: ConnectionId,
     ) -> Session | str:
-        """Open a session (id 0) or join one; the reason when it is refused. `resume`: the process's earlier connection;
-        what it held over that one it holds over the new one."""
+        """Open a session (`session_id` 0) or join an existing one. Returns the session, or the reason as text when it
+        is refused. `resume`: the earlier connection of the process, whose leases and writes move to the new
+        connection."""
         config = self._context.config
         session = self._sessions.get(session_id)
         if session is None and session_id:
@@ -107,7 +110,8 @@ class Sessions:
         process = Process(connection, session)
         session.processes[connection] = process
         self._processes[connection] = process
-        # A dead process may still be among the session's; only a living one can be resumed.
+        # Only a living process can be resumed; a dead one may still be in the session until all that it held is given
+        # back.
         if resume in self._processes and session.processes.pop(resume, None) is not None:
             self._processes.pop(resume).alive = False
             session.move(resume, connection)
@@ -115,7 +119,8 @@ class Sessions:
         return session
 
     def gone(self, connection: ConnectionId) -> None:
-        """The process is dead or said `Bye`: slots that only this process held are free."""
+        """Give back all leases and writes of a process that is dead or said `Bye`; slots that no other process holds
+        become free."""
         process = self._processes.pop(connection, None)
         if process is None:
             return
@@ -145,7 +150,7 @@ class Sessions:
         self._context.in_slices(work)
 
     def reconcile(self, process: Process, leases: Iterable[int], writes: Iterable[int]) -> None:
-        """The process knows these leases and writes; every other one that it holds is given back."""
+        """Give back every lease and write of the process that it does not name: it lost the reply that granted it."""
         session, connection = process.session, process.connection
         known = {*leases, *writes}
         unknown = [lease for lease in session.leases.values() if lease.id not in known]
@@ -156,7 +161,8 @@ class Sessions:
     # -- deadlines
 
     def renew(self, session: Session) -> bool:
-        """The session sent a message; False when its deadline had passed since the last one."""
+        """Move the deadline of a session that sent a message. Returns False when the deadline had passed before the
+        message came."""
         was_alive = not session.expired
         session.expired = False
         session.deadline = self._context.now + self._context.config.lease_s
@@ -189,12 +195,12 @@ class Sessions:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin that sessions hold; for integrity checks."""
+        """Yields a segment once for each pin that leases and writes of sessions hold on it; for integrity checks."""
         for session in self._sessions.values():
             yield from session.pins()
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         sessions = self._sessions.values()
         return {
             "sessions": len(self._sessions),
@@ -205,7 +211,7 @@ class Sessions:
         }
 
     def check_integrity(self) -> None:
-        """AssertionError when a session has no process, or its counts differ from what it holds."""
+        """Raises AssertionError when a session has no process, or its counts differ from its leases and writes."""
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()

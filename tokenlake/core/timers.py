@@ -1,4 +1,4 @@
-"""Deadlines inside the rules. The driver needs to know only the next one."""
+"""Timers of the rules. The driver of the rules only needs to know the earliest deadline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 __all__ = ["KEPT_CANCELLED", "Timer", "Timers"]
 
 KEPT_CANCELLED = 64
-"""Cancelled timers that may stay in the heap, however few others there are."""
+"""Number of cancelled timers that may stay in the heap even if it has few other timers."""
 
 
 class Timer:
-    """One deadline."""
+    """One deadline, at which a callback is called unless the timer is cancelled."""
 
     __slots__ = ("_timers", "callback")
 
@@ -21,7 +21,7 @@ class Timer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """The callback is not called any more. Idempotent."""
+        """Cancel the timer: its callback is not called any more. Further calls have no effect."""
         if self.callback is not None:
             self.callback = None
             self._timers.cancelled()
@@ -33,27 +33,28 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._set = 0
-        """Timers set so far; breaks ties."""
+        """Number of timers set so far; it orders timers of equal deadline."""
         self._cancelled = 0
-        """Cancelled timers in the heap."""
+        """Number of cancelled timers that are still in the heap."""
 
     def at(self, deadline: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` at the first `fire` at or after `deadline`."""
+        """Set a timer: the first `fire` at or after the time `deadline` (seconds) calls `callback`. Returns the
+        timer."""
         timer = Timer(self, callback)
         self._set += 1
         heapq.heappush(self._heap, (deadline, self._set, timer))
         return timer
 
     def next(self) -> float | None:
-        """The earliest deadline that was not cancelled."""
+        """Returns the earliest deadline of the timers that were not cancelled, in seconds; None without one."""
         while self._heap and self._heap[0][2].callback is None:
             heapq.heappop(self._heap)
             self._cancelled -= 1
         return self._heap[0][0] if self._heap else None
 
     def cancelled(self) -> None:
-        """Called by a timer. Most deadlines belong to calls, leases and writes that end long before, so cancelled
-        timers are removed when they are more than half of the heap."""
+        """A timer calls this when it is cancelled. Most calls, leases and writes end long before their deadline, so the
+        heap fills with cancelled timers; they are removed when they are more than half of it."""
         self._cancelled += 1
         if self._cancelled > max(KEPT_CANCELLED, len(self._heap) // 2):
             self._heap = [entry for entry in self._heap if entry[2].callback is not None]
@@ -61,11 +62,12 @@ class Timers:
             self._cancelled = 0
 
     def __len__(self) -> int:
-        """Deadlines that were not cancelled."""
+        """Number of timers that are set and not cancelled."""
         return len(self._heap) - self._cancelled
 
     def fire(self, now: float) -> None:
-        """Call every callback that is due. One that a callback sets for `now` or earlier waits for the next `fire`."""
+        """Call the callbacks of all timers whose deadline is at most `now`. A timer that such a callback sets waits for
+        the next `fire`, even if it is due already."""
         last = self._set
         while self._heap and self._heap[0][0] <= now and self._heap[0][1] <= last:
             timer = heapq.heappop(self._heap)[2]

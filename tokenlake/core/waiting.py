@@ -48,25 +48,26 @@ end after `peer_lease_s`."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.05
 """Seconds between two lookups of a waiting match: the first, and the maximum after repeated doubling."""
 MAX_CLAIMED = 1024
-"""Markers of one process. A directory has a bounded size, which markers of segments that do not exist must not fill."""
+"""Maximum number of in-flight markers of one process: markers of segments that are never stored must not fill a
+directory, whose size is bounded."""
 
 
 class Wait:
-    """How long one match may still wait."""
+    """The time for which one match may still wait for a segment that another engine computes."""
 
     def __init__(self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0) -> None:
-        """`in_flight_wait_s`: maximum wait. `per_segment_s`: above 0, the wait is also at most this per missing
-        segment."""
+        """`in_flight_wait_s`: maximum wait in seconds. `per_segment_s`: if above 0, the wait is also at most this many
+        seconds for each missing segment."""
         self._per_segment_s = per_segment_s
         self.in_flight_wait_s = min(in_flight_wait_s, MAX_IN_FLIGHT_WAIT_S)
         self.until = now + self.in_flight_wait_s
         self.pause_s = FIRST_PAUSE_S
         self.counted: dict[Metric, None] = {}
-        """The reasons for waiting that were counted."""
+        """Metrics (of the reasons for waiting) that have counted this match already, so that each counts it once."""
 
     def limit_to(self, missing: int) -> None:
-        """Shorten the wait to that of `missing` segments. The first call decides: the number of missing segments falls
-        while the match waits."""
+        """Shorten the wait to the time allowed for `missing` segments. Only the first call has an effect, because the
+        number of missing segments falls while the match waits."""
         per_segment_s, self._per_segment_s = self._per_segment_s, 0.0
         if per_segment_s:
             surplus_s = max(0.0, self.in_flight_wait_s - missing * per_segment_s)
@@ -75,7 +76,8 @@ class Wait:
 
 
 class WaitingMatches:
-    """Delays matches until their first missing segment is there, or until their own engine is to compute it."""
+    """Delays the answer to a match until its first missing segment is stored, or until its own engine should compute
+    the segment."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
@@ -83,16 +85,19 @@ class WaitingMatches:
         self._directory_node = directory_node
 
     def may_wait(self, wait: Wait, code: int) -> bool:
-        """Can a match whose first missing segment has this code find more by waiting, and is there time to?"""
+        """Returns True if a match whose first missing segment has this code could find more segments by waiting, and
+        has time left for it."""
         waits = code in (Code.PENDING, Code.DEFERRED, Code.MISSING)
         return waits and self._context.now + wait.pause_s <= wait.until
 
     def may_be_deferred(self, wait: Wait) -> bool:
-        """Is there time for an owner to answer DEFERRED, and for the match to ask it again afterwards?"""
+        """Returns True if the match has time left to ask an owner again that answers DEFERRED because it is sending the
+        segment to others."""
         return self._context.now + 2 * MAX_PAUSE_S <= wait.until
 
     def pause(self, wait: Wait, code: int, resume: Callable[[], None]) -> None:
-        """Call `resume` after the next pause. `code`: that of the first missing segment, PENDING or DEFERRED."""
+        """Call `resume` after a pause, which grows from call to call. `code`: PENDING or DEFERRED, the code of the
+        first missing segment, by which the wait is counted."""
         metric = DEFERRED_WAITS if code == Code.DEFERRED else IN_FLIGHT_WAITS
         if metric not in wait.counted:
             wait.counted[metric] = None
@@ -103,9 +108,10 @@ class WaitingMatches:
     def claim(
         self, wait: Wait, tenant: TenantId, key: SegmentKey, directory_node: NodeId, done: Callable[[Code], None]
     ) -> None:
-        """Ask the directory node of `key` for the in-flight marker. Calls `done` once, possibly before this returns:
-        MISSING: this node has the marker, its engine computes the segment. PENDING: another node has it. LOCAL: the
-        segment is stored by now. UNKNOWN: the directory node does not know, or did not answer."""
+        """Ask the directory node of `key` to set the in-flight marker for this node. Calls `done` once, possibly before
+        this returns, with MISSING: this node has the marker and its engine computes the segment; PENDING: another node
+        has the marker; LOCAL: the segment is stored by now; UNKNOWN: the directory node cannot tell, or did not
+        answer."""
 
         def answered(code: Code) -> None:
             self._context.counters.add(IN_FLIGHT_CLAIMS, code is Code.MISSING)
@@ -134,8 +140,8 @@ class WaitingMatches:
 
 
 class InFlightMarkers:
-    """The markers that this node has set at directory nodes for its engines. A process withdraws its claims, or ends;
-    otherwise a directory node drops a marker when its time is over or the segment is stored."""
+    """The in-flight markers that this node has set at directory nodes for its engines. They end when the process
+    withdraws them or ends; a directory node drops a marker by itself when its time is over or the segment is stored."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
@@ -143,8 +149,8 @@ class InFlightMarkers:
         self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
 
     def claim(self, process: Process, request: engine.Claim) -> None:
-        """An engine will compute these segments, or, with 0 seconds, will not. A process that claims more than
-        `MAX_CLAIMED` segments loses its oldest claims."""
+        """Set in-flight markers for the segments that an engine's process is about to compute, or, if the request has 0
+        seconds, withdraw them. A process with more than `MAX_CLAIMED` markers loses its oldest ones."""
         keys = split_keys(request.keys)[:MAX_CLAIMED]
         tenant, claimed = self._claimed.setdefault(process.connection, (process.session.tenant, {}))
         for key in keys:
@@ -161,14 +167,15 @@ class InFlightMarkers:
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
     def process_gone(self, connection: ConnectionId) -> None:
-        """The process left or died: its claims end."""
+        """Withdraw the in-flight markers of a process that left or died."""
         tenant, claimed = self._claimed.pop(connection, (TenantId(""), {}))
         self._end(tenant, list(claimed))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        """Withdraw the claims of these. The marker of a segment that is stored or being written here stays."""
+        """Withdraw the in-flight markers of these segments, except those that are stored or being written on this
+        node."""
         self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
 
     def census(self) -> dict[str, int]:
-        """Entries of each map."""
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"claims": sum(len(claimed) for _, claimed in self._claimed.values())}

@@ -31,7 +31,7 @@ REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which an engi
 
 
 class Writes:
-    """Prepare, Attach, Commit and Abort."""
+    """Handles the requests by which local engines write segments: Prepare, Attach, Commit and Abort."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Writes:
         self._touches = touches
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
-        """Answers with one code per key, and a slot for each RESERVED. After a refusal no further key of the request
-        gets a slot."""
+        """Reserve slots for segments that an engine will write. The answer has one code per key, and a slot for each
+        key with the code RESERVED. After a refusal no further key of the request gets a slot."""
         session, store = process.session, self._context.store
         keys = split_keys(request.keys)
         hints = with_access(request.hints, session.recent.access(keys, request.first))
@@ -80,8 +80,8 @@ class Writes:
                 if outcome.refused:
                     refusal = outcome
                     self._context.counters.add(REFUSED)
-        # An engine computed the EXISTS again: that counts as a read, and keeps them. They are looked up anew, since the
-        # reservation for a later key of this request may have evicted one.
+        # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
+        # up anew, since the reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
         found = self._context.ready(session.tenant, existing)
         self._touches.read([segment for segment in found if segment is not None], hints)
@@ -106,9 +106,9 @@ class Writes:
         return segment
 
     def attach(self, process: Process, request: wire.Attach) -> None:
-        """Another process of the session fills shards of the write: the slots stay pinned until it gives them back as
-        well. Answers RESERVED for open segments, EXPIRED for those whose deadline has passed, COMMITTED for the
-        rest."""
+        """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
+        well. The answer is RESERVED for uncommitted segments, EXPIRED if the deadline of the write has passed, and
+        COMMITTED for the others."""
         write = process.session.writes[WriteId(request.lease)]
         self._grants.attach(write, process.connection)
         count = max(write.open) + 1
@@ -118,8 +118,8 @@ class Writes:
         self._context.emit(Answer(process.connection, wire.Prepared(request.id, write.id, codes, slots)))
 
     def commit(self, process: Process, request: wire.Commit) -> None:
-        """Publish the segments whose shards are all committed. After the deadline nothing is published, and the slots
-        that the request names are given back."""
+        """Commit shards of a write: segments whose shards are all committed are published. After the deadline of the
+        write nothing is published, and the process gives back the slots that the request names."""
         session = process.session
         write = session.writes.get(WriteId(request.write))
         if write is None or write.expired:
@@ -159,14 +159,14 @@ class Writes:
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:
-        """The process gives back all slots of the write."""
+        """Abort a write for one process: it gives back all slots of the write."""
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:
             self._grants.give_back(process.session, write, process.connection)
 
 
 def _with_checksums(known: bytes, shards: list[int], new: bytes) -> bytes:
-    """`known` with the checksums of `shards` replaced by `new`, in order."""
+    """Returns the checksums `known` of a segment's shards, with those of `shards` replaced by `new`, in order."""
     if len(new) == len(known):
         return new
     merged = bytearray(known)

@@ -39,10 +39,10 @@ class Decision(msgspec.Struct, frozen=True):
     """The way chosen for one sequence of a batch."""
 
     sequence: int
-    """Index into the tree's sequences."""
+    """Index of the sequence in the prefix tree."""
     way: Way
     owner: NodeId | None
-    """The node that is read; None where the sequence is recomputed."""
+    """The node from which the sequence is read, or to which queries are sent; None if the sequence is recomputed."""
     requests: tuple[int, ...]
     """Indices of the batch's requests that read or recompute the sequence."""
 
@@ -54,14 +54,15 @@ class _Option(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The costs of one sequence, in seconds."""
+    """The costs in seconds of the ways to use one sequence."""
 
     moved: _Option
-    """Read here, or fetched from the owner that is cheapest to fetch from."""
+    """Cost of reading the sequence on this node, or of fetching it from the owner from which that is cheapest."""
     shipped: Mapping[NodeId, float]
-    """By owner, where shipping costs less than `moved`."""
+    """Cost of sending queries to each owner for which that costs less than `moved`."""
     recomputed: float
-    """The sequence and everything behind it; infinite while the time of a prefill is not known."""
+    """Cost of computing the sequence and everything behind it again; infinite while the time of a prefill is not
+    known."""
 
 
 def choose(costs: Costs, sharers: Sequence[int] | None = None, *, ship: bool = True) -> tuple[list[Decision], float]:
@@ -117,7 +118,8 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
 
 
 def _peers(costs: Costs, options: Mapping[int, _Options]) -> list[NodeId]:
-    """The peers with which shipping could save more than their round trips cost: an optimal set has no other."""
+    """Returns the peers for which sending queries could save more than their round trips cost; an optimal choice uses
+    no other peer."""
     saved: dict[NodeId, float] = {}
     for option in options.values():
         for peer, seconds in option.shipped.items():
@@ -127,8 +129,8 @@ def _peers(costs: Costs, options: Mapping[int, _Options]) -> list[NodeId]:
 
 
 def _best(costs: Costs, options: Mapping[int, _Options], asked: Sequence[NodeId]) -> tuple[dict[int, _Option], float]:
-    """The cheapest way of each sequence and the cost of all, where queries may be shipped to `asked`; without the round
-    trips."""
+    """Returns the cheapest way to use each sequence and the total cost in seconds without the round trips, if queries
+    may be sent only to the peers `asked`."""
     ways: dict[int, _Option] = {}
     behind = dict.fromkeys(options, 0.0)
     total = 0.0

@@ -29,11 +29,12 @@ class Model(msgspec.Struct, frozen=True):
     layers: int
     segment_bytes: int
     query_bytes: int
-    """Per query token and layer, in both directions together (`AttentionShape.query_bytes`)."""
+    """Bytes that one query token of one layer moves between nodes, queries and outputs together
+    (`AttentionShape.query_bytes`)."""
 
     @classmethod
     def of(cls, layout: Layout, shape: AttentionShape) -> Model:
-        """For queries and outputs that travel in the layout's dtype."""
+        """Returns the sizes of a model with this layout whose queries and outputs travel in the layout's dtype."""
         size = DTYPE_BYTES[layout.dtype]
         return cls(layout.layers, layout.segment_bytes, shape.query_bytes(size, size))
 
@@ -48,27 +49,28 @@ class Batch:
         self.requests = tuple(requests)
         chosen = {index: tree.requests[index] for index in requests}
         self.new = {index: max(1, request.tokens - tree.hit_tokens[index]) for index, request in chosen.items()}
-        """Tokens behind the cached prefix, by request."""
+        """Number of tokens behind the cached prefix that each request has to compute."""
         default = rates.answer_tokens.value
         self.steps = {i: default if r.answer_tokens is None else float(r.answer_tokens) for i, r in chosen.items()}
-        """Expected decode steps, by request."""
+        """Expected number of decode steps of each request."""
         readers: dict[int, list[int]] = {}
         for index in requests:
             for sequence in tree.paths[index]:
                 readers.setdefault(sequence, []).append(index)
         self.readers = {sequence: tuple(readers[sequence]) for sequence in sorted(readers)}
-        """The batch's requests that read each sequence, parents first."""
+        """Indices of the batch's requests that read each sequence; a sequence comes after the one that precedes it in
+        the prompt."""
 
         self.queries = {sequence: sum(self.new[index] for index in group) for sequence, group in self.readers.items()}
-        """Query tokens of the prefill that attend to each sequence."""
+        """Number of tokens computed in the prefill that attend to each sequence."""
         self.longest = {sequence: max(self.steps[index] for index in group) for sequence, group in self.readers.items()}
-        """Decode steps until the last reader of each sequence is done."""
+        """Number of decode steps until the last request that reads each sequence is done."""
         self.decoded = {sequence: sum(self.steps[index] for index in group) for sequence, group in self.readers.items()}
-        """Sum of the decode steps of all readers of each sequence."""
+        """Sum of the decode steps of all requests that read each sequence."""
 
 
 class Costs:
-    """Costs of one batch's sequences where the batch runs on `node`. Seconds."""
+    """Costs in seconds of using the cached sequences of one batch in different ways, if the batch runs on `node`."""
 
     def __init__(self, tree: PrefixTree, batch: Batch, node: NodeId, model: Model, rates: Rates) -> None:
         self.tree = tree
@@ -79,7 +81,8 @@ class Costs:
         self._attention: dict[int, float] = {}
 
     def attention(self, sequence: int) -> float:
-        """Attention over a sequence in the engine's own cache, in all steps of all readers."""
+        """Returns the seconds of attention over a sequence in the engine's own cache, in all steps of all requests that
+        read it."""
         known = self._attention.get(sequence)
         if known is None:
             cached, batch = self.tree.tokens[sequence], self.batch
@@ -88,23 +91,25 @@ class Costs:
         return known
 
     def nbytes(self, sequence: int) -> int:
-        """Bytes of the segments of a sequence."""
+        """Returns the bytes of all segments of a sequence."""
         return len(self.tree.sequences[sequence].keys) * self.model.segment_bytes
 
     def local(self, sequence: int) -> float:
-        """Reading a sequence that lies at this node: a copy to the engine for each reader, and attention there."""
+        """Returns the seconds to read a sequence that is stored on this node: for each request a copy to the engine's
+        cache, and attention there."""
         readers = len(self.batch.readers[sequence])
         # A prompt is matched once: only its first sequence pays for that.
         starts = readers if self.tree.sequences[sequence].parent < 0 else 0
         return self.rates.copy.seconds(readers * self.nbytes(sequence), starts) + self.attention(sequence)
 
     def fetch(self, sequence: int, owner: NodeId, sharers: int = 1) -> float:
-        """Fetching a sequence to this node once, without `local`, which has to be added. `sharers`: number of batches
-        on this node that share the fetch."""
+        """Returns the seconds to fetch a sequence from `owner` to this node once; the cost of reading it (`local`) has
+        to be added. `sharers`: number of batches on this node that share the fetch."""
         return self.rates.peer(owner).fetch.seconds(self.nbytes(sequence)) / max(1, sharers)
 
     def ship(self, sequence: int, owner: NodeId) -> float:
-        """Shipping queries to the sequence in each reader's prefill and in every decode step, without `round_trips`."""
+        """Returns the seconds of sending queries to the sequence at `owner`, in the prefill of each request and in
+        every decode step, without the round trips."""
         batch, peer = self.batch, self.rates.peer(owner)
         passes = len(batch.readers[sequence]) + batch.longest[sequence]
         queries = batch.queries[sequence] + batch.decoded[sequence]
@@ -112,14 +117,15 @@ class Costs:
         return self.model.layers * peer.queries.seconds(passes, queries, nbytes, self.tree.tokens[sequence])
 
     def round_trips(self, owner: NodeId) -> float:
-        """All round trips of the batch to one peer, over its forward passes and layers, and opening its views."""
+        """Returns the seconds of all round trips of the batch to one peer, over its forward passes and layers, and of
+        opening views of sequences there."""
         peer = self.rates.peer(owner)
         passes = len(self.batch.requests) + max(self.batch.steps.values(), default=0.0)
         return peer.open_s.value + self.model.layers * passes * peer.queries.round_trip_s
 
     def recompute(self, sequence: int) -> float:
-        """Computing all cached tokens from `sequence` on, for each reader, without attention over them in later steps.
-        Valid only where the time of a prefill is known."""
+        """Returns the seconds to compute all cached tokens from `sequence` on again, for each request that reads it,
+        without attention over them in later steps. Valid only if the time of a prefill is known."""
         prefill, new, start = self.rates.prefill, self.batch.new, self.tree.starts[sequence]
         extra = 0.0
         for index in self.batch.readers[sequence]:

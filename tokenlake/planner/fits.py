@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 __all__ = ["ENOUGH", "DecodeFit", "Fit", "PrefillFit", "QueryFit", "TransferFit"]
 
 ENOUGH = 8
-"""With fewer samples the defaults hold."""
+"""Number of measurements from which on a fit is made; with fewer the default coefficients hold."""
 NEWEST = 64
-"""Number of samples that are kept for a fit."""
+"""Maximum number of measurements that are kept for a fit."""
 MEMORY_S = 300.0
-"""Older samples are dropped as soon as there are `ENOUGH` newer ones, since links and machines change."""
+"""Seconds after which measurements are dropped as soon as there are `ENOUGH` newer ones, because links and machines
+change."""
 FIRM = 1.5
-"""A sample whose relative error is more than this many times the median one gets less weight, in proportion: a busy
-machine makes outliers."""
+"""Multiple of the median relative error of the measurements. A measurement with a greater error gets proportionally
+less weight in the fit, because a busy machine causes outliers."""
 ROUNDS = 3
-"""Times that the weights are computed anew."""
+"""Number of times that a fit computes the weights of the measurements anew."""
 LEAST_SHARE = 0.1
-"""Share of the median time. The error of a sample with a shorter time is taken relative to this."""
+"""Fraction of the median measured time. The error of a shorter measurement is taken relative to this time, so that it
+does not count too much."""
 
 
 class Fit:
@@ -34,7 +36,7 @@ class Fit:
         self._coefficients = tuple(defaults)
         self._stale = False
         self.at: float | None = None
-        """Time of the newest sample; None: there is none."""
+        """Time in seconds of the newest measurement; None without one."""
 
     def add_terms(self, terms: Sequence[float], seconds: float, now: float) -> None:
         """Add a measurement that was made at `now`."""
@@ -45,18 +47,19 @@ class Fit:
         self.at = now
 
     def forget(self, keep: int = 0) -> None:
-        """Drop all but the newest `keep` samples. The coefficients stay until there are `ENOUGH` again."""
+        """Drop all measurements but the newest `keep`. The coefficients stay until there are `ENOUGH` measurements
+        again."""
         while len(self._samples) > keep:
             self._samples.popleft()
 
     @property
     def known(self) -> bool:
-        """Are there enough samples for a fit?"""
+        """True if there are enough measurements for a fit."""
         return len(self._samples) >= ENOUGH
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds per unit of each term."""
+        """The fitted coefficients: seconds per unit of each term of the sum."""
         if self._stale:
             self._stale = False
             if self.known:
@@ -64,7 +67,7 @@ class Fit:
         return self._coefficients
 
     def age(self, now: float) -> float | None:
-        """Seconds since the newest sample; None: the defaults hold."""
+        """Returns the seconds since the newest measurement; None while the default coefficients hold."""
         return None if self.at is None or not self.known else now - self.at
 
 
@@ -89,13 +92,13 @@ class PrefillFit(Fit):
         self.add_terms((1.0, tokens, pairs, sum(prefix for _, prefix in parts)), seconds, now)
 
     def seconds(self, new: float, prefix: float) -> float:
-        """Seconds for one prompt. Valid only where the fit is `known`."""
+        """Returns the seconds of the prefill of one prompt. Valid only if the fit is `known`."""
         a, b, c, d = self.coefficients
         return a + b * new + c * new * (prefix + new / 2) + d * prefix
 
     def attention(self, prompts: int, new: float, cached: int) -> float:
-        """Seconds that `cached` tokens in the prefix of each of `prompts` prompts add to their prefills, which compute
-        `new` tokens in all."""
+        """Returns the seconds that `cached` tokens in the prefix of each of `prompts` prompts add to their prefills,
+        which compute `new` tokens in all."""
         _, _, c, d = self.coefficients
         return cached * (c * new + d * prompts)
 
@@ -109,11 +112,11 @@ class DecodeFit(Fit):
         super().__init__((0.0, 0.0, pair_s))
 
     def add(self, rows: int, cached: int, seconds: float, now: float) -> None:
-        """Add one step, or the mean of several."""
+        """Add the measured seconds of one decode step, or the mean of several."""
         self.add_terms((1.0, rows, rows * cached), seconds, now)
 
     def seconds(self, rows: int, cached: float) -> float:
-        """Seconds of one step. Valid only where the fit is `known`."""
+        """Returns the seconds of one decode step. Valid only if the fit is `known`."""
         a, b, c = self.coefficients
         return a + b * rows + c * rows * cached
 
@@ -134,7 +137,7 @@ class QueryFit(Fit):
         super().__init__((round_trip_s, byte_s, token_s, pair_s))
 
     def add(self, queries: int, nbytes: int, cached: int, seconds: float, now: float) -> None:
-        """Add one layer, or the mean of several."""
+        """Add the measured seconds of one layer in one forward pass, or the mean of several."""
         self.add_terms((1.0, nbytes, cached, queries * cached), seconds, now)
 
     def seconds(self, passes: float, queries: float, nbytes: float, cached: int) -> float:
@@ -157,11 +160,11 @@ class TransferFit(Fit):
         super().__init__((start_s, byte_s))
 
     def add(self, nbytes: int, seconds: float, now: float) -> None:
-        """Add one transfer."""
+        """Add the measured seconds of one transfer of `nbytes`."""
         self.add_terms((1.0, nbytes), seconds, now)
 
     def seconds(self, nbytes: float, starts: float = 1) -> float:
-        """Seconds of `starts` transfers of `nbytes` in all."""
+        """Returns the seconds of `starts` transfers with `nbytes` in all."""
         a, b = self.coefficients
         return a * starts + b * nbytes
 
@@ -183,7 +186,8 @@ def _fitted(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _not_negative(terms: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The least squares. The most negative coefficient is set to 0 until none is negative."""
+    """Returns the coefficients of the least squares fit of `targets` by `terms`, none negative: the most negative
+    coefficient is set to 0 until none is negative."""
     found = np.zeros(terms.shape[1])
     kept = list(range(terms.shape[1]))
     while kept:

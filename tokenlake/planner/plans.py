@@ -22,7 +22,7 @@ class QueryPlan(msgspec.Struct, frozen=True):
     """How one batch uses the cached prefixes of its requests."""
 
     node: NodeId
-    """Node of the first instance of the batch's group. The ways are chosen for this node."""
+    """Node of the first instance that runs the batch. The ways to use the sequences are chosen for this node."""
     decisions: tuple[Decision, ...]
     seconds: float
     """Expected cost of the decisions, from the prefill to the last decode step."""
@@ -37,7 +37,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
 
 class Plans(msgspec.Struct, frozen=True):
-    """One entry per batch, in the order of the batches."""
+    """The plans for some batches: one entry per batch in each field, in the order of the batches."""
 
     query_plans: tuple[QueryPlan, ...]
     transfer_plans: tuple[TransferPlan, ...]
@@ -101,7 +101,7 @@ def _check(batches: Sequence[Sequence[int]], dops: Sequence[int], instances: Map
 def _start_costs(
     tree: PrefixTree, batch: Batch, instances: Mapping[str, NodeId], model: Model, router: Router
 ) -> list[float]:
-    """Cost of the batch's start at each instance, without the prompts that wait there."""
+    """Returns the cost of starting the batch at each instance, without the prompts that wait there."""
     token_bytes = model.segment_bytes / tree.segment_tokens
     total, held = 0.0, dict.fromkeys(instances.values(), 0.0)
     coming = dict.fromkeys(instances, 0.0)
@@ -141,7 +141,8 @@ def _start_costs(
 def _shortened(
     prefills: Sequence[Prefill], requests: Sequence[int], reach: Mapping[int, int], tree: PrefixTree
 ) -> list[Prefill]:
-    """The prefills of `requests` where so many further segments are computed before they begin."""
+    """Returns the prefills of `requests`, shortened by the segments (`reach`, by request) that other requests compute
+    before they begin."""
     shorter = []
     for (_, prefix), request in zip(prefills, requests, strict=True):
         cached = prefix + reach.get(request, 0) * tree.segment_tokens
@@ -150,8 +151,8 @@ def _shortened(
 
 
 def _match(costs: NDArray[np.float64], waiting: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
-    """Columns for each row of `costs` [batches, instances], `dops` many, at the least sum of costs and of `waiting`
-    [instances]; no column twice."""
+    """Returns, for each batch (row of `costs` [batches, instances]), `dops` many instances (columns), so that the sum
+    of `costs` and `waiting` [instances] is least; no instance is chosen twice."""
     # Imported here: schedulers have scipy, engines that import this module need not.
     from scipy.optimize import linear_sum_assignment
 
@@ -166,7 +167,7 @@ def _match(costs: NDArray[np.float64], waiting: NDArray[np.float64], dops: Seque
 
 
 def _sharers(tree: PrefixTree, batches: Sequence[Batch]) -> list[int]:
-    """For each sequence, the number of these batches that read it."""
+    """Returns, for each sequence of the tree, the number of `batches` that read it."""
     counts = [0] * len(tree.sequences)
     for batch in batches:
         for sequence in batch.readers:

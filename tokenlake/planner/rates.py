@@ -9,11 +9,11 @@ from tokenlake.planner.fits import DecodeFit, Fit, PrefillFit, QueryFit, Transfe
 __all__ = ["Estimate", "PeerRates", "Rates"]
 
 WEIGHT = 0.2
-"""Weight of the newest sample in a running mean."""
+"""Weight of the newest measurement in a running mean."""
 
 
 class Estimate:
-    """A running mean. It has a default value, which the first sample replaces."""
+    """A running mean of measurements, with a default value that the first measurement replaces."""
 
     __slots__ = ("at", "samples", "value")
 
@@ -21,7 +21,7 @@ class Estimate:
         self.value = default
         self.samples = 0
         self.at: float | None = None
-        """Time of the newest sample; None: there is none, and `value` is the default."""
+        """Time in seconds of the newest measurement; None if there is none and `value` is the default."""
 
     def add(self, sample: float, now: float) -> None:
         """Add a measurement that was made at `now`."""
@@ -30,7 +30,7 @@ class Estimate:
         self.at = now
 
     def age(self, now: float) -> float | None:
-        """Seconds since the newest sample; None: `value` is the default."""
+        """Returns the seconds since the newest measurement; None if `value` is the default."""
         return None if self.at is None else now - self.at
 
 
@@ -39,11 +39,11 @@ class PeerRates:
 
     def __init__(self) -> None:
         self.fetch = TransferFit(1e-3, 2e-9)
-        """Fetching segments from the peer, minus reading them here."""
+        """Seconds to fetch segments from the peer, without the time to read them on this node."""
         self.queries = QueryFit()
-        """Shipping queries to the peer."""
+        """Seconds to send queries to the peer and to receive the results of attention there."""
         self.open_s = Estimate(5e-3)
-        """Opening a view at the peer."""
+        """Seconds to open a view (a sequence of segments for queries) at the peer."""
 
 
 class Rates:
@@ -52,26 +52,27 @@ class Rates:
     def __init__(self) -> None:
         self._peers: dict[NodeId, PeerRates] = {}
         self.copy = TransferFit(200e-6, 0.2e-9)
-        """Matching one prompt and copying its prefix from this node's arena into the engine's own cache."""
+        """Seconds to match one prompt and to copy its prefix from this node's memory into the engine's own cache."""
         self.prefill = PrefillFit()
         self.decode = DecodeFit()
         self.answer_tokens = Estimate(128.0)
-        """Decode steps of a request that does not state its `answer_tokens`."""
+        """Expected number of decode steps of a request that does not state it."""
 
     def peer(self, node: NodeId) -> PeerRates:
-        """The rates of one peer, created with defaults."""
+        """Returns the measured rates of one peer; defaults for a peer that was never measured."""
         found = self._peers.get(node)
         if found is None:
             found = self._peers[node] = PeerRates()
         return found
 
     def slowest_fetch_s(self, nbytes: float) -> float:
-        """Seconds to fetch `nbytes` from the slowest peer that was measured; 0 where none was."""
+        """Returns the seconds to fetch `nbytes` from the slowest peer that was measured; 0 if none was."""
         known = [peer.fetch for peer in self._peers.values() if peer.fetch.known]
         return max((fetch.seconds(nbytes) for fetch in known), default=0.0)
 
     def ages(self, now: float) -> dict[str, float | None]:
-        """Seconds since each input was measured, by its name in `docs/planner.md`; None for a default."""
+        """Returns the seconds since each input of the cost model was measured, by its name in `docs/planner.md`; None
+        for a default."""
         inputs: dict[str, Fit | Estimate] = dict(_inputs(self))
         for node, peer in self._peers.items():
             inputs |= {f"{name} {node}": value for name, value in _inputs(peer).items()}

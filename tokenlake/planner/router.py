@@ -31,13 +31,13 @@ from tokenlake.planner.tree import Request
 __all__ = ["COPY_PRICE", "Prefill", "Router", "Start"]
 
 COPY_PRICE = 1.0
-"""Cost of a second copy of some tokens, as a multiple of the cost of computing them."""
+"""Cost of a second copy of some tokens' cache, as a multiple of the cost of computing these tokens."""
 
 Owners = Mapping[SegmentKey, Collection[NodeId]]
 
 
 class Prefill(NamedTuple):
-    """Tokens of one prompt to compute, and those before them that are cached."""
+    """One prefill: the number of tokens of a prompt to compute, and of cached tokens before them."""
 
     new: int
     prefix: int
@@ -48,16 +48,16 @@ class Start(msgspec.Struct, frozen=True):
 
     instance: str
     cost: float
-    """Of the request and of what waits before it; comparable between instances, not between calls."""
+    """Cost of the request and of the prompts that wait before it; comparable between instances of one call only."""
     prefill: Prefill
     moved: int
-    """Tokens of the prefix that are brought from other nodes."""
+    """Number of tokens of the prefix that are brought from other nodes."""
     repeated: int
-    """Tokens that are computed here and are in flight at another instance."""
+    """Number of tokens that this instance computes although another instance is computing them (in flight)."""
 
 
 class _UnderWay(NamedTuple):
-    """One request between `sent` and `finished`."""
+    """One request that was sent to an instance and is not finished."""
 
     instance: str
     keys: Sequence[SegmentKey]
@@ -92,20 +92,20 @@ class Router:
         self._drawn = 0
         self._under_way: dict[str, _UnderWay] = {}
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
-        """Per instance, the prompts without a first token, by name of the request."""
+        """Prefills of the requests at each instance that have no first token yet, by name of the request."""
         self._flying: dict[SegmentKey, dict[str, int]] = {}
-        """Per segment, the instances where it is in flight, each with the number of requests that contain it."""
+        """For each segment, the number of unfinished requests that contain it at each instance."""
 
     # -- instances
 
     def join(self, instance: str, node: NodeId) -> None:
-        """A new instance, or one that was restarted: nothing is under way there."""
+        """Add a new or restarted instance, at which no request is under way."""
         self.leave(instance)
         self.instances[instance] = node
         self._queues[instance] = {}
 
     def leave(self, instance: str) -> None:
-        """The instance is gone, with the requests under way there."""
+        """Remove an instance that is gone, with its unfinished requests."""
         for name in [name for name, each in self._under_way.items() if each.instance == instance]:
             self.finished(name)
         self.instances.pop(instance, None)
@@ -114,7 +114,8 @@ class Router:
     # -- choices
 
     def where(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> Start:
-        """The start of least cost; equal ones are drawn. Changes nothing but the state of the draw.
+        """Returns the start of least cost; one of several equal ones is drawn at random. Changes nothing but the state
+        of the draw.
 
         `owners`: the nodes that have each segment, as of the last lookup; segments that are absent are at no node.
         `among`: the instances to choose from (default: all). Raises ValueError where there is none.
@@ -132,7 +133,8 @@ class Router:
         return int.from_bytes(digest, "big")
 
     def starts(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> list[Start]:
-        """The start at each instance of `among`. Arguments as of `where`. Pure."""
+        """Returns the start of the request at each instance of `among` (default: all), with its cost. `owners`: the
+        nodes that have each segment. Changes nothing."""
         chosen = self.instances if among is None else {name: self.instances[name] for name in among}
         keys = self._keys(request)
         depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
@@ -160,18 +162,19 @@ class Router:
         return starts
 
     def _keys(self, request: Request) -> Sequence[SegmentKey]:
-        """The keys that a prefix may contain: at least one token of the prompt is computed."""
+        """Returns the keys of the request that its cached prefix may contain: at least one token of the prompt is
+        always computed."""
         return request.keys[: max(0, request.tokens - 1) // self._segment_tokens]
 
     # -- segments in flight
 
     def in_flight(self, key: SegmentKey) -> Collection[str]:
-        """The instances where a segment is in flight."""
+        """Returns the instances where an unfinished request contains the segment."""
         return self._flying.get(key, {}).keys()
 
     def further(self, request: Request, depth: int) -> dict[str, int]:
-        """For each instance where the segment behind the first `depth` is in flight: how many segments the prefix is
-        longer there."""
+        """Returns, for each instance at which the segment behind the first `depth` is in flight, by how many segments
+        in flight the prefix is longer there."""
         keys = self._keys(request)[depth:]
         live = set(self._flying.get(keys[0], ())) if keys else set()
         reach: dict[str, int] = {}
@@ -185,18 +188,20 @@ class Router:
     # -- costs
 
     def queued(self, instance: str) -> float:
-        """Cost of the prompts without a first token at an instance."""
+        """Returns the cost of the prompts at an instance that have no first token yet."""
         return self.computing(self._queues[instance].values())
 
     def computing(self, prefills: Iterable[Prefill]) -> float:
-        """Cost of some prefills, one after the other."""
+        """Returns the cost of some prefills, one after the other: seconds, or tokens while the time of a prefill is not
+        known."""
         fit = self.rates.prefill
         if fit.known:
             return sum(fit.seconds(new, prefix) for new, prefix in prefills)
         return float(sum(new for new, _ in prefills))
 
     def moving(self, moved: float, repeated: float = 0.0) -> float:
-        """Cost of bringing `moved` tokens of cache from other nodes, and of the copies of these and of `repeated`."""
+        """Returns the cost of bringing `moved` tokens of cache from other nodes, and of keeping second copies of these
+        and of `repeated` tokens."""
         copied = moved + repeated
         if not copied:
             return 0.0
@@ -209,7 +214,7 @@ class Router:
     # -- what passes through the router
 
     def sent(self, request: Request, start: Start) -> None:
-        """The request goes to `start.instance`. A request of this name that is still under way is taken as finished."""
+        """Record that the request is sent to `start.instance`. An earlier request of this name counts as finished."""
         self.finished(request.name)
         instance = start.instance
         keys = self._keys(request)
@@ -220,13 +225,13 @@ class Router:
             flying[instance] = flying.get(instance, 0) + 1
 
     def first_token(self, name: str) -> None:
-        """The prefill of a request is done. Ignored where the request is not under way."""
+        """Record that the prefill of a request is done. Ignored if the request is not under way."""
         under_way = self._under_way.get(name)
         if under_way is not None:
             self._queues[under_way.instance].pop(name, None)
 
     def finished(self, name: str) -> None:
-        """A request was answered or failed. Ignored where the request is not under way."""
+        """Record that a request was answered or failed. Ignored if the request is not under way."""
         self.first_token(name)
         under_way = self._under_way.pop(name, None)
         if under_way is None:
@@ -241,13 +246,14 @@ class Router:
                     del self._flying[key]
 
     def under_way(self, instance: str) -> int:
-        """Number of requests under way at an instance."""
+        """Returns the number of unfinished requests at an instance."""
         return sum(each.instance == instance for each in self._under_way.values())
 
     # -- checks
 
     def check_integrity(self) -> None:
-        """AssertionError when the queues and the segments in flight differ from those of the requests under way."""
+        """Raises AssertionError when the queues and the segments in flight differ from those of the requests under
+        way."""
         counts: dict[SegmentKey, dict[str, int]] = {}
         for each in self._under_way.values():
             for key in each.keys:

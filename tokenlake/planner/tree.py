@@ -18,9 +18,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[SegmentKey, ...]
     """Keys of the prompt's full segments; the last token belongs to none (`tokenlake.keys.Prefix`)."""
     tokens: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     answer_tokens: int | None = None
-    """Expected decode steps; None: the mean of earlier answers (`Rates.answer_tokens`)."""
+    """Expected number of decode steps; None for the mean of earlier answers (`Rates.answer_tokens`)."""
 
 
 class SegmentSequence(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class SegmentSequence(msgspec.Struct, frozen=True):
     """Index of the preceding sequence; -1 for the first one of a prompt."""
     keys: tuple[SegmentKey, ...]
     owners: tuple[NodeId, ...]
-    """Nodes that have all its segments, in the order given to `grow`; never empty."""
+    """Nodes that have all segments of the sequence; never empty."""
     requests: tuple[int, ...]
     """Indices of the requests whose prefix contains the sequence, ascending."""
 
@@ -40,12 +40,13 @@ class PrefixTree:
     evicted before a plan that was made from the tree is carried out."""
 
     def __init__(self, requests: Sequence[Request], segment_tokens: int, sequences: Sequence[SegmentSequence]) -> None:
-        """Made by `grow`. `sequences`: each parent before its children, in the order of the requests."""
+        """`sequences`: each sequence after the one that precedes it in the prompt, in the order of the requests. Only
+        `grow` makes a tree."""
         self.requests = tuple(requests)
         self.segment_tokens = segment_tokens
         self.sequences = tuple(sequences)
         self.tokens = tuple(len(sequence.keys) * segment_tokens for sequence in sequences)
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         starts: list[int] = []
         paths: list[list[int]] = [[] for _ in requests]
         for index, sequence in enumerate(sequences):
@@ -53,14 +54,14 @@ class PrefixTree:
             for request in sequence.requests:
                 paths[request].append(index)
         self.starts = tuple(starts)
-        """Tokens of the prompt before each sequence."""
+        """Number of tokens of the prompt before each sequence."""
         self.paths = tuple(tuple(path) for path in paths)
         """Indices of the sequences of each request's prefix, from its first token on."""
         self.hit_tokens = tuple(sum(self.tokens[index] for index in path) for path in paths)
-        """Cached tokens of each request's prefix."""
+        """Number of cached tokens in the prefix of each request."""
 
     def owners(self) -> dict[SegmentKey, tuple[NodeId, ...]]:
-        """The nodes that have each cached segment of the tree."""
+        """Returns the nodes that have each cached segment of the tree."""
         return {key: sequence.owners for sequence in self.sequences for key in sequence.keys}
 
     def slots(self) -> dict[NodeId, int]:

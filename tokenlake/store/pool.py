@@ -1,4 +1,5 @@
-"""The slots of one tenant and one slot size: free slots, counts by kind, budgets, orders of eviction."""
+"""The slots of one tenant and one slot size (a pool): free slots, counts by kind of segment, budgets, orders of
+eviction."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ __all__ = ["Budgets", "SlotPool"]
 
 
 class Budgets(msgspec.Struct, frozen=True):
-    """Shares of a pool's slots; each is at least two slots, so that a tiny arena works."""
+    """Shares of a pool's slots, 0 to 1, for two kinds of segments. Each share is at least two slots, so that a tiny
+    arena works."""
 
     cached: float = 0.10
-    """Cached copies may displace primary copies up to this share. Beyond it they may use free slots, and displace
-    primary copies when all cached copies are pinned."""
+    """Share of the slots up to which cached copies may displace primary copies. Beyond it they may only use free slots,
+    or displace primary copies while all cached copies are pinned."""
     dirty: float = 0.10
-    """Segments that are being written."""
+    """Maximum share of the slots for segments that engines are writing."""
 
 
 class SlotPool:
-    """Changed by `SegmentStore` alone."""
+    """The slots of one tenant and one slot size. Only `SegmentStore` changes it."""
 
     def __init__(self, pool: PoolId, region_slots: int, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
-        """`region_slots`: slots in each region. `policy`: makes the policy of eviction of primary copies."""
+        """`region_slots`: number of slots in each region. `policy`: makes the eviction policy of the primary copies."""
         self.id = pool
         self.tenant, self.slot_bytes = pool
         self.region_slots = region_slots
@@ -37,22 +39,24 @@ class SlotPool:
         self.regions: list[int] = []
         self.slots = 0
         self.free: list[tuple[int, int]] = []
-        """(region, slot), taken from the end."""
+        """Free slots as (region, slot); the last one is used next."""
         self.retention = Retention(policy(), lambda: self.budget(HIGH_SHARE, self.slots))
-        """The order of primary copies."""
+        """The order in which primary copies are evicted."""
         # Lists by kind: hashing an enum member for a dict runs Python code, and this is the hot path.
         self.orders: list[EvictionPolicy] = [
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
             self.retention,
         ]
-        """READY segments that are not excluded. Segments that were just written are in order too, until their kind is
-        decided, but are never victims."""
+        """For each kind, the order in which its READY segments are evicted, without the segments that are excluded from
+        it. Segments that were just written are in an order until their kind is decided, but are never evicted from
+        it."""
         self.counts = [0] * len(Kind)
-        """Segments that are RESERVED or READY, by kind."""
+        """Number of RESERVED and READY segments of each kind."""
         self.quarantined = 0
         self.draining: int | None = None
-        """A region that is to be given away: its slots do not count, and get no new segments."""
+        """The region that the pool is giving away, None without one: its slots do not count, and get no new
+        segments."""
 
     def add_region(self, region: int) -> None:
         """Cut a fresh region into free slots."""
@@ -61,7 +65,7 @@ class SlotPool:
         self.free.extend(zip(itertools.repeat(region), range(self.region_slots - 1, -1, -1), strict=False))
 
     def drain(self, region: int) -> None:
-        """Begin to give a region away."""
+        """Begin to give a region away: its slots get no new segments."""
         self.draining = region
         self.slots -= self.region_slots
         self.free = [place for place in self.free if place[0] != region]
@@ -72,17 +76,18 @@ class SlotPool:
         self.regions.remove(region)
 
     def give_back(self, region: int, slot: int) -> None:
-        """A slot holds no segment any more."""
+        """Make a slot free, which holds no segment any more."""
         if region != self.draining:
             self.free.append((region, slot))
 
     def budget(self, share: float, slots: int) -> int:
-        """A share of `slots`, in whole slots."""
+        """Returns `share` of `slots` in whole slots, at least two."""
         return max(2, math.ceil(share * slots))
 
     def victim(self, kind: Kind, now: float) -> Segment | None:
-        """The next victim of `kind` that is not pinned. Pinned segments before it are in use: they count as touched and
-        are excluded from the order until their last pin goes, so that no search passes over the same pin twice."""
+        """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
+        in use: they count as accessed now, and leave the order until their last pin goes, so that no search passes over
+        the same segment twice."""
         order = self.orders[kind]
         while len(order):
             segment = order.victim(now)
@@ -97,7 +102,8 @@ class SlotPool:
         self.orders[segment.kind].insert(segment, now)
 
     def leave(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        """Inverse of `enter`, also for an excluded segment."""
+        """Take a segment out of the order of its kind, also one that is excluded from it. `evicted`: it left for want
+        of memory."""
         if segment.excluded:
             segment.excluded = False
         else:
@@ -109,7 +115,7 @@ class SlotPool:
         self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
-        """AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
+        """Raises AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
         places = [place for place in places if place[0] != self.draining]
         assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"

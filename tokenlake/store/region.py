@@ -14,7 +14,8 @@ from typing import NamedTuple
 __all__ = ["GENERATION_BYTES", "RegionShape"]
 
 GENERATION_BYTES = 8
-"""One uint64 per slot, written by the daemon, so that a copy out can check that the slot was not reused."""
+"""Bytes of a slot's generation in the header of a region, a uint64 that the daemon writes. A client that copies a slot
+reads it to check that the slot did not get another segment meanwhile."""
 _PAGE = 4096
 _CACHE_LINE = 64
 
@@ -32,16 +33,16 @@ class RegionShape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots that fit beside the header; may be 0."""
+        """Number of slots that fit into the region beside the header; may be 0."""
         return _slots(self)
 
     @property
     def header_bytes(self) -> int:
-        """The generation table, rounded up to a page."""
+        """Bytes of the table of generations at the beginning of the region, rounded up to a page."""
         return self._header(self.slots)
 
     def offset(self, slot: int) -> int:
-        """First byte of `slot` in the region."""
+        """Returns the offset in bytes of `slot` in the region."""
         return self.header_bytes + slot * self.stride
 
     @staticmethod
@@ -51,7 +52,7 @@ class RegionShape(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _slots(shape: RegionShape) -> int:
-    # Cached: each offset needs the number, and a node has few shapes.
+    # The number of slots is cached, because each offset of a slot depends on it, and a node has few shapes of regions.
     count = shape.region_bytes // (shape.stride + GENERATION_BYTES)
     while count and shape._header(count) + count * shape.stride > shape.region_bytes:
         count -= 1

@@ -26,35 +26,36 @@ NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
 CORRUPT_RULE = "its bytes were wrong"
 
 MAX_REMOVALS = 1 << 15
-"""Segments in the log; the oldest entry goes first."""
+"""Maximum number of segments in the log; the oldest entry is dropped first."""
 
 
 class Removal(NamedTuple):
-    """How a segment left, or why it was not stored."""
+    """How a segment left a node, or why it was not stored."""
 
     at: float
     rule: str
     node: str = ""
-    """The node that it left; empty: this one."""
+    """Name of the node that the segment left; empty for this node."""
     unused_s: float = 0.0
-    """Seconds since its last access; 0 where that is not known."""
+    """Seconds from the segment's last access until it left; 0 if they are not known."""
 
 
 class RemovalLog:
-    """Segments of this node, and segments that other nodes reported to this node as their directory node."""
+    """A log of segments that left this node, and of segments that left other nodes and that these reported to this node
+    as the directory node."""
 
     def __init__(self) -> None:
         self._removals: OrderedDict[tuple[TenantId, SegmentKey], Removal] = OrderedDict()
 
     def add(self, tenant: TenantId, key: SegmentKey, removal: Removal) -> None:
-        """Replaces an earlier entry of the same segment."""
+        """Add an entry to the log; it replaces an earlier entry of the same segment."""
         self._removals[tenant, key] = removal
         self._removals.move_to_end((tenant, key))
         if len(self._removals) > MAX_REMOVALS:
             self._removals.popitem(last=False)
 
     def get(self, tenant: TenantId, key: SegmentKey) -> Removal | None:
-        """The newest entry of a segment, if it is still in the log."""
+        """Returns the newest entry of a segment, or None if the log has none."""
         return self._removals.get((tenant, key))
 
     def __len__(self) -> int:

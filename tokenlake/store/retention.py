@@ -26,25 +26,27 @@ from tokenlake.store.segment import Segment
 __all__ = ["HIGH_S", "HIGH_SHARE", "Deadlines", "Retention"]
 
 HIGH_SHARE = 0.2
-"""Share of a pool's slots for segments of high priority. Beyond it the least recently used of them becomes NORMAL."""
+"""Maximum share of a pool's slots for segments of high priority. Beyond it the least recently used of them gets normal
+priority."""
 HIGH_S = 3600.0
-"""A segment of high priority without an access for so long becomes NORMAL."""
+"""Seconds without an access after which a segment of high priority gets normal priority."""
 MAX_PASSED = 64
-"""Deadlines that are handled in one call; the next call goes on."""
+"""Maximum number of segments whose deadline is handled in one call; the next call handles further ones."""
 _LOW, _NORMAL, _HIGH, _EXPIRED = 0, 1, 2, 3
 
 
 class Deadlines:
-    """One deadline per segment, which may be moved."""
+    """Deadlines of segments, at most one for each, which may be moved."""
 
     def __init__(self) -> None:
         self._deadlines: dict[Segment, float] = {}
         self._heap: list[tuple[float, int, Segment]] = []
-        """An entry for each deadline, at its time or earlier, and entries of segments that have none any more."""
+        """(time, number, segment): an entry for each deadline at its time or earlier, and entries of segments without a
+        deadline, which are skipped."""
         self._numbers = itertools.count()
 
     def set(self, segment: Segment, at: float) -> None:
-        """The deadline of the segment is `at`, and no other."""
+        """Set the deadline of the segment to the time `at`, in place of an earlier one."""
         known = self._deadlines.get(segment)
         self._deadlines[segment] = at
         if known is None or at < known:
@@ -54,11 +56,12 @@ class Deadlines:
                 heapq.heapify(self._heap)
 
     def cancel(self, segment: Segment) -> None:
-        """The segment has no deadline."""
+        """Remove the deadline of the segment, if it has one."""
         self._deadlines.pop(segment, None)
 
     def passed(self, now: float) -> Iterator[Segment]:
-        """Segments whose deadline is at most `now`; they have none any more. At most `MAX_PASSED` in one call."""
+        """Yields the segments whose deadline is at most `now` and removes these deadlines; at most `MAX_PASSED` in one
+        call."""
         for _ in range(MAX_PASSED):
             if not self._heap or self._heap[0][0] > now:
                 return
@@ -71,12 +74,13 @@ class Deadlines:
                 yield segment
 
     def __len__(self) -> int:
-        """Entries of the heap."""
+        """Number of entries in the heap; at least the number of deadlines."""
         return len(self._heap)
 
 
 class Retention(EvictionPolicy):
-    """Orders segments by tier, and within NORMAL by another policy."""
+    """An eviction policy that orders segments by priority and time to live (in tiers), and segments of normal priority
+    by another policy."""
 
     def __init__(self, policy: EvictionPolicy, high_room: Callable[[], int]) -> None:
         """`policy`: orders NORMAL segments. `high_room`: how many segments may be of high priority now."""
@@ -88,9 +92,9 @@ class Retention(EvictionPolicy):
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
         )
-        """By number of the tier."""
+        """The order of the segments in each tier, by number of the tier."""
         self._tier: dict[Segment, int] = {}
-        """Tiers of the segments that are not NORMAL."""
+        """Number of the tier of each segment that is not in the tier NORMAL."""
         self._deadlines = Deadlines()
 
     def insert(self, segment: Segment, now: float) -> None:
@@ -114,7 +118,7 @@ class Retention(EvictionPolicy):
             self._schedule(segment, now)
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. The time to live begins anew."""
+        """See `EvictionPolicy`. The time to live of the segment begins anew."""
         if self._move(segment, now) is None:
             self._tiers[self._tier.get(segment, _NORMAL)].hints_changed(segment, now)
             self._schedule(segment, now)
@@ -133,12 +137,13 @@ class Retention(EvictionPolicy):
         return self._tiers[_HIGH].victim(now)
 
     def expired(self, now: float) -> bool:
-        """Whether the time to live of some segment has passed."""
+        """Returns True if the time to live of some segment has passed."""
         self._pass_time(now)
         return len(self._tiers[_EXPIRED]) > 0
 
     def rule(self, segment: Segment) -> str:
-        """The rule of this layer by which `segment`, which is in order, would leave; empty if it is the policy's."""
+        """Returns the name of the rule (time to live, or low priority) by which `segment` would be evicted; empty if
+        the other policy decides."""
         return {_EXPIRED: "time to live", _LOW: "low priority"}.get(self._tier.get(segment, _NORMAL), "")
 
     def retention_value(self, segment: Segment, now: float) -> float:
@@ -153,7 +158,8 @@ class Retention(EvictionPolicy):
         return self._policy.retention_value_of_new(key, hints, now) if hints.priority >= 0 else 0.0
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`. High priority is admitted, and every segment while one is EXPIRED or LOW."""
+        """See `EvictionPolicy`. A segment of high priority is admitted, and every segment while there is one whose time
+        to live has passed or whose priority is low."""
         self._pass_time(now)
         if hints.priority > 0 or len(self._tiers[_EXPIRED]) or len(self._tiers[_LOW]):
             return True
@@ -196,7 +202,8 @@ class Retention(EvictionPolicy):
             self._leave_tier(self._tiers[_HIGH].victim(now), _NORMAL)
 
     def _move(self, segment: Segment, now: float) -> int | None:
-        """Move the segment to the tier of its hints; the tier in which it is then, or None if it was there before."""
+        """Move the segment to the tier that its hints ask for. Returns the tier in which it is then, or None if it was
+        there before."""
         before, tier = self._tier.get(segment, _NORMAL), _tier_of(segment.hints)
         if tier == before:
             return None
@@ -211,12 +218,12 @@ class Retention(EvictionPolicy):
         touched = segment.touched
         self._tiers[self._tier.pop(segment, _NORMAL)].remove(segment, touched, evicted=False)
         self._put(segment, tier, touched)
-        # A policy that knows a later time takes that as the time of the insert.
+        # The other policy may have set a later time of access on insertion.
         segment.touched = touched
         self._schedule(segment, touched)
 
     def _schedule(self, segment: Segment, now: float) -> None:
-        """Note when the segment leaves its tier unless it is accessed before."""
+        """Set the time at which the segment leaves its tier unless it is accessed before."""
         tier = self._tier.get(segment, _NORMAL)
         stay_s = segment.hints.ttl_s
         if tier == _HIGH:
@@ -231,12 +238,12 @@ class Retention(EvictionPolicy):
         if not len(self._deadlines):
             return
         for segment in self._deadlines.passed(now):
-            # The same sum as in `_schedule`, so that it is rounded alike.
+            # The same sum as the one by which the deadline was set, so that both are rounded alike.
             expired = segment.hints.ttl_s > 0 and segment.touched + segment.hints.ttl_s <= now
             self._leave_tier(segment, _EXPIRED if expired else _NORMAL)
 
     def check_integrity(self) -> None:
-        """AssertionError when tiers are noted for other segments than those in order."""
+        """Raises AssertionError when tiers are noted for other segments than those in order."""
         for tier in (_LOW, _HIGH, _EXPIRED):
             assert all(self._tier[segment] == tier for segment in self._tiers[tier])
         assert len(self._tier) == len(self) - len(self._policy)

@@ -31,25 +31,25 @@ class State(IntEnum):
 
 
 class Kind(IntEnum):
-    """The reason for which this node keeps a segment."""
+    """The reason for which this node keeps a segment; it decides when the segment is evicted."""
 
     DIRTY = 0
-    """A local engine is writing it: never a victim."""
+    """A local engine is writing the segment, which is never evicted."""
     CACHED = 1
-    """Kept because a local engine wrote or fetched it: the first victim."""
+    """A copy that is kept because a local engine wrote or fetched it; evicted first."""
     PRIMARY = 2
-    """The copy that counts: a victim by the policy of eviction."""
+    """The owner's copy; evicted in the order of the eviction policy."""
 
 
 class PoolId(NamedTuple):
-    """Slots of one size for one tenant."""
+    """Names a pool of slots: the tenant, and the bytes of a slot."""
 
     tenant: TenantId
     slot_bytes: int
 
 
 class PolicyState:
-    """Base of the record that a policy of eviction keeps of each segment."""
+    """Base class of what an eviction policy remembers of a segment, in the segment itself."""
 
     __slots__ = ()
 
@@ -86,32 +86,35 @@ class Segment:
         self.key = key
         self.place = place
         self.packed = place.pack()
-        """`place` as it goes over the wire."""
+        """The slot of the segment, packed into 16 bytes as in messages."""
         self.kind = kind
         self.state = State.RESERVED
         self.depth = depth
         """Index of the segment in its prompt."""
         self.pins = 0
-        """Leases, writes, sends and receives that use the slot."""
+        """Number of leases, writes, sends, receives and matches that use the slot, which must stay as it is
+        meanwhile."""
         self.excluded = False
-        """READY, but in no order of eviction until the last pin goes."""
+        """True while the READY segment is in no order of eviction, because it was found pinned; until its last pin
+        goes."""
         self.touched = now
-        """Time of the last access, as the order of eviction counts it."""
+        """Time in seconds of the last access, as the order of eviction counts it."""
         self.checksums = b""
-        """8 bytes per shard once READY."""
+        """Checksums of the segment's bytes, 8 bytes per shard, once the segment is READY."""
         self.hints = NO_HINTS
         """The newest hints of the requests that wrote or read the segment."""
         self.policy_state: PolicyState | None = None
-        """Owned by the policy of eviction of primary copies; kept while the segment is in another order or in none."""
+        """What the eviction policy of primary copies remembers of the segment; kept while the segment is in another
+        order or in none."""
         self.missing_shards = 0
-        """Bit mask of the shards that are not committed yet."""
+        """Bit mask of the shards of the segment that are not committed yet."""
         self.source: NodeId | None = None
-        """Of a cached copy: the node that owns the segment."""
+        """The node that owns the segment, if this node has a cached copy of another node's segment; else None."""
 
     @property
     def owned(self) -> bool:
-        """Does this node own the segment? Its directory node names this node then: it has the primary copy, or a copy
-        that the policy did not admit."""
+        """True if this node owns the segment, so that the directory node names it to readers: it has the primary copy,
+        or a copy that the policy did not admit."""
         return self.state is State.READY and (
             self.kind is Kind.PRIMARY or (self.kind is Kind.CACHED and self.source is None)
         )

@@ -1,4 +1,4 @@
-"""The segments of one node: index, slots, pins, budgets, eviction."""
+"""The segments of one node: their index, slots, pins, budgets and eviction."""
 
 from __future__ import annotations
 
@@ -46,25 +46,26 @@ HEALED = Metric(
 )
 
 MAX_VICTIM_SCAN = 64
-"""Segments to look at for the age of the next victim."""
+"""Maximum number of segments to examine to find the age of the segment that would be evicted next."""
 MAX_UNSERVED = 64
-"""Pools without memory to remember."""
+"""Maximum number of pools to remember that asked for memory and got none."""
 MAX_LEARNED_POOLS = 64
-"""Pools without memory whose statistics are kept."""
+"""Maximum number of pools without memory whose statistics of the eviction policy are kept."""
 MAX_CORRUPT = 1 << 12
-"""Segments with wrong bytes to remember until a sound copy comes."""
+"""Maximum number of segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
-"""Segments that one call of `reclaim` looks at, or those of one region if they are more."""
+"""Number of segments that one call examines to take away a region, or those of one region if they are more."""
 RECLAIM_EVICTIONS = 128
-"""Segments that one call of `reclaim` evicts."""
+"""Maximum number of segments that one call evicts to take away a region."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
 _GONE = State.GONE
-"""A constant: each access to a member of an enum costs Python 3.11 some 100 ns."""
+"""A constant for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
 
 
 class SegmentStore:
-    """All changes are synchronous: a reservation takes a slot, with an eviction if necessary, or is refused at once.
+    """The segments and slots of one node. All changes are synchronous: a reservation takes a slot, with an eviction if
+    necessary, or is refused at once.
 
     The store collects changes that the caller has to make known, and the caller empties both lists. `reissued`: slots
     with a new generation. `evicted`: copies that left and that a directory node may still name: primary copies, cached
@@ -85,11 +86,11 @@ class SegmentStore:
         `quotas`: shares of the memory by tenant. `removals`: where the store writes why segments left."""
         self.region_bytes = region_bytes
         self.regions = RegionAllocator(regions, quotas)
-        """For other modules to read."""
+        """The regions of each tenant; other modules only read it."""
         self.reissued: list[SlotRef] = []
         self.evicted: list[Segment] = []
         self.arrivals = 0
-        """Segments that became READY so far."""
+        """Number of segments that became READY so far."""
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -100,35 +101,36 @@ class SegmentStore:
         self._quarantine: dict[SlotRef, Segment] = {}
         self._unserved: dict[PoolId, None] = {}
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
-        """Copies with wrong bytes were found here, and no sound copy came since."""
+        """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
         self._exchanging = 1
-        """Nodes that merge each other's statistics."""
+        """Number of nodes that merge each other's statistics of the eviction policy."""
         self._learned: dict[PoolId, bytes] = {}
-        """Statistics of pools without memory, the newest last."""
+        """Statistics of the eviction policy for pools that have no memory now, the newest last."""
 
     # -- looking up
 
     def get(self, tenant: TenantId, key: SegmentKey) -> Segment | None:
-        """The segment, RESERVED or READY."""
+        """Returns the tenant's RESERVED or READY segment of `key`; None without one."""
         return self._index.get(tenant, _NO_SEGMENTS).get(key)
 
     def index(self, tenant: TenantId) -> dict[SegmentKey, Segment]:
-        """The tenant's index, RESERVED and READY; for reading only."""
+        """Returns the tenant's RESERVED and READY segments by key; the caller must not change the map."""
         return self._index.get(tenant, _NO_SEGMENTS)
 
     def segments(self) -> Iterable[Segment]:
-        """All indexed segments, by tenant in order of insertion."""
+        """Yields all RESERVED and READY segments, by tenant in order of insertion."""
         for index in self._index.values():
             yield from index.values()
 
     def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
-        """The segments in the next `slots` slots, those in quarantine included, and the cursor that continues the walk:
-        None at the end. A segment that stays is passed exactly once, however many come and go between two calls."""
+        """Returns the segments in the next `slots` slots from `start` on, those in quarantine included, and the cursor
+        at which the walk continues (None at the end). A segment that stays is passed exactly once, however many come
+        and go between two calls."""
         return self._slots.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
-        """The pool of that slot size, with a spare region if it is new. None when there is no spare region, or the
-        tenant has its quota."""
+        """Returns the tenant's pool of slots of this size. A new pool gets a spare region; None if there is none or the
+        tenant's quota is used."""
         at = PoolId(tenant, slot_bytes)
         pool = self._pools.get(at)
         if pool is None:
@@ -146,16 +148,16 @@ class SegmentStore:
         return self._pools.values()
 
     def region_owner(self, region: int) -> SlotPool | None:
-        """The pool that a region belongs to."""
+        """Returns the pool to which a region belongs; None without one."""
         return next((pool for pool in self._pools.values() if region in pool.regions), None)
 
     def capacity(self, pool: PoolId) -> int:
-        """Slots that a pool with memory has or can still get."""
+        """Returns the number of slots that a pool with memory has or can still get."""
         return self._capacity(self._pools[pool])
 
     def vacancy(self, now: float) -> Vacancy:
-        """The share of free memory, and of the next victims among primary copies, one per pool, the greatest age and
-        the least retention value."""
+        """Returns how much room this node has: the share of free memory, and of the primary copies that would be
+        evicted next (one per pool) the greatest age and the least retention value."""
         total = self.regions.total * self.region_bytes
         free = self.regions.spare * self.region_bytes
         age, retention_value = 0.0, MAX_RETENTION_VALUE
@@ -163,8 +165,8 @@ class SegmentStore:
             free += len(pool.free) * pool.slot_bytes
             if not len(order := pool.retention):
                 continue
-            # This is part of each answer to a peer, so it changes no order: pinned segments stay where they are. A pool
-            # whose first segments are all pinned has no victim now.
+            # Every answer to another node contains the vacancy, so computing it changes no order of eviction: pinned
+            # segments stay in order. A pool whose first segments are all pinned has no segment to evict now.
             victim: Segment | None = order.victim(now)
             if victim is not None and victim.pins:
                 victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
@@ -185,7 +187,8 @@ class SegmentStore:
         now: float,
         hints: Hints = NO_HINTS,
     ) -> Segment | Code:
-        """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason of the refusal.
+        """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
+        the reason of the refusal.
 
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies by policy. A
         cached copy within the budget takes the slot of a primary copy first, so that the budget can fill; beyond the
@@ -201,7 +204,8 @@ class SegmentStore:
             return Code.WRITE_BUDGET
         if not pool.free and self.regions.room(tenant):
             self._grow(pool)
-        # Mostly one turn; the slots of victims in a region that is drained do not become free.
+        # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
+        # free.
         while not pool.free:
             victim = self._victim(pool, kind, now)
             if victim is None:
@@ -220,13 +224,14 @@ class SegmentStore:
         return segment
 
     def admits_primary(self, segment: Segment, now: float) -> bool:
-        """Whether this dirty copy should become a primary copy here: memory is free, or the policy admits it."""
+        """Returns True if this segment, which an engine has written, should become a primary copy of this node: memory
+        is free, or the eviction policy admits it."""
         pool = self._pools[segment.pool]
         free = bool(pool.free or self.regions.room(segment.tenant))
         return free or self._admits(pool, segment.key, segment.hints, now)
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
-        """RESERVED -> READY. The caller's pin stays."""
+        """Make a RESERVED segment READY, with its checksums. The caller's pin stays."""
         assert segment.state is State.RESERVED
         segment.state = State.READY
         self.arrivals += 1
@@ -261,7 +266,8 @@ class SegmentStore:
         self.discard(segment, now)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
-        """A copy with wrong bytes was here, or arrived here. `HEALED` counts the next sound copy."""
+        """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
+        healed."""
         self._corrupt[tenant, key] = None
         if len(self._corrupt) > MAX_CORRUPT:
             self._corrupt.popitem(last=False)
@@ -327,8 +333,8 @@ class SegmentStore:
     def last_access(
         self, tenant: TenantId, keys: Sequence[SegmentKey], now: float
     ) -> tuple[int, AccessRecord, float] | None:
-        """Of the last of these keys that was evicted or refused and is not forgotten: its index, its last access,
-        and the seconds since then."""
+        """Returns (index, last access record, seconds since then) of the last of `keys` that this node remembers as
+        evicted or refused; None without one."""
         if not keys:
             return None
         # Mostly a tenant has one pool. Segments with the same key have the same size.
@@ -337,25 +343,26 @@ class SegmentStore:
         return max(known, default=None, key=operator.itemgetter(0))
 
     def learned(self) -> dict[PoolId, bytes]:
-        """Statistics that the policies of primary copies learned, also of pools that have no memory now."""
+        """Returns the statistics that the eviction policies of primary copies have learned, by pool, also of pools that
+        have no memory now."""
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
 
     def exchange_among(self, nodes: int) -> None:
-        """So many nodes, this one included, merge each other's statistics."""
+        """Set how many nodes, this one included, merge each other's statistics of the eviction policy."""
         self._exchanging = nodes
         for pool in self._pools.values():
             pool.retention.exchange_among(nodes)
 
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Merge the statistics of another node's store into the pools that are here as well. ValueError for data
+        """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
         that an equal policy did not save."""
         for at, data in learned.items():
             if at in self._pools:
                 self._pools[at].retention.merge(data)
 
     def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Pools that are made later begin with these statistics, which `learned` gave for an equal policy."""
+        """Let pools that are made later begin with these statistics, which `learned` returned for an equal policy."""
         for at, data in learned.items():
             self._learned.pop(at, None)
             self._learned[at] = data
@@ -365,26 +372,27 @@ class SegmentStore:
     # -- regions
 
     def refusal(self, tenant: TenantId, reason: Code) -> Code:
-        """`QUOTA` where the tenant's quota is the reason of a refusal, else `reason`."""
+        """Returns `QUOTA` if the tenant's quota is the reason why a reservation was refused, else `reason`."""
         limited = self.regions.at_quota(tenant) and self.regions.total > self.regions.quota(tenant)
         return Code.QUOTA if limited else reason
 
     def take_unserved(self) -> list[PoolId]:
-        """Pools for which there was no region since the last call."""
+        """Returns the pools that asked for memory and got no region since the last call, and forgets them."""
         taken, self._unserved = list(self._unserved), {}
         return taken
 
     def below_fair_share(self, tenant: TenantId, slot_bytes: int, among: Iterable[TenantId]) -> bool:
-        """Whether the tenant has fewer regions than its fair share among those tenants, and could use one more for
-        slots of this size."""
+        """Returns True if the tenant has fewer regions than its fair share among the tenants `among`, and has no free
+        slot of this size."""
         pool = self._pools.get(PoolId(tenant, slot_bytes))
         if pool is not None and (pool.free or self.regions.room(tenant)):
             return False
         return self.regions.taken(tenant) < self.regions.fair_share(tenant, among)
 
     def drain(self, pool: SlotPool, now: float) -> int | None:
-        """Like `reclaim`, for a pool in use. The first call chooses a region, which gets no new segments; the call that
-        finds it without pinned and dirty segments takes it away."""
+        """Take a region away from a pool in use, over several calls. The first call chooses the region, which gets no
+        new segments; each call evicts some of its segments; the call that leaves it empty returns its id, the others
+        None."""
         if pool.draining is None:
             looked, best, busiest = 0, pool.regions[0], RECLAIM_SLOTS
             for region in pool.regions:
@@ -403,9 +411,9 @@ class SegmentStore:
         return self._take_away(pool) if len(idle) == len(inside) else None
 
     def reclaim(self, pool: SlotPool, now: float) -> int | None:
-        """Empty one region of `pool` and take it away; its id, or None while each region has pinned or dirty segments.
-        None also when there is more to look at or to evict than one call does: the caller calls again. The caller
-        replaces the memory of the region, then calls `add_spare`."""
+        """Empty one region of `pool` and take it away. Returns its id, or None while each region has segments that are
+        pinned or being written. Also returns None when there is more to examine or to evict than one call does: the
+        caller calls again. The caller replaces the memory of the region, then calls `add_spare`."""
         looked = 0
         for region in tuple(pool.regions):
             inside = self._slots.in_region(region)
@@ -438,8 +446,8 @@ class SegmentStore:
         return region
 
     def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
-        """`region` has fresh memory. `claimed`: the tenant and slot size for which it was taken, which get it unless
-        the tenant has its quota."""
+        """Add a spare region, which has fresh memory. `claimed`: the tenant and slot size that get it, unless the
+        tenant's quota is used."""
         granted = claimed is not None and not self.regions.at_quota(claimed[0])
         self.regions.add_spare(region, first=granted)
         if claimed is None or not granted:
@@ -456,7 +464,7 @@ class SegmentStore:
         return pool.slots + self.regions.room(pool.tenant) * pool.region_slots
 
     def _room_for(self, kind: Kind, share: float, pool: SlotPool) -> int:
-        """Number of segments of `kind` that the pool may still take within `share` of its capacity."""
+        """Returns how many further segments of `kind` the pool may take within `share` of its capacity."""
         return max(0, pool.budget(share, self._capacity(pool)) - pool.counts[kind])
 
     def _free(self, pool: SlotPool, segment: Segment) -> None:
@@ -464,7 +472,7 @@ class SegmentStore:
         pool.give_back(segment.place.region, segment.place.slot)
 
     def _grow(self, pool: SlotPool) -> None:
-        """Give the pool a spare region, which there is and which its tenant may take."""
+        """Give the pool a spare region. The caller has checked that there is one and that the tenant may take it."""
         region = self.regions.take(pool.tenant)
         self._slots.add_region(region, pool.region_slots)
         pool.add_region(region)
@@ -477,7 +485,7 @@ class SegmentStore:
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        """The segment to evict for a new one of `kind`; None when all are pinned.
+        """Returns the segment to evict for a new one of `kind`; None when all are pinned.
 
         A new primary copy displaces a cached one only where these are beyond their budget: otherwise the segments that
         other nodes push here would evict those that the engines of this node read, and each read would transfer them
@@ -493,7 +501,7 @@ class SegmentStore:
         return None
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
-        """`rule`: the reason, if it is none of the order of eviction."""
+        """Evict a segment for want of memory, and log why. `rule`: the reason, if it is not the order of eviction."""
         self._counters.add(EVICTED)
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
@@ -504,7 +512,7 @@ class SegmentStore:
         self.discard(segment, now, evicted=True)
 
     def check_integrity(self) -> None:
-        """AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
+        """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
         for at, pool in self._pools.items():
             segments = [s for s in self.segments() if s.pool == at]
             gone = [s for s in self._quarantine.values() if s.pool == at]
@@ -520,13 +528,13 @@ class SegmentStore:
 
 
 def _in_use(segment: Segment) -> bool:
-    """Whether the segment keeps its region from being given away."""
+    """Returns True if the segment is pinned or being written, so that its region cannot be given away."""
     return segment.pins > 0 or segment.kind is Kind.DIRTY
 
 
 def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
-    """Merge `hints` over those of the segments. Segments of one prompt mostly had the same hints before, so that one
-    merge serves many."""
+    """Merge `hints` over the hints of each segment. Segments of one prompt mostly have the same hints, so the result of
+    one merge is used for many."""
     previous, merged = NO_HINTS, hints
     for segment in segments:
         if segment.hints is not previous:

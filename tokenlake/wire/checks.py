@@ -29,7 +29,7 @@ REPLY_TO: dict[type, type] = {
     peer.Offer: peer.OfferReply,
     peer.ExplainMissing: peer.ExplainMissingReply,
 }
-"""Type of a request: type of its reply."""
+"""Type of the reply to each type of request between daemons."""
 
 
 def check_request(message: Any) -> None:
@@ -49,7 +49,7 @@ def check_peer_message(message: Any) -> None:
 
 
 def _nothing(message: Any) -> None:
-    """The check of message types whose decoder checks everything."""
+    """The check of message types that need none, because their decoder checks all fields."""
 
 
 def _keys(message: Any) -> None:

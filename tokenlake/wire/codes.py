@@ -1,4 +1,4 @@
-"""The result for one key. A message carries one byte per key."""
+"""The result of a call for one key. A message carries one byte per key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Code"]
 
 
 class Code(IntEnum):
-    """One per key and call."""
+    """The result of a call (match, fetch, prepare, lookup and others) for one key."""
 
     # LOCAL to UNKNOWN are ordered: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
@@ -31,9 +31,9 @@ class Code(IntEnum):
     RESERVED = 16
     """The reply has a slot for the segment, to fill and then commit."""
     EXISTS = 17
-    """The pool has it already."""
+    """The node has the segment already, so no slot is reserved for it."""
     COMMITTED = 18
-    """Published."""
+    """The segment is published: readers find it from now on."""
     EXPIRED = 19
     """The reservation's deadline passed, or the session ended: nothing was published."""
 

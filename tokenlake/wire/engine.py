@@ -63,7 +63,7 @@ class Hello(_Message, frozen=True, tag=1):
     oldest_version: int
     newest_version: int
     layout: bytes
-    """`Layout.encode()`."""
+    """The layout of the engine's segments, encoded by `Layout.encode()`."""
     probe: bytes
     """`keys.probe` under the public secret `PROBE_SECRET`: shows whether both sides hash alike."""
     token: str | None = None
@@ -158,7 +158,8 @@ class Fetch(_Message, frozen=True, tag=7):
     start: Index
     stop: Index
     deadline_s: Seconds
-    """0: the daemon chooses it from the predicted duration of the fetch."""
+    """Seconds after which the daemon answers with the segments that have arrived; 0: the daemon chooses the time from
+    the predicted duration of the fetch."""
     checksums: bool = True
     """Should the reply contain checksums?"""
     request: RequestName = ""

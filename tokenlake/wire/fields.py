@@ -31,11 +31,12 @@ __all__ = [
 ]
 
 CHECKSUM_BYTES = 8
-"""Checksum of one shard: xxh3-64, little-endian."""
+"""Bytes of the checksum of one shard, which is xxh3-64, little-endian."""
 
 MAX_AMOUNT = 1e15
 Amount = Annotated[float, Meta(ge=0, le=MAX_AMOUNT)]
-"""Bytes, or bytes per second. The bound is above the speed of any machine; NaN and infinity are refused."""
+"""An amount of bytes, or of bytes per second. The bound is above the speed of any machine; NaN and infinity are
+refused."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Index of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards; a count."""
@@ -48,10 +49,10 @@ Name = Annotated[str, Meta(max_length=64)]
 authenticated."""
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""Drawn at random for one handshake."""
+"""32 bytes that one side draws at random for one handshake."""
 
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""Keyed hash of a handshake."""
+"""32 bytes: keyed hash of a handshake, by which a node proves that it knows the cluster's secret."""
 
 MAX_REQUEST_NAME = 64
 RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]
@@ -59,10 +60,10 @@ RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]
 
 MAX_SECONDS = 1e9
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-"""A duration. NaN and infinity are refused, because a deadline made from one would never pass."""
+"""A duration in seconds. NaN and infinity are refused, because a deadline made from one would never pass."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""A part of a whole."""
+"""A fraction, 0 to 1."""
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """Number of shards of a segment."""
@@ -74,7 +75,7 @@ Version = Annotated[int, Meta(ge=0)]
 """Version of a message that replaces earlier ones; 0: none was sent yet."""
 
 RetentionValue = Annotated[float, Meta(ge=0, le=1e9)]
-"""Value of keeping a segment, by the eviction policy."""
+"""Retention value: the eviction policy's value of keeping a segment."""
 
 SlotBytes = Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 """Bytes of one segment."""

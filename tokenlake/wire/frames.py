@@ -18,12 +18,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message's MessagePack, without a header."""
+    """Returns a message as MessagePack, without the header of a frame."""
     return _encoder.encode(message)
 
 
 def pack_frame(message: msgspec.Struct) -> bytes:
-    """A whole frame."""
+    """Returns a message as a whole frame: the header with the length, then the body."""
     body = _encoder.encode(message)
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
@@ -59,7 +59,7 @@ class FrameDecoder:
             yield body
 
     def add(self, data: bytes | memoryview) -> None:
-        """Append bytes of the stream."""
+        """Append received bytes of the stream to the decoder's buffer."""
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
@@ -93,11 +93,11 @@ class FrameDecoder:
         return count
 
     def rest(self) -> bytes:
-        """The bytes that were added and not yet read."""
+        """Returns the bytes that were added and not yet read, without removing them."""
         return bytes(self._buffer)
 
     def _size(self) -> int | None:
-        """Length of the next body; None while its header is not whole."""
+        """Returns the length in bytes of the next body; None while its header is not complete."""
         if len(self._buffer) < HEADER_BYTES:
             return None
         size = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
@@ -107,7 +107,8 @@ class FrameDecoder:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """Decode one body. Raises `ProtocolRefused` with the reason."""
+    """Decode the body of one frame. Returns the message; raises `ProtocolRefused` with the reason for a body that is
+    none."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

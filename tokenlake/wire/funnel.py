@@ -20,11 +20,11 @@ from tokenlake.wire.fields import Index, Seconds
 __all__ = ["MAX_EXPLAINED_NAMES", "Funnel", "MissReason", "Missed"]
 
 MAX_EXPLAINED_NAMES = 64
-"""Names of requests in one `engine.Explained`."""
+"""Maximum number of names of requests in one `engine.Explained`."""
 
 
 class MissReason(StrEnum):
-    """Why tokens were missed."""
+    """The reason why tokens of a request were not found in the pool or not used."""
 
     NEVER_STORED = "never_stored"
     """The directory nodes know nothing of the tokens' segments, which were never stored, or left the pool long ago."""
@@ -66,17 +66,17 @@ class Missed(_Struct, frozen=True):
 
 
 class Funnel(_Struct, frozen=True):
-    """One request. `ideal` = `useful` + `held` + the sum of `missed`."""
+    """How one request used the pool, in tokens. `ideal` = `useful` + `held` + the sum of `missed`."""
 
     request: str
     node: str
     age_s: Seconds
-    """Time since its match."""
+    """Seconds since the match of the request."""
     segment_tokens: Index
     ideal: Index
     here: Index
     elsewhere: tuple[tuple[str, Index], ...]
-    """(node, tokens)."""
+    """Tokens that the match found at other nodes: (node, number of tokens) each."""
     fetched: Index
     useful: Index
     held: Index

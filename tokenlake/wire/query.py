@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Bytes: arrays in the memory of `OpenBuffer` begin at multiples of this."""
+"""Alignment in bytes: arrays in the shared memory of `OpenBuffer` begin at multiples of it."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -107,7 +107,7 @@ class Step(_Message, frozen=True, tag=5):
     step: int
     dtype: Dtype
     parts: tuple[tuple[int, Index], ...]
-    """(view, number of query tokens) each."""
+    """The queries of each view in the step (its parts): (view, number of query tokens) each."""
     queries: Offset
     outputs: Offset
     sums: Offset

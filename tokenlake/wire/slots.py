@@ -1,4 +1,4 @@
-"""Packed slot references: region (uint32), slot (uint32), generation (uint64), little-endian; 16 bytes."""
+"""Packed slot references: region (uint32), slot (uint32), generation (uint64), little-endian; 16 bytes each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SlotRef(NamedTuple):
     generation: int
 
     def pack(self) -> bytes:
-        """16 bytes."""
+        """Returns the slot reference packed into 16 bytes."""
         return _SLOT.pack(self.region, self.slot, self.generation)
 
 
@@ -48,7 +48,8 @@ def slot_array(packed: bytes | bytearray) -> NDArray[np.void]:
 
 
 def split_keys(packed: bytes) -> list[SegmentKey]:
-    """Keys of a message. Raises ValueError for a length that is not a multiple of 32."""
+    """Returns the list of the segment keys that a message has concatenated. Raises ValueError for a length that is not
+    a multiple of 32."""
     if len(packed) % KEY_BYTES:
         raise ValueError(f"keys take {len(packed)} bytes, which is no multiple of {KEY_BYTES}")
     # numpy cuts the keys four times as fast as slices in Python would.
@@ -57,5 +58,5 @@ def split_keys(packed: bytes) -> list[SegmentKey]:
 
 
 def join_keys(keys: Iterable[SegmentKey]) -> bytes:
-    """Inverse of `split_keys`."""
+    """Returns the segment keys concatenated, as messages carry them; the inverse of `split_keys`."""
     return b"".join(keys)

@@ -77,11 +77,11 @@ class Report(_Message, frozen=True, tag=7):
     views: int
     """Open views, of engines of this node and of other nodes."""
     answers: int
-    """Queries of engines that were answered, one per step and layer."""
+    """Number of queries of engines that were answered, one per forward pass and layer."""
     lost_parts: int
-    """Parts of the answered queries of engines that were LOST."""
+    """Number of views whose part of an answered query was LOST: attention over their segments was not computed."""
     results: int
-    """Answers to other query engines."""
+    """Number of answers to query engines of other nodes."""
     result_bytes: int
     """Bytes of partial attention in those answers."""
     result_ns: int

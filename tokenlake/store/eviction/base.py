@@ -1,5 +1,5 @@
-"""The contract of a policy of eviction: it orders segments; the store decides when one leaves, and passes over pinned
-ones."""
+"""The interface of an eviction policy: it orders segments; the store decides when one is evicted, and passes over
+pinned ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tokenlake.store.segment import Segment
 __all__ = ["SAME_ACCESS_S", "EvictionPolicy"]
 
 SAME_ACCESS_S = 1.0
-"""Touches of a segment within this time are one access: a lease that is released in parts touches twice."""
+"""Seconds within which several reports of reads of a segment count as one access: a lease that is released in parts is
+reported twice."""
 
 
 class EvictionPolicy(ABC):
-    """The order in which READY segments of one tenant, slot size and kind leave. By default a policy learns nothing,
-    admits every new segment, and values a segment by the time since its last access.
+    """The order in which READY segments of one tenant, slot size and kind are evicted. By default a policy learns
+    nothing, admits every new segment, and values a segment by the time since its last access.
 
     Deterministic: the same calls at the same times give the same answers. `now` never decreases, but for segments that
     are inserted again. An access of a segment is its first `insert`, and each `touch`; the caller touches the deepest
@@ -37,55 +38,62 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """Take `segment` out of the order. `evicted`: it left for want of memory; else it may be inserted again."""
+        """Take `segment` out of the order. `evicted`: it was evicted for want of memory; otherwise it may be inserted
+        again."""
 
     @abstractmethod
     def victim(self, now: float) -> Segment:
-        """The segment to evict next, which stays in order. KeyError when the order is empty."""
+        """Returns the segment to evict next, which stays in order. Raises KeyError when the order is empty."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __iter__(self) -> Iterator[Segment]:
-        """The segments, approximately in the order in which they would leave, as of the last call that passed `now`."""
+        """Yields the segments approximately in the order in which they would be evicted, as of the last call that
+        passed `now`."""
 
     def hints_changed(self, segment: Segment, now: float) -> None:  # noqa: B027  most policies ignore hints
-        """`segment`, which is in order, has other hints than before; no access."""
+        """Take note that the hints of `segment`, which is in order, have changed. This counts as no access."""
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """Value of keeping `segment`, which is in order: a segment of greater value stays longer. At least 0, and
-        comparable between the nodes of a cluster, which all run the same policy."""
+        """Returns the value, at least 0, of keeping `segment`, which is in order: a segment of greater value stays
+        longer. Values of different nodes can be compared, because all nodes have the same policy."""
         return 1.0 / (1.0 + max(0.0, now - segment.touched))
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """Value of keeping a segment that would be stored now, with the help of ghosts."""
+        """Returns the value of keeping a segment that would be stored now. A policy that remembers evicted segments
+        uses what it knows of this one."""
         return 1.0
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """Whether `key` should be stored though memory is full. Called once for each try: a refusal is recorded like an
-        access, so that a segment that is wanted again is admitted. True when the order is empty."""
+        """Returns True if the segment `key` should be stored although memory is full. Called once for each try: a
+        refusal is recorded like an access, so that a segment that is wanted again is admitted. True when the order is
+        empty."""
         return True
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Of the last of `keys` that has a ghost: its index, its last access, and the seconds since then."""
+        """Returns (index, last access record, seconds since then) of the last of `keys` that the policy remembers as
+        evicted or refused; None without one."""
         return None
 
     def save(self) -> bytes:
-        """The statistics of a policy that learns, for `restore`, without anything about single segments."""
+        """Returns the statistics that the policy has learned, encoded, without anything about single segments; empty
+        for a policy that learns nothing."""
         return b""
 
     def exchange_among(self, nodes: int) -> None:  # noqa: B027  most policies learn nothing
-        """So many nodes, this one included, `merge` each other's statistics, and each sees a part of the requests."""
+        """Set how many nodes, this one included, merge each other's statistics, each of which sees a part of the
+        requests."""
 
     def merge(self, learned: bytes) -> None:
-        """Take over half of the difference to the statistics that an equal policy saved on another node. ValueError
-        for data that is no such thing; nothing is changed then."""
+        """Take over half of the difference to the statistics that an equal policy saved on another node. Raises
+        ValueError for data that is no such thing; nothing is changed then."""
         _refuse(learned)
 
     def restore(self, learned: bytes) -> None:
         """Begin with the statistics that an equal policy saved, before the first `insert`; empty data changes nothing.
-        ValueError for data that is no such thing; nothing is changed then."""
+        Raises ValueError for data that is no such thing; nothing is changed then."""
         _refuse(learned)
 
 

@@ -25,38 +25,41 @@ from tokenlake.store.segment import Segment
 __all__ = ["Forecast"]
 
 LEARN_EVERY = 8
-"""Moments of accesses between two updates of the model."""
+"""Number of different times of accesses after which the model learns from the observed re-use."""
 
 LEARN_AT = 1024
-"""So many samples are learned at once: without accesses there are no such moments, while cohorts still age."""
+"""Number of waiting samples at which the model learns at once, because samples also come from the passing of time,
+without accesses."""
 
 
 class Forecast(EvictionPolicy):
-    """Evicts the segment with the fewest predicted accesses per second that it would be kept, and refuses a new one
-    with fewer than that."""
+    """An eviction policy that evicts the segment with the fewest predicted accesses per second of being kept, and
+    refuses a new segment with even fewer."""
 
     def __init__(self) -> None:
         self._ghosts = Ghosts()
         self._size = 0
-        """Segments in order."""
+        """Number of segments in order."""
         self._now = 0.0
         self._last_moment = 0.0
-        """Time of the last access of any segment."""
+        """Time in seconds of the last access of any segment."""
         self._moments = 0
-        """Different times of accesses."""
+        """Number of different times at which segments were accessed."""
         self._odds = Odds()
         self._heap: list[tuple[float, float, int, int, Cohort]] = []
-        """(retention value, time, number, number of the entry, cohort)"""
+        """Heap of cohorts, the one to evict from next first: (retention value, time of its access, number of the
+        cohort, number of the heap entry, cohort)."""
         self._live = 0
-        """Cohorts with segments here."""
+        """Number of cohorts with stored segments."""
         self._ages: list[deque[Cohort]] = [deque() for _ in range(AGES - 1)]
         self._newest: dict[Features, Cohort] = {}
-        """Cohorts that segments still join: the segments of one request come one by one."""
+        """Cohorts that further segments of the same request still join, by their features: the segments of a request
+        come one by one."""
         self._newest_since = 0.0
         self._cohorts = 0
-        """Cohorts made so far."""
+        """Number of cohorts made so far."""
         self._next_aging = float("inf")
-        """When the next cohort reaches its next age."""
+        """Time in seconds at which the next cohort reaches its next bucket of age."""
 
     # -- segments
 
@@ -80,13 +83,14 @@ class Forecast(EvictionPolicy):
         self._enter(segment, record)
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. The request that sent the hints used the segment until now."""
+        """See `EvictionPolicy`. The segment joins a new cohort, because the request that sent the hints used it until
+        now."""
         self._advance(now)
         self._enter(segment, self._leave(segment))
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`. The record stays in its cohort, so that an access after the return is learned at its
-        age."""
+        """See `EvictionPolicy`. The record of the segment stays in its cohort, so that the model learns from an access
+        after the segment has come back."""
         now = self._advance(now)
         record = self._leave(segment)
         if evicted:
@@ -141,7 +145,7 @@ class Forecast(EvictionPolicy):
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        # From the root of the heap downwards without a change of the heap: callers look at the first few segments.
+        # The heap is read from its root downwards and not changed, because callers look only at the first few segments.
         frontier = [(entry, 0) for entry in self._heap[:1]]
         while frontier:
             (*_, number, cohort), at = heapq.heappop(frontier)
@@ -171,7 +175,8 @@ class Forecast(EvictionPolicy):
     # -- inside
 
     def _count_access(self, record: Record, now: float) -> None:
-        """An access, which is a re-use if the record is in a cohort; the record leaves that."""
+        """Count an access of the segment of `record`. If the record is in a cohort, the access is a re-use, and the
+        record leaves the cohort."""
         if record.cohort is not None:
             self._used_again(record)
         record.accesses += 1
@@ -184,7 +189,7 @@ class Forecast(EvictionPolicy):
 
     @staticmethod
     def _record(segment: Segment) -> Record:
-        """The record of a segment that was inserted."""
+        """Returns the record of a segment that was inserted before."""
         record = segment.policy_state
         assert isinstance(record, Record)
         return record
@@ -199,15 +204,15 @@ class Forecast(EvictionPolicy):
             self._leave_cohort(forgotten)
 
     def _advance(self, now: float) -> float:
-        """Pass the time until `now`. The latest time of all calls: a segment may be inserted again with an earlier
-        one."""
+        """Let cohorts age until the time `now`. Returns the latest time of all calls, because a segment may be inserted
+        again with an earlier time."""
         if now > self._now:
             self._now = now
             self._time_passed(now)
         return self._now
 
     def _enter(self, segment: Segment, record: Record, again: bool = False) -> None:
-        """Into a cohort of this moment. `again`: into its old one."""
+        """Put the segment in order, in the cohort of the present time; `again`: in its earlier cohort."""
         segment.touched = self._now
         cohort = record.cohort
         if not again or cohort is None:
@@ -221,7 +226,7 @@ class Forecast(EvictionPolicy):
         self._size += 1
 
     def _leave(self, segment: Segment) -> Record:
-        """Take the segment out of the order; its record, which stays in its cohort."""
+        """Take the segment out of the order. Returns its record, which stays in its cohort."""
         record = self._record(segment)
         cohort = record.cohort
         assert cohort is not None
@@ -233,13 +238,15 @@ class Forecast(EvictionPolicy):
         return record
 
     def _drop_void(self) -> None:
-        """Drop void entries from the top of the heap, so that the first one is valid."""
+        """Drop void entries (of a cohort that has a newer entry) from the top of the heap, so that the first entry is
+        valid."""
         while self._heap and self._heap[0][3] != self._heap[0][4].heap_entry:
             heapq.heappop(self._heap)
 
     def _push(self, cohort: Cohort) -> None:
         cohort.heap_entry += 1
-        # Between equals the older cohort first, and of one request the one made first, which has the deeper segments.
+        # Of cohorts with equal value the older one is evicted first, and of one request's cohorts the one made first,
+        # which has the deeper segments.
         heapq.heappush(
             self._heap, (cohort.retention_value[cohort.age], cohort.at, cohort.number, cohort.heap_entry, cohort)
         )
@@ -284,7 +291,7 @@ class Forecast(EvictionPolicy):
             self._age(now)
 
     def _age(self, now: float) -> None:
-        """Move cohorts that are old enough to the next bucket."""
+        """Move cohorts that are old enough to their next bucket of age, and learn if many samples wait."""
         self._next_aging = float("inf")
         for age in range(AGES - 1):
             cohorts, edge = self._ages[age], EDGES[age + 1]
@@ -306,7 +313,7 @@ class Forecast(EvictionPolicy):
             self._push(cohort)
 
     def check_integrity(self) -> None:
-        """AssertionError when sizes, cohorts or bounds do not add up."""
+        """Raises AssertionError when sizes, cohorts or bounds do not add up."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         assert all(record.cohort is not None for record in self._ghosts.values())
         live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]

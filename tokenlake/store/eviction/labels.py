@@ -1,4 +1,4 @@
-"""Numbers for the labels of requests."""
+"""Numbers for the labels of requests, by which the eviction policy keeps statistics. A label is made of hints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tokenlake.hints import Hints
 __all__ = ["UNLABELLED", "Label", "Labels"]
 
 Label = tuple[int, str, str]
-"""(outlook, category, stop reason) of a request; policies keep statistics by label."""
+"""The label of a request, from its hints: (outlook, category, stop reason). The eviction policy keeps statistics by
+label."""
 UNLABELLED = 0
 """The number of requests without hints, and of those for whose label there is no room."""
 _NO_LABEL: Label = (0, "", "")
@@ -20,7 +21,8 @@ class Labels:
     for the bare outlooks, so that a category without room still counts by its outlook."""
 
     def __init__(self, most: int, labels: Sequence[Label] = (_NO_LABEL,)) -> None:
-        """`labels`: as another instance gave them. ValueError when they cannot be so."""
+        """`labels`: the labels of another instance, in order of their numbers. Raises ValueError for a list that no
+        instance has."""
         self._most = most
         self._numbers = dict(zip(labels, range(len(labels)), strict=True))
         if len(labels) > most or self._numbers.get(_NO_LABEL) != UNLABELLED:
@@ -31,7 +33,8 @@ class Labels:
             Hints(*label)
 
     def number(self, hints: Hints) -> int:
-        """The number of a request with these hints, which is new if there is room for its label."""
+        """Returns the number of the label of a request with these hints. A new label gets a new number while there is
+        room, otherwise the number of its outlook alone."""
         label = (hints.outlook, hints.category, hints.stop_reason)
         number = self._numbers.get(label)
         if number is None:

@@ -1,4 +1,4 @@
-"""Least recently used first."""
+"""An eviction policy: the least recently used segment is evicted first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["LeastRecentlyUsed"]
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """One queue."""
+    """Evicts the least recently used segment first; a queue of all segments in the order of their last access."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Segment, None] = OrderedDict()
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`; at the young end."""
+        """See `EvictionPolicy`; the segment becomes the most recently used one."""
         segment.touched = now
         self._order[segment] = None
 

@@ -22,7 +22,7 @@ __all__ = ["AGES", "EDGES", "LABELS", "Features", "Odds"]
 
 AGES = 30
 EDGES = [0.0, *(1.5**step for step in range(AGES - 1))]
-"""Begin of each bucket of age in seconds. The last bucket has no end."""
+"""Seconds since the last access at which each bucket of age begins. The last bucket has no end."""
 _WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
 _REGIME = np.array([bisect_right((12.0, 40.0, 120.0, 400.0), edge) for edge in EDGES])
 _REGIMES = 5
@@ -43,25 +43,30 @@ _OFFSETS = np.concatenate([[0], np.cumsum(_SIZES)]).tolist()
 _WEIGHTS = _OFFSETS[-1]
 
 RATE, RATE_REGIME, RATE_AGE = 0.1, 0.05, 0.3
-"""Of AdaGrad in one cache. See `Odds.nodes`."""
+"""Learning rates of AdaGrad, on a cluster of one node, for the weights for all ages, for those per regime of ages, and
+for the bias per age."""
 MAX_NODES = 16
-"""More nodes do not make the steps longer: single nodes would go too far between two merges."""
+"""Number of nodes above which further nodes do not lengthen the steps of learning: single nodes would go too far
+between two merges of their weights."""
 BATCH = 64
-"""Samples of one step. More at once would each push the weights the same way, and together too far."""
+"""Maximum number of samples (observed cohorts) in one step of learning. More of them would each move the weights the
+same way, and together too far."""
 SIZE_POWER = 0.4
-"""A cohort weighs size^0.4, because its segments are correlated."""
+"""Exponent of the weight of a cohort in learning: a cohort of n segments weighs n^0.4, because its segments are
+correlated."""
 LEAST_SEEN = 1e-3
-"""Weight in a merge of a value for which nothing was learned."""
+"""Weight of a node in the merge of a model's weight about which this node has learned nothing."""
 MAX_MERGED_SUM = 1e4
-"""Bound on the sums of squares that another node reports: a false report cannot stop the learning here."""
+"""Bound on the sums of squared errors that another node reports, so that a false report cannot stop the learning on
+this node."""
 INITIAL_BIAS = -3.0
-"""Bias of each bucket before anything is learned."""
+"""Bias (log-odds of an access) of each bucket of age before anything is learned."""
 
 MAX_WEIGHT = 1e12
-"""Greater than any weight and any sum."""
+"""Limit of plausible weights and sums in saved statistics; data beyond it are refused."""
 
 Features = tuple[int, ...]
-"""One index into the weights per feature."""
+"""Features of a segment's last access: for each, an index into the weights of the model."""
 Vector = NDArray[np.float64]
 
 
@@ -77,25 +82,26 @@ _decoder = msgspec.msgpack.Decoder(_Saved)
 
 
 class Odds:
-    """The model of one pool; bounded."""
+    """The model of re-use of the segments of one pool. Its size is bounded."""
 
     def __init__(self) -> None:
         self.nodes = 1
-        """Nodes that merge their weights, each of which sees a part of the requests. Set by the caller. With 1/n of the
-        samples AdaGrad moves the weights of a node 1/sqrt(n) as far, and a merge is a mean. So the steps are longer by
-        sqrt(n), and n nodes together learn as fast as one that sees all."""
+        """Number of nodes that merge their weights, each of which sees a part of the requests; the caller sets it. With
+        1/n of the samples AdaGrad moves the weights of a node 1/sqrt(n) as far, and a merge takes the mean. The steps
+        are therefore longer by sqrt(n), so that n nodes together learn as fast as one node that sees all requests."""
         self._labels = Labels(LABELS)
-        # Each array is beside the sums of squared errors, by which AdaGrad makes its steps smaller.
+        # Each array of weights has an array of sums of squared errors, by which AdaGrad makes its steps smaller.
         self._age, self._age_sum = np.full(AGES, INITIAL_BIAS), np.ones(AGES)
         self._all, self._all_sum = np.zeros(_WEIGHTS), np.ones(_WEIGHTS)
         self._regime, self._regime_sum = np.zeros((_WEIGHTS, _REGIMES)), np.ones((_WEIGHTS, _REGIMES))
         self._effective = self._all[:, None] + self._regime
         self._samples: list[tuple[Features, int, float, float]] = []
         self._values: dict[Features, list[float]] = {}
-        """Retention values under the weights as they are."""
+        """Retention values by age, computed with the present weights, for the features that were asked for."""
 
     def features(self, accesses: int, hints: Hints) -> Features:
-        """Features of a segment with so many accesses, the last by a request with these hints."""
+        """Returns the features of a segment that was accessed `accesses` times, the last time by a request with
+        `hints`."""
         access = hints.access
         count = _COUNT[min(accesses, len(_COUNT) - 1)]
         known = access.known
@@ -116,7 +122,8 @@ class Odds:
         )
 
     def retention_value(self, features: Features) -> list[float]:
-        """Gittins index by bucket of age, in accesses per second."""
+        """Returns the retention value of a segment with these features for each bucket of age: the Gittins index, in
+        accesses per second."""
         values = self._values.get(features)
         if values is None:
             logits = self._age + self._effective[list(features)].sum(axis=0)[_REGIME]
@@ -124,17 +131,17 @@ class Odds:
         return values
 
     def add(self, features: Features, age: int, share: float, segments: float) -> None:
-        """Add a sample: of a cohort with so many segments at the beginning of bucket `age`, `share` were accessed again
-        within it."""
+        """Add a sample for learning: of a cohort that had `segments` unused segments at the beginning of the bucket
+        `age`, the fraction `share` was accessed again within that bucket."""
         self._samples.append((features, age, share, segments**SIZE_POWER))
 
     @property
     def pending(self) -> int:
-        """Samples added since the last `learn`."""
+        """Number of samples that were added and not learned yet."""
         return len(self._samples)
 
     def learn(self) -> None:
-        """Learn from the samples added since the last call."""
+        """Change the weights by the samples that were added since the last call."""
         rows, self._samples = self._samples, []
         for first in range(0, len(rows), BATCH):
             self._learn(rows[first : first + BATCH])
@@ -156,7 +163,8 @@ class Odds:
 
     def _tables(self) -> None:
         effective = self._all[:, None] + self._regime
-        # Never less for more accesses in the same request, so that a parent has at least the value of its child.
+        # A segment with more accesses in the same request never gets a lower weight, so that it is worth at least as
+        # much as the segments behind it in the prompt.
         for first, last in ((_OFFSETS[0], _OFFSETS[1]), (_OFFSETS[1], _OFFSETS[2])):
             block = effective[first:last].reshape(-1, _COUNTS, _REGIMES)
             effective[first:last] = np.maximum.accumulate(block, axis=1).reshape(-1, _REGIMES)
@@ -164,13 +172,14 @@ class Odds:
         self._values.clear()
 
     def save(self) -> bytes:
-        """The weights and their sums."""
+        """Returns the weights and their sums of squared errors, encoded."""
         arrays = (self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum)
         weights = b"".join(array.astype("<f8").tobytes() for array in arrays)
         return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), weights))
 
     def restore(self, learned: bytes) -> None:
-        """Inverse of `save`. ValueError for other data; nothing is changed then."""
+        """Replace the weights by those that `save` encoded. Raises ValueError for other data; nothing is changed
+        then."""
         self._labels, parts = _decoded(learned)
         self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum = parts
         self._tables()
@@ -178,8 +187,8 @@ class Odds:
     def merge(self, learned: bytes) -> None:
         """Set each weight to the mean of the one here and the one that `save` gave elsewhere, weighted by the sums of
         squares: few nodes see short prompts, and nodes that saw none must not dilute what those learned. Weights of
-        labels are merged where both nodes know the label. Greater sums make later steps smaller. ValueError as in
-        `restore`."""
+        labels are merged where both nodes know the label. Greater sums make later steps smaller. Raises ValueError for
+        data that no `save` made."""
         labels, (age, age_sum, all_ages, all_sum, regime, regime_sum) = _decoded(learned)
         first = _OFFSETS[-2]
         matched = self._labels.matched(labels)
@@ -196,14 +205,16 @@ class Odds:
 
 
 def _merged(weights: Vector, sums: Vector, others: Vector, other_sums: Vector) -> tuple[Vector, Vector]:
-    """The mean weighted by the sums, and the larger of both sums, those of the other node bounded."""
+    """Returns (mean of the weights of both nodes, weighted by their sums of squared errors; the larger of both sums).
+    The sums of the other node are bounded."""
     other_sums = np.minimum(other_sums, MAX_MERGED_SUM)
     seen, other_seen = sums - 1.0 + LEAST_SEEN, other_sums - 1.0 + LEAST_SEEN
     return (weights * seen + others * other_seen) / (seen + other_seen), np.maximum(sums, other_sums)
 
 
 def _decoded(learned: bytes) -> tuple[Labels, list[Vector]]:
-    """Labels, and the arrays in the order in which `save` writes them. ValueError for data that no `save` made."""
+    """Returns the labels of requests in saved statistics, and the arrays of weights and sums in the order in which they
+    were saved. Raises ValueError for data that no `save` made."""
     try:
         saved = _decoder.decode(learned)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -222,14 +233,16 @@ def _decoded(learned: bytes) -> tuple[Labels, list[Vector]]:
 
 
 def _gap(seconds: float) -> int:
-    """Bucket of a gap: 0 without one, then by powers of two from one second on."""
+    """Returns the bucket of the seconds between two requests: 0 if there was no earlier request, then by powers of two
+    from one second on."""
     if seconds <= NEVER:
         return 0
     return min(_GAPS - 1, 1 + max(0, math.frexp(seconds)[1])) if seconds >= 1 else 1
 
 
 def _step(weights: Vector, sums: Vector, place: NDArray[np.int64], error: Vector, rate: float) -> None:
-    """One AdaGrad step; changes `weights` and `sums`."""
+    """Make one AdaGrad step, which changes `weights` and `sums`. `place`: index of the weight that each `error`
+    concerns; `rate`: learning rate."""
     size = len(weights)
     sums += np.bincount(place, error * error, size)
     weights += rate * np.bincount(place, error, size) / np.sqrt(sums)

@@ -1,4 +1,4 @@
-"""Records of the segments that a policy orders, and of those that left it.
+"""Records of the segments that the learning eviction policy orders, and of segments that left its order.
 
 ::
 
@@ -21,15 +21,16 @@ from tokenlake.store.segment import PolicyState, Segment
 __all__ = ["GHOSTS_EACH", "GHOST_S", "LEAST_GHOSTS", "Cohort", "Ghosts", "Record"]
 
 GHOST_S = 900.0
-"""Seconds for which a ghost is kept."""
+"""Seconds for which the record of an evicted or refused segment (its ghost) is kept."""
 LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
-"""At most so many ghosts, or so many for each segment in order if that is more."""
+"""Limits on the number of ghosts (records of evicted or refused segments): in all, or for each segment in order; the
+greater limit counts."""
 
 _depth = operator.attrgetter("depth")
 
 
 class Cohort:
-    """Segments with equal features that one request accessed."""
+    """The segments with equal features (inputs of the model of re-use) that one request accessed. They age together."""
 
     __slots__ = (
         "_order",
@@ -47,42 +48,45 @@ class Cohort:
     def __init__(self, features: Features, retention_value: list[float], at: float, number: int) -> None:
         self.features = features
         self.retention_value = retention_value
-        """By age, as predicted when it was made."""
+        """Retention value of the segments for each age (index of a bucket of `EDGES`), predicted when the cohort was
+        made."""
         self.at = at
-        """Time of the access."""
+        """Time in seconds at which the request accessed the segments."""
         self.number = number
-        """Cohorts are numbered in order of creation."""
+        """Number of the cohort, in order of creation."""
         self.age = 0
-        """Bucket."""
+        """Age of the cohort: index of the bucket of `EDGES` into which the time since the access falls."""
         self.unused = 0
-        """Members that were not used again yet, with their segments here or ghosts."""
+        """Number of segments of the cohort that were not accessed again yet, whether they are stored or evicted."""
         self.used = 0
-        """Members that were used again at this age."""
+        """Number of segments of the cohort that were accessed again within the present bucket of age."""
         self.here: dict[Segment, Record] = {}
         self._order: list[Segment] | None = None
-        """Segments here, deepest last, and some that left; None when a segment came since."""
+        """The cohort's stored segments, the deepest last, and some that have left since; None when it has to be sorted
+        again because a segment was added."""
         self.heap_entry = 0
-        """Number of the valid entry in the heap; entries with another number are void."""
+        """Number of the cohort's valid entry in the heap of cohorts; entries with another number are void."""
 
     @property
     def members(self) -> int:
-        """Members at the beginning of this age."""
+        """Number of segments of the cohort that were not accessed again before the present bucket of age."""
         return self.used + self.unused
 
     def enter(self, segment: Segment, record: Record) -> None:
-        """The segment of a member is here."""
+        """Add a stored segment with its record to the cohort."""
         self.here[segment] = record
         self._order = None
 
     def deepest_first(self) -> list[Segment]:
-        """The segments here."""
+        """Returns the cohort's stored segments, the deepest first."""
         return sorted(self.here, key=_depth, reverse=True)
 
     def deepest(self) -> Segment:
-        """The deepest segment here, of which there is at least one. The order in which segments came is no order by
-        depth: segments behind a gap are touched before those that fill the gap are stored."""
+        """Returns the deepest stored segment of the cohort, which must have one. The segments have to be sorted for it,
+        because they are not added by depth: segments behind a gap of the prompt are touched before those that fill the
+        gap are stored."""
         if self._order is None:
-            # Of equal depth the one that came first is evicted first.
+            # Of segments with equal depth the one that was added first is evicted first.
             self._order = self.deepest_first()
             self._order.reverse()
         while self._order[-1] not in self.here:
@@ -91,28 +95,31 @@ class Cohort:
 
 
 class Record(PolicyState):
-    """Knowledge about a segment that is in order, out of order for a while, or a ghost."""
+    """What the policy knows about one segment: a stored one, or one that was evicted or refused (then the record is a
+    ghost)."""
 
     __slots__ = ("access", "accesses", "cohort", "counted", "gone")
 
     def __init__(self, now: float) -> None:
         self.accesses = 0
         self.counted = now - SAME_ACCESS_S
-        """Time of the last access that was counted."""
+        """Time in seconds of the last access of the segment that was counted."""
         self.gone = 0.0
-        """Of a ghost: when it was evicted or refused."""
+        """Time in seconds at which the segment was evicted or refused; meaningless for a stored segment."""
         self.access: AccessRecord = NO_ACCESS
-        """Of a ghost: its last access."""
+        """Access record of the last request that accessed the evicted or refused segment."""
         self.cohort: Cohort | None = None
-        """None after its next access."""
+        """The cohort of the segment's last access; None once the segment was accessed again and has not joined the new
+        cohort yet."""
 
 
 class Ghosts(OrderedDict[SegmentKey, Record]):
     """Records of segments that were evicted or refused, in that order, bounded in number and time."""
 
     def add(self, key: SegmentKey, record: Record, now: float, segments: int) -> list[Record]:
-        """Add the ghost of a segment that was evicted or refused now, while `segments` are in order; the records
-        that are forgotten instead. Expired ghosts are forgotten a few at a time."""
+        """Add the record of a segment that was evicted or refused at `now`. `segments`: the number of stored segments,
+        which bounds the number of ghosts. Returns the records that are forgotten instead; expired ones are forgotten a
+        few at a time."""
         record.gone = now
         self[key] = record
         limit = max(LEAST_GHOSTS, GHOSTS_EACH * segments)
