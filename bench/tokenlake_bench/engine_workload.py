@@ -9,7 +9,7 @@ __all__ = ["Conversations", "prompt"]
 
 
 def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
-    """Token ids drawn by `seed`; prompts of different seeds have no common prefix."""
+    """Random token ids, drawn by `seed`; prompts of different seeds have no common prefix."""
     source = random.Random(seed)
     return [source.randrange(vocabulary) for _ in range(tokens)]
 
@@ -25,7 +25,8 @@ class Conversations:
     question_tokens: int = 300
 
     def questions(self, turn: int) -> list[list[int]]:
-        """The new text of each conversation in a turn; in the first turn it begins with the system prompt."""
+        """The new text of each conversation for one of its requests; the first request's text begins with the system
+        prompt."""
         texts = []
         for number in range(self.conversations):
             question = prompt(self.question_tokens, 1000 + number * self.turns + turn)

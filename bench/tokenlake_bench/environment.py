@@ -1,4 +1,4 @@
-"""Checks that an interpreter has the modules of a benchmark, before anything is started."""
+"""Checks that a Python interpreter has the modules that a benchmark needs, before any process is started."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MISSING: Final = (
 
 
 def check_modules(*names: str) -> None:
-    """Raises ModuleNotFoundError unless this interpreter has all of these modules. For that error the `tokenlake`
-    command prints the command that installs the module."""
+    """Raises ModuleNotFoundError unless this interpreter has all of these modules. The `tokenlake` command answers that
+    error with the command that installs the module."""
     for name in names:
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

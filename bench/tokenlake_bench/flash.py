@@ -21,8 +21,8 @@ _VOCABULARY: Final = 32_000
 
 
 class FlashCrowd:
-    """`workload`, but from `at_s` on `FLASH_SHARE` of its requests, drawn by `seed`, have a common prefix of
-    `FLASH_SEGMENTS` segments of `segment_tokens` tokens."""
+    """The requests of `workload`, of which from time `at_s` on the share `FLASH_SHARE`, drawn by `seed`, begins with a
+    new common prefix of `FLASH_SEGMENTS` segments of `segment_tokens` tokens."""
 
     def __init__(self, workload: Workload, at_s: float, segment_tokens: int, seed: int) -> None:
         if not 0 <= at_s < math.inf:

@@ -17,4 +17,4 @@ STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {
     "s3fifo": S3Fifo,
     "arc": AdaptiveReplacement,
 }
-"""By the name that `bench eviction --policy` takes; daemons have `forecast`."""
+"""The eviction policies by the names that `bench eviction --policy` takes. Daemons have `forecast`."""
