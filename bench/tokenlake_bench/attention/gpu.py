@@ -26,8 +26,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main() -> int:
-    """Run all measurements. Returns the exit status: 0 when all results were right, 1 when one was wrong, 2 where no
-    CUDA device is available."""
+    """Run all measurements. Returns the exit status: 0 when all results were right, 1 when one was wrong, 2 without a
+    CUDA device or Triton."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         print("no CUDA device or no Triton: not run", file=sys.stderr)
         return 2

@@ -11,13 +11,13 @@ __all__ = ["Pass", "PassClock", "mean_pass"]
 
 
 class Pass(NamedTuple):
-    """One call of the model, or the mean of several."""
+    """One forward pass of the model, or the mean of several."""
 
     rows: float
     tokens: float
-    """New tokens of each row."""
+    """Number of new tokens of each request in the batch."""
     cached: float
-    """Cached tokens of each row, before the new ones."""
+    """Number of cached tokens of each request in the batch, which precede the new ones."""
     seconds: float
 
 
@@ -54,7 +54,7 @@ class PassClock:
 
 
 def mean_pass(passes: Sequence[Pass]) -> Pass | None:
-    """The mean of the passes; None if there are none."""
+    """The mean of these forward passes; None if there are none."""
     if not passes:
         return None
     return Pass(*(sum(column) / len(passes) for column in zip(*passes, strict=True)))
