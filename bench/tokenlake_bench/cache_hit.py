@@ -1,4 +1,5 @@
-"""The command `bench cache-hit`: from its arguments to a table, JSON and a picture."""
+"""The command `bench cache-hit` in live mode: checks its arguments, replays the workload, and writes a table, JSON and
+a picture."""
 
 from __future__ import annotations
 

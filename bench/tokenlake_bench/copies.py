@@ -1,4 +1,4 @@
-"""Counts the copies of each segment over the nodes."""
+"""Counts how many nodes of a cluster have a copy of each segment."""
 
 from __future__ import annotations
 

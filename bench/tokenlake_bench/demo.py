@@ -66,7 +66,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Run the demo, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError, and
+    """Run the demo, print its tables, and write the JSON file if the command line names one. Raises TokenLakeError, and
     ModuleNotFoundError where a module of the engines is not installed."""
     # The modules of the engines are checked before the engine processes, which import them, are started.
     check_modules("torch", "transformers")

@@ -37,8 +37,8 @@ fit; all conversations together do not, so that segments are evicted."""
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """Requests and sizes of a run of the demo. `accesses`: the segments that the requests of `workload` access. `note`:
-    text that is printed after the number of requests."""
+    """The plan of a run of the demo: its requests, the size of the pool and of the prompts. `accesses`: the segments
+    that the requests of `workload` access. `note`: text that is printed after the number of requests."""
 
     workload: Workload
     accesses: Accesses

@@ -1,4 +1,4 @@
-"""The demo's requests: each engine serves its own in order, and halfway one engine's daemon is killed."""
+"""Serves the demo's requests: each engine serves its own ones in order, and halfway one engine's daemon is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The demo's second part: several questions about long documents, answered by fetching and by attending in place."""
+"""The demo's second part: questions about long documents, answered once by fetching the documents' segments and once by
+shipping queries to the node that has them."""
 
 from __future__ import annotations
 

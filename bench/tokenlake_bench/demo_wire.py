@@ -111,8 +111,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
     failed_calls: int
     recovered_at: float
     cut_by: dict[str, int]
-    """Number of matches with fewer hits than keys, by the name of the first missing key's `Code`; LOST: the read of a
-    hit failed."""
+    """Number of matches that did not find all keys, by the name of the first missing key's `Code`; LOST: the segment
+    was found, but its read failed."""
 
 
 Message = Load | Loaded | Attach | Attached | Run | Fetching | Ran | Finish | EngineReport

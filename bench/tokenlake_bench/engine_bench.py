@@ -1,4 +1,5 @@
-"""`tokenlake bench engine`: times of one engine with and without the pool, and of two behind a round robin."""
+"""`tokenlake bench engine`: times to the first token of one engine with and without the pool, and of two engines behind
+a round-robin router."""
 
 from __future__ import annotations
 

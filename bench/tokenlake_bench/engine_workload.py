@@ -1,4 +1,5 @@
-"""Prompts for the engine benchmark: seeded tokens, and conversations that two instances serve in turn."""
+"""Prompts for the engine benchmark: seeded random tokens, and conversations whose requests two engines serve
+alternately."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Several conversations under few system prompts; a turn's prompt is the conversation so far and a new question."""
+    """Several conversations that share few system prompts; the prompt of each request is the conversation so far and a
+    new question."""
 
     conversations: int = 6
     turns: int = 4

@@ -35,8 +35,8 @@ def check_modules(*names: str) -> None:
 
 
 def check_interpreter(python: str | Path, engine: str) -> None:
-    """Raises ConfigurationError unless the interpreter `python` runs and has the modules of `engine`: "vllm" or
-    "transformers"."""
+    """Check that the interpreter `python` runs and has the modules of `engine`, which is "vllm" or "transformers".
+    Raises ConfigurationError if not."""
     command = [str(python), "-c", MISSING, *ENGINE_MODULES[engine]]
     expected = f"an interpreter with {engine} and TokenLake ({REMEDIES[engine]})"
     try:

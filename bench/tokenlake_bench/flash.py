@@ -1,4 +1,4 @@
-"""A flash crowd: from one moment on, a share of a workload's requests begins with a new common prefix."""
+"""A flash crowd: a workload in which from one moment on a share of the requests begins with a new common prefix."""
 
 from __future__ import annotations
 

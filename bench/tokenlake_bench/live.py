@@ -60,8 +60,8 @@ class LiveOptions:
     open_loop: bool = False
 
     def settings(self) -> dict[str, str]:
-        """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
-        that they last as many real seconds: the sockets of this machine are no faster in a replay."""
+        """Settings of the replay's daemons apart from sizes and addresses. With a faster clock the deadlines are
+        multiplied, so that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         if self.speed > 0:
             settings["speed"] = str(self.speed)

@@ -1,4 +1,4 @@
-"""A counter-based random generator: 64-bit words as a pure function of a key and a counter, for single words and
+"""A random generator without state: 64-bit words that are a function of a key and a counter, for single words and for
 arrays.
 
 The finaliser and the increment are those of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).

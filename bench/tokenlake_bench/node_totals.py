@@ -1,4 +1,4 @@
-"""Counters of the nodes over a whole run, those of a killed daemon included."""
+"""Sums the counters of the nodes' daemons over a whole run, including those of a daemon that was killed."""
 
 from __future__ import annotations
 

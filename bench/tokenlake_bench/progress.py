@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, elsewhere a line per tenth."""
+"""Shows the progress of a run: a bar on a terminal, elsewhere a line per tenth of the run."""
 
 from __future__ import annotations
 

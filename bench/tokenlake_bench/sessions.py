@@ -38,8 +38,8 @@ __all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
-"""Sessions that start per hour by default. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3 million
-tokens finds 28, 58 and 92 % of the tokens."""
+"""Default number of sessions that start per hour. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3
+million tokens finds 28, 58 and 92 % of the tokens."""
 
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RANGE_TEXT: Final = 32

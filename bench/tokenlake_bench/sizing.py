@@ -60,8 +60,8 @@ def bench_layout(segment_tokens: int) -> Layout:
 
 
 def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:
-    """The size of a pool whose capacity is split evenly over `nodes`, rounded down to whole segments as in the
-    baselines."""
+    """Layout and memory of a pool whose capacity is split evenly over `nodes`, rounded down to whole segments as in the
+    caches that it is compared with."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     segments = capacity_tokens // nodes // layout.segment_tokens

@@ -1,4 +1,4 @@
-"""A trace file of any known format, as a workload of tokens and as chains of segments."""
+"""Reads a trace file of any known format, as a workload of tokens or as prompts of segment ids."""
 
 from __future__ import annotations
 

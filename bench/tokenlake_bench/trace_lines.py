@@ -20,7 +20,7 @@ _CHUNK_BYTES: Final = 1 << 16
 
 
 class TraceError(TokenLakeError):
-    """A trace cannot be read; the message names file, line, field and the expected value."""
+    """Raised when a trace cannot be read; the message names file, line, field and the expected value."""
 
     def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
         where = str(path)

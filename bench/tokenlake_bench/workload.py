@@ -45,7 +45,7 @@ class Request:
 
 
 class Workload(Protocol):
-    """Requests with non-decreasing `at_s`; each iteration gives the same requests."""
+    """A sequence of requests in which `at_s` never decreases. Each iteration gives the same requests."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Toke
 
 
 def check_vocabulary(vocabulary: int) -> None:
-    """Raises ConfigurationError unless token ids below `vocabulary` fit a uint32."""
+    """Check that token ids below `vocabulary` fit a uint32. Raises ConfigurationError if not."""
     if not 2 <= vocabulary <= 1 << 32:
         raise ConfigurationError("vocabulary", vocabulary, "2 to 2**32")
 
@@ -122,7 +122,8 @@ class BuiltinSettings:
 
     @property
     def system_tokens(self) -> tuple[int, int]:
-        """Lengths of system prompts: they vary by a quarter of the range of `prompt_tokens`."""
+        """(shortest, longest) length in tokens of the system prompts. It varies by a quarter of the range of
+        `prompt_tokens`."""
         low, high = self.prompt_tokens
         shortest = low - self.user_tokens[0]
         return shortest, shortest + (high - low) // 4
@@ -130,7 +131,8 @@ class BuiltinSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Lengths and streams of one request, whose prompt is system[:system_length] + text[:text_length]."""
+    """Lengths of one request, and the numbers of its conversation and system prompt. Its prompt is
+    system[:system_length] + text[:text_length]."""
 
     at_s: float
     conversation: int

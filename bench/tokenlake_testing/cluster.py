@@ -128,7 +128,7 @@ class Cluster:
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
         self.ports = {f"node{number}": reserve_port() for number in range(nodes)}
-        """The ports at which the nodes listen."""
+        """The port at which the daemon of each node listens, by name of the node."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
         self.nodes = []
@@ -194,7 +194,7 @@ class Cluster:
         return total
 
     def close(self) -> None:
-        """End all daemons and remove their files."""
+        """End all daemons of the cluster and remove their files."""
         for node in self.nodes:
             with contextlib.suppress(TokenLakeError):
                 node.stop()

@@ -148,7 +148,7 @@ class NodeDriver:
             instructions.Stamp: memory.stamp,
             instructions.CheckSlot: memory.check,
             instructions.ReplaceRegion: memory.replace,
-            # A simulated node keeps no log.
+            # The instruction to log is ignored, because a simulated node keeps no log.
             instructions.Note: lambda order: None,
         }
 

@@ -183,7 +183,8 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
 
 
 def _query_repeatedly(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
-    """The main function of an engine process of the load: queries over `keys` until `stop` is set."""
+    """The main function of an engine process that keeps a query engine busy: it sends queries over the segments `keys`
+    until `stop` is set."""
     end_with_parent()
     shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
     with contextlib.ExitStack() as stack:

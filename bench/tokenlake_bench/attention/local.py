@@ -84,7 +84,7 @@ class LocalCase:
         return self._clock() - began
 
     def bytes(self) -> int:
-        """See `Case`: there is no transfer."""
+        """Returns 0, because attention over local segments sends no bytes over the network."""
         return 0
 
     def _attend(self, layer: int) -> Partial:

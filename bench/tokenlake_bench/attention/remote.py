@@ -57,8 +57,8 @@ class RemoteCase:
         return taken
 
     def ceiling(self, turn: int) -> float:
-        """Seconds of the same kernel over the same segments in this process, plus those of a bare transfer of as many
-        bytes as the last query moved there and back."""
+        """Seconds of the same kernel over the same segments in this process, plus the seconds of a bare TCP transfer of
+        as many bytes as the last query moved there and back."""
         began = time.perf_counter()
         self._fleet.kernel.attend(self._queries, self._slots, turn % LAYERS)
         if self._sent:

@@ -1,4 +1,4 @@
-"""GPUs: rates from their data sheets, and constants fitted to published measurements at batch 1.
+"""The rates of GPUs from their data sheets, and constants fitted to published measurements of one request at a time.
 
 `docs/simulation.md` lists these measurements beside the fitted model.
 """
@@ -115,7 +115,7 @@ GPUS: Final[dict[str, Gpu]] = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of this name. Raises ConfigurationError for a name that is not in `GPUS`."""
+    """The constants of the GPU with this name. Raises ConfigurationError for a name that is not in `GPUS`."""
     if name not in GPUS:
         raise ConfigurationError("gpu", name, " or ".join(GPUS))
     return GPUS[name]

@@ -1,5 +1,4 @@
-"""The size of models: parameters, cache per token, arithmetic per token, computed from their published
-configurations."""
+"""The dimensions of models, and what follows from them: parameters, KV cache per token, arithmetic per token."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupedAttention:
-    """Multi-head attention, or grouped-query attention where `kv_heads` < `heads`."""
+    """Sizes of multi-head attention, or of grouped-query attention where `kv_heads` < `heads`, in one layer."""
 
     hidden: int
     heads: int
@@ -130,8 +129,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated feed-forward network (three matrices per expert). A token passes through `chosen` of the `experts` routed
-    experts and through all `shared` ones.
+    """Sizes of a gated feed-forward network in one layer (three matrices per expert). A token passes through `chosen`
+    of the `experts` routed experts and through all `shared` ones.
 
     A dense layer is one shared expert.
     """
@@ -251,11 +250,11 @@ MODELS: Final[dict[str, Model]] = {
         _DEEPSEEK_V3,
     )
 }
-"""The models by name; their hyper-parameters are from their config.json."""
+"""The known models by name; their dimensions are from the published config.json of each."""
 
 
 def model_named(name: str) -> Model:
-    """The model of this name. Raises ConfigurationError for a name that is not in `MODELS`."""
+    """The dimensions of the model with this name. Raises ConfigurationError for a name that is not in `MODELS`."""
     if name not in MODELS:
         raise ConfigurationError("model", name, " or ".join(MODELS))
     return MODELS[name]

@@ -93,7 +93,8 @@ class EngineModel:
         attention, layers = self.model.attention, self.model.layers
         seconds = 0.0
         for new, cached, _ in chunks:
-            # A new token attends to the cached tokens, to the new tokens before it and to itself.
+            # The formula counts pairs: a new token attends to the cached tokens, to the new tokens before it and to
+            # itself.
             pairs = new * cached + new * (new + 1) / 2
             flops = layers * attention.prefill_flops * pairs
             seconds += max(flops / self._attention_flops, self._cache_s(cached + new))

@@ -29,7 +29,8 @@ class _Record(PolicyState):
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """The policy ARC. Admits every new segment; one without a ghost is added to the queue of segments accessed once."""
+    """The eviction policy ARC. It admits every new segment; one whose key is not remembered as evicted (a ghost) is
+    added to the queue of segments accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -37,7 +38,8 @@ class AdaptiveReplacement(EvictionPolicy):
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """Number of segments that the queue of segments accessed once should have."""
+        """Number of segments that the queue of segments accessed once should have; ARC adapts it when it meets
+        ghosts."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""

@@ -70,7 +70,7 @@ class Bounds:
 
 
 def bounds_of(accesses: Accesses) -> Bounds:
-    """Find the next use of every segment of every request."""
+    """The bounds of a workload: finds for every segment of every request the request that uses it next."""
     prompts = accesses.prompts
     lengths = [len(prompt.chain) for prompt in prompts]
     segments = np.fromiter((segment for prompt in prompts for segment in prompt.chain), np.int64, sum(lengths))

@@ -1,4 +1,5 @@
-"""The command `bench eviction`: from its arguments to tables, JSON and a picture."""
+"""The command `bench eviction`: checks its arguments, runs the study of eviction policies, and writes tables, JSON and
+a picture."""
 
 from __future__ import annotations
 

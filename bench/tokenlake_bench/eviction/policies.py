@@ -1,4 +1,4 @@
-"""The policies that the study compares: that of the daemons, and published ones."""
+"""The eviction policies that the study compares: the one of the daemons, and published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of the study: its JSON, and the comparisons computed from it."""
+"""Results of the study of eviction policies: its JSON, and the comparisons computed from it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class S3Fifo(EvictionPolicy):
                 self._ghosts.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Accessed segments in front of the victim are moved to the end of the main queue."""
+        """See `EvictionPolicy`. Accessed segments in front of the segment to evict are moved to the end of the main
+        queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)

@@ -85,7 +85,8 @@ class NodeStores:
         self._shared_at, self._rounds = 0.0, 0
 
     def serve(self, prompt: Prompt, hints: Hints) -> int:
-        """Serve one prompt. Returns the length of its longest prefix that was found, in segments."""
+        """Serve one prompt at the node of least cost. Returns the number of segments of the longest prefix that was
+        found in the pool."""
         now, chain = prompt.at_s, prompt.chain
         self._share_learned(now)
         node = self._computed_at(chain, now)

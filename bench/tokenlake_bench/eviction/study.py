@@ -1,4 +1,4 @@
-"""Runs every policy at every capacity and number of nodes on each trace."""
+"""Runs every eviction policy at every capacity and number of nodes on each trace."""
 
 from __future__ import annotations
 

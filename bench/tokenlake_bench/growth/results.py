@@ -52,7 +52,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrowthResult(msgspec.Struct, frozen=True):
-    """The JSON of `tokenlake bench growth`."""
+    """The JSON of `tokenlake bench growth`: the costs of keys, and the memory and start times of daemons."""
 
     rows: list[Row]
     memory: list[Memory]

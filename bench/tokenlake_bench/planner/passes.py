@@ -1,4 +1,4 @@
-"""Times of a model's forward passes, as an engine would report them."""
+"""Measures a model's forward passes and describes them as an engine would report them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pass(NamedTuple):
 
 
 class PassClock:
-    """A context manager that records all forward passes of `model` in `passes`."""
+    """A context manager during which all forward passes of `model` are timed and recorded in `passes`."""
 
     def __init__(self, model: Any) -> None:
         self.passes: list[Pass] = []

@@ -280,7 +280,7 @@ class Rig:
         settle(self.cluster)
 
     def _fill(self, node: Node) -> None:
-        """Store random segments at the node until only the room for cached copies is free."""
+        """Store random segments at the node until it has free slots only for the cached copies of documents."""
         draw = np.random.default_rng(SEED)
         size = self.layout.segment_bytes
         noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)

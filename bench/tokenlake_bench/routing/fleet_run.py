@@ -1,4 +1,4 @@
-"""Runs a workload through one system: router, caches and instances on one clock."""
+"""Runs a workload through one simulated system: a router, the instances and their caches, on one clock."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class FleetOptions:
 
 
 def at_rate(accesses: Accesses, rate: float) -> Accesses:
-    """The same requests with arrival times scaled so that their recorded times give `rate` per second on average.
-    Pauses after answers stay: they do not depend on how many conversations begin per second. Raises
+    """The same requests with arrival times scaled so that on average `rate` requests per second arrive by their
+    recorded times. Pauses after answers stay: they do not depend on how many conversations begin per second. Raises
     ConfigurationError."""
     if not 0 < rate < math.inf:
         raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")

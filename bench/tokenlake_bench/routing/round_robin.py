@@ -1,4 +1,4 @@
-"""Private caches behind round robin: a load balancer that ignores caches."""
+"""Engine instances with private caches behind a round-robin load balancer, which ignores the caches."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
 
 
 def keys_of(chain: NDArray[np.int64], seed: int) -> bytes:
-    """The keys of a chain, 32 bytes each, uniform over the ring; equal numbers and seeds give equal keys."""
+    """The segment keys of a prompt, 32 bytes each and uniform over the ring, made from its segment numbers; equal
+    numbers and seeds give equal keys."""
     lanes = np.arange(_KEY_WORDS, dtype=np.uint64) + np.uint64(key_of(seed & WORD))
     words: NDArray[np.uint64] = chain.astype(np.uint64)[:, None] * np.uint64(_KEY_WORDS) + lanes
     return mix64(mix64(words)).tobytes()
@@ -145,7 +146,8 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
 
 def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
     """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
-    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Recorded times decide."""
+    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Whether a request comes
+    after `from_s` is decided by its recorded time."""
     draw = random.Random(seed)
     prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
     for arrival in arrivals:

@@ -25,8 +25,8 @@ SOCKET_S = 20e-6
 """Seconds that a message takes from an engine to its daemon, or back."""
 RETRY_S = 0.002
 LONGEST_RETRY_S = 0.05
-"""Pause between two attempts of a store that the write budget refuses: `RETRY_S`, doubled after each refusal up to
-`LONGEST_RETRY_S`, as in the client."""
+"""Seconds between two attempts of a store that the daemon refuses because too many segments are being written:
+`RETRY_S`, doubled after each refusal up to `LONGEST_RETRY_S`, as in the client."""
 TENANT = "default"
 _Step = engine.EngineRequest | float
 """One action of a simulated request: a request to the daemon, or seconds to wait."""

@@ -157,7 +157,7 @@ def goodput(
 
 
 def table(result: Goodput) -> Table:
-    """A table for a terminal: a row per system, a column per variation."""
+    """The goodput as a table for a terminal: a row per system, a column per variation of the engine model."""
     shown = Table(
         title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
     )

@@ -43,7 +43,7 @@ class NetworkShape:
 
 
 class Network:
-    """The links between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
+    """The simulated network between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
 
     def __init__(self, shape: NetworkShape, nodes: int) -> None:
         self._shape = shape

@@ -112,7 +112,8 @@ class _PooledRequest:
 
 
 class PooledEngine(SimulatedEngine):
-    """A `SimulatedEngine` whose requests pass through an instance between reading and storing."""
+    """A simulated engine at one node of the pool: each request first reads its prefix, then passes through an engine
+    instance, which takes time, and then stores its segments."""
 
     def __init__(
         self,

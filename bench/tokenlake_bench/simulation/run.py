@@ -1,4 +1,4 @@
-"""Runs a workload on a simulated cluster and measures it."""
+"""Runs a workload on a simulated pool and measures hits, load and messages."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class SoakArguments:
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Run the soak, print its result, and write the files that were asked for. A first interruption ends the load
-    early, a second one the checks after the load. Raises TokenLakeError."""
+    """Run the soak, print its result, and write the files that the command line names. A first interruption ends the
+    load early, a second one the checks after the load. Raises TokenLakeError."""
     console = console or Console()
     console.print(arguments.command(), soft_wrap=True)
     with (

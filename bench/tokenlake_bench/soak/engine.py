@@ -232,7 +232,8 @@ def _connect(socket: str, token: str, group: int) -> Pool:
 
 
 def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
-    """The main function of the process: connect to the daemon, which may still be starting, then serve calls."""
+    """The main function of the engine process: connect to the daemon, which may still be starting, then serve calls of
+    the soak."""
     pool = _connect(socket, token, int(group))
     engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
     serve({"work": engine.work, "drain": engine.drain})

@@ -50,8 +50,8 @@ class Fault:
 
 
 def schedule(targets: Sequence[Target], seconds: float, every_s: float, seed: int) -> list[Fault]:
-    """Faults in order of time, one every `every_s` seconds on average; faults of different processes may overlap.
-    Durations are drawn uniformly on a logarithmic scale."""
+    """The planned faults in order of time, one every `every_s` seconds on average; faults of different processes may
+    overlap. Durations are drawn uniformly on a logarithmic scale."""
     draw = random.Random(f"faults {seed}")
     faults: list[Fault] = []
     free_from = dict.fromkeys((target.name for target in targets), FIRST_S)

@@ -25,8 +25,8 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 2
-"""Segments of a new prompt: no more than a node may keep as cached copies. With more, leased cached copies of the last
-segments could occupy the slots that the first segments need for their fetch."""
+"""Number of segments of a prompt that the check stores: no more than a node may keep as cached copies. With more,
+leased cached copies of the last segments could occupy the slots that the first segments need for their fetch."""
 LIMIT_S: Final = 15.0
 """Seconds within which one prompt must be stored and read back. A store is delayed while the bound on segments being
 written is reached, or while a region changes its tenant."""

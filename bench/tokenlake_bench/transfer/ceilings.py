@@ -108,8 +108,8 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
-    """The main function of the second process, until the connection ends. The first byte that it sends signals that it
-    is ready."""
+    """The main function of the sending process: serve until the connection ends. The first byte that it sends signals
+    that it is ready."""
     end_with_parent()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)

@@ -69,8 +69,8 @@ class Daemons:
                     # A peer that does not answer counts as dead only after a long time, because this machine may stall.
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
-                    # With the default share the reader would keep no cached copies once primary copies fill its memory;
-                    # the rows need cached copies in every turn.
+                    # With the default share the reader would keep no cached copies once primary copies fill its memory,
+                    # and every repetition reads cached copies.
                     "cached-share": READER_CACHED if name == "reader" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },

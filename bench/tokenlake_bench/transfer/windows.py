@@ -18,8 +18,8 @@ _SEED: Final = 7
 
 
 class Windows:
-    """The memory `source` and `target`, each [WINDOWS, count, segment_bytes]. All pages are touched; every segment of
-    `source` differs from every other in each of its words."""
+    """The arrays `source` and `target`, each of the shape [WINDOWS, count, segment_bytes]. All pages are touched; every
+    segment of `source` differs from every other in each of its words."""
 
     def __init__(self, size: Size) -> None:
         shape = (WINDOWS, size.count, size.segment_bytes)

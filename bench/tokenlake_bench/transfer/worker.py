@@ -1,5 +1,5 @@
-"""A child process that serves calls given as JSON lines, for the benchmark that started it: the load beside a row, and
-the clients of peers.
+"""A child process that serves calls given as JSON lines, for a benchmark that started it: a load on a daemon during a
+measurement, or the client of another store.
 
 ::
 

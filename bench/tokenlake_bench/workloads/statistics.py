@@ -1,4 +1,4 @@
-"""The statistics of a trace that papers usually publish."""
+"""Computes the statistics of a trace that papers usually publish."""
 
 from __future__ import annotations
 
