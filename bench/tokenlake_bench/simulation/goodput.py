@@ -35,8 +35,8 @@ STEP: Final = 1.05
 """Ratio of two neighbouring request rates of the search."""
 VARIED: Final = (0.7, 1.3)
 LOWEST, HIGHEST = 1 / 64, 1024.0
-_HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
 """Lowest and highest request rate of the search, as multiples of the workload's own rate."""
+_HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
