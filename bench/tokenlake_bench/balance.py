@@ -25,7 +25,7 @@ WINDOW_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sends:
-    """Columns of equal length, one row per send."""
+    """The sent segments as columns of equal length; each segment that a node sent to another one has one row."""
 
     at_s: NDArray[np.float64]
     node: NDArray[np.int64]
@@ -33,8 +33,8 @@ class Sends:
 
 
 class SendLog:
-    """Bytes sent from node to node, in any order, 32 bytes of memory per send. `nodes` is the number of nodes; they
-    count from 0."""
+    """A log of segments sent from node to node, in any order of time; each takes 32 bytes of memory. `nodes` is the
+    number of nodes, which are numbered from 0."""
 
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
@@ -44,7 +44,7 @@ class SendLog:
         self._node = array("q")
         self._nbytes = array("q")
         self._choice = array("q")
-        """Per send, the position of its holders in `_choices`."""
+        """Per logged segment, the position in `_choices` of the set of nodes that held a copy."""
         self._choices: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
@@ -54,8 +54,9 @@ class SendLog:
     def add(self, at_s: float, node: int, nbytes: int, holders: tuple[int, ...] = ()) -> None:
         """Add `nbytes` that `node` sent at `at_s` seconds of trace time.
 
-        `holders`: of a read for an engine, the nodes that could have sent it, `node` among them and the reader not.
-        Empty for bytes that no other node could send, as those of a hand-over, and where the holders are not known.
+        `holders`: for a read by an engine, all nodes that had a copy and so could have sent it, `node` included and the
+        reader's node not. Empty for bytes that no other node could send, as those of a hand-over, and where the nodes
+        with copies are not known.
         """
         if not 0 <= node < self.nodes:
             raise IndexError(f"node {node} of {self.nodes}")
@@ -68,21 +69,23 @@ class SendLog:
         self._choice.append(number)
 
     def sends(self) -> Sends:
-        """All sends so far, in the order in which they were added; copies."""
+        """Columns of all logged segments, copied, in the order in which they were added."""
         return Sends(np.array(self._at_s), np.array(self._node), np.array(self._nbytes))
 
     def totals(self) -> list[int]:
-        """Bytes that each node sent over the whole log."""
+        """Total bytes that each node sent, by node."""
         sends = self.sends()
         return [int(sends.nbytes[sends.node == node].sum()) for node in range(self.nodes)]
 
     def reads(self) -> SendLog:
-        """The sends whose holders are known: the reads of engines at other nodes."""
+        """The logged segments for which the nodes with copies are known: those that nodes sent to engines at other
+        nodes."""
         known = np.array([bool(holders) for holders in self._choices], dtype=np.bool_)
         return self._chosen(known[np.array(self._choice)] if len(self) else np.zeros(0, np.bool_))
 
     def table(self, window_s: float = WINDOW_S) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(start of each window in seconds, bytes per window and node). Windows without sends are left out."""
+        """Bytes sent per time window and node: (start of each window in seconds, table of bytes). Windows in which no
+        node sent anything are left out."""
         sends = self.sends()
         starts, window = _windows(sends.at_s, window_s)
         cells = np.bincount(window * self.nodes + sends.node, weights=sends.nbytes, minlength=len(starts) * self.nodes)
@@ -119,18 +122,19 @@ class SendLog:
 
 
 class BusyLog:
-    """Seconds in which engine instances compute, per window. `instances` is their number; they count from 0."""
+    """A log of the seconds in which engine instances compute, by window of time. `instances` is their number; they are
+    numbered from 0."""
 
     def __init__(self, instances: int, window_s: float = WINDOW_S) -> None:
         _check_window(window_s)
         self.instances = instances
         self.total_s = 0.0
-        """Sum over all instances."""
+        """Seconds of computing, summed over all instances."""
         self._window_s = window_s
         self._cells: dict[int, list[float]] = {}
 
     def add(self, instance: int, from_s: float, to_s: float) -> None:
-        """Add one step of an instance; steps of one instance must not overlap."""
+        """Add the time span of one step (forward pass) of an instance; the steps of one instance must not overlap."""
         self.total_s += to_s - from_s
         length = self._window_s
         for window in range(math.floor(from_s / length), math.floor(to_s / length) + 1):
@@ -139,26 +143,27 @@ class BusyLog:
                 self._cells.setdefault(window, [0.0] * self.instances)[instance] += part_s
 
     def table(self) -> NDArray[np.float64]:
-        """Seconds per window and instance. Windows in which no instance computes are left out."""
+        """Seconds of computing per time window and instance. Windows in which no instance computes are left out."""
         return np.array([self._cells[window] for window in sorted(self._cells)]).reshape(-1, self.instances)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Spread over nodes: coefficient of variation, and largest over mean. 0 and 1 when all nodes are equal; None where
-    all are 0."""
+    """Measure of how unevenly the load is spread over nodes: the coefficient of variation, and the largest load divided
+    by the mean. 0 and 1 when all nodes have equal load; None where no node has any."""
 
     cv: float | None
     max_over_mean: float | None
 
 
 def spread(table: NDArray[np.float64]) -> Spread:
-    """The spread over the columns of a table with a row per window."""
+    """The spread over the nodes or instances of a table that has one row per time window and one column per node or
+    instance."""
     total = float(table.sum())
     if total == 0:
         return Spread(cv=None, max_over_mean=None)
-    # The coefficient of variation of a window, weighted by the window's sum, is (deviation / mean) x (mean x nodes),
-    # which is deviation x nodes.
+    # The weighted mean over the windows needs no division per window: coefficient of variation times weight is
+    # (deviation / mean) x (mean x nodes) = deviation x nodes.
     nodes = table.shape[1]
     return Spread(
         cv=float(table.std(axis=1).sum()) * nodes / total,
@@ -167,20 +172,22 @@ def spread(table: NDArray[np.float64]) -> Spread:
 
 
 def load(log: SendLog, window_s: float = WINDOW_S) -> Spread:
-    """The spread of the sent bytes over the nodes that sent them."""
+    """Measure of how unevenly the bytes of the logged segments are spread over the nodes that sent them."""
     return spread(log.table(window_s)[1])
 
 
 def max_over_mean_from(log: SendLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """Largest over mean of the sent bytes in each of `windows` windows, the first of which begins at `at_s` (a multiple
-    of `window_s`); fewer where the log ends earlier. Windows in which nothing was sent are left out."""
+    """Bytes that the most loaded node sent, divided by the mean over the nodes, for each of `windows` time windows; the
+    first begins at `at_s`, a multiple of `window_s`. Fewer values where the log ends earlier; windows without sent
+    bytes are left out."""
     starts, table = log.table(window_s)
     chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
     return [float(row.max() / row.mean()) for row in chosen if row.any()]
 
 
 def _windows(at_s: NDArray[np.float64], window_s: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(start of each window in which something happened, position of each event's window in them)."""
+    """(start in seconds of each time window that has an event, per event the position of its window in these
+    starts)."""
     _check_window(window_s)
     numbers, window = np.unique(np.floor(at_s / window_s), return_inverse=True)
     return numbers * window_s, window.astype(np.int64)

@@ -1,4 +1,5 @@
-"""Token hit rates of other arrangements of the same memory, by the pool's rules.
+"""Token hit rates of caches arranged in other ways over the same memory as the pool: private caches per node, and one
+global cache.
 
 Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous prefix that one
 cache holds; then the whole prompt is touched, deepest segment first, and segments beyond the capacity are evicted,
@@ -34,9 +35,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as caches see it. `chain` has one id per full segment, in order; equal ids mean equal tokens up to the
-    segment's end. Other fields are as in `Request`; `output_tokens` is the length of the answer, 0 where the source
-    does not have it. It is a `Turn`."""
+    """A request as the compared caches see it. `chain` has one id per full segment of the prompt, in order; equal ids
+    mean equal tokens up to the segment's end. Other fields are as in `Request`; `output_tokens` is the length of the
+    answer, 0 where the trace does not have it. It is a `Turn`, so that it can be replayed at its time."""
 
     tokens: int
     chain: tuple[int, ...]
@@ -49,38 +50,39 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """The prompts of a workload with segment ids in place of tokens. Ids count from 0 in the order of first use."""
+    """The prompts of a workload, with one id per full segment in place of the tokens. Ids count from 0 in the order in
+    which segments first occur."""
 
     segment_tokens: int
     prompts: list[Prompt]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, those beyond the last full segments included."""
+        """Tokens of all prompts together, those behind the last full segments included."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     def open_loop(self) -> Accesses:
-        """The same prompts, each at its recorded time."""
+        """The same prompts as a workload in which each arrives at its recorded time and follows no answer."""
         return Accesses(self.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in self.prompts])
 
 
 @dataclass(frozen=True, slots=True)
 class HitCount:
-    """Tokens found, and tokens of the prompts."""
+    """Number of prompt tokens that a cache found, and number of all prompt tokens."""
 
     hit_tokens: int
     prompt_tokens: int
 
     @property
     def rate(self) -> float:
-        """Share of the prompts' tokens found, 0 to 1; 0 without prompts."""
+        """Hit rate: share of the prompts' tokens that were found, 0 to 1; 0 without prompts."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Hits of four arrangements. `ideal` never evicts. The others have the same total capacity: private caches split it
-    evenly among the nodes."""
+    """Hits of four arrangements of caches. `ideal` never evicts. The others have the same total capacity; private
+    caches split it evenly among the nodes."""
 
     ideal: HitCount
     private: HitCount
@@ -89,7 +91,7 @@ class Baselines:
 
 
 class Lru:
-    """An LRU cache of segment ids, of at most `capacity`."""
+    """An LRU cache of at most `capacity` segments, which are named by ids."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -99,21 +101,22 @@ class Lru:
         return len(self._held)
 
     def __iter__(self) -> Iterator[int]:
-        """Ids in the order of eviction. Do not touch the cache during the iteration."""
+        """Segment ids in the order in which they would be evicted. Do not touch the cache during the iteration."""
         return iter(self._held)
 
     def __contains__(self, segment: int) -> bool:
         return segment in self._held
 
     def match(self, chain: tuple[int, ...]) -> int:
-        """Length of the longest held prefix, in segments; does not count as an access."""
+        """Length in segments of the longest prefix of `chain` that the cache holds; does not count as an access."""
         for depth, segment in enumerate(chain):
             if segment not in self._held:
                 return depth
         return len(chain)
 
     def touch(self, chain: tuple[int, ...]) -> list[int]:
-        """Add or access all segments of the chain; the first one becomes the most recent. Returns the evicted ids."""
+        """Add or access all segments of a prompt; its first segment becomes the most recently used. Returns the ids
+        that were evicted."""
         held = self._held
         for segment in reversed(chain):
             held[segment] = None
@@ -121,7 +124,7 @@ class Lru:
         return self._shrink()
 
     def resize(self, capacity: int) -> list[int]:
-        """Change the capacity, at least 0. Returns the evicted ids."""
+        """Change the capacity to a number of segments, at least 0. Returns the ids that were evicted."""
         self._capacity = capacity
         return self._shrink()
 
@@ -130,7 +133,8 @@ class Lru:
 
 
 def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesses:
-    """The requests with an id per full segment. Reads `requests` once and holds one request's tokens at a time."""
+    """The requests of a workload with an id per full segment. Reads `requests` once and holds the tokens of one request
+    at a time."""
     if segment_tokens < 1:
         raise ConfigurationError("segment_tokens", segment_tokens, "at least 1")
     identity = PayloadIdentity(0, "", b"")
@@ -155,24 +159,25 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
 
 
 def infinite_cache(accesses: Accesses) -> HitCount:
-    """One cache for all requests that never evicts."""
+    """Hits of one cache for all requests that never evicts."""
     segments = sum(len(prompt.chain) for prompt in accesses.prompts)
     return _round_robin(accesses, [Lru(segments)])
 
 
 def global_lru(accesses: Accesses, capacity_tokens: int) -> HitCount:
-    """One LRU cache of the whole capacity for all requests."""
+    """Hits of one LRU cache for all requests, with the whole capacity."""
     return _round_robin(accesses, _caches(accesses, 1, capacity_tokens))
 
 
 def private_round_robin(accesses: Accesses, nodes: int, capacity_tokens: int) -> HitCount:
-    """A cache per node with an even share of `capacity_tokens`; request i goes to node i modulo `nodes`."""
+    """Hits of private LRU caches, one per node with an even share of `capacity_tokens`; request i goes to node i modulo
+    `nodes`."""
     return _round_robin(accesses, _caches(accesses, nodes, capacity_tokens))
 
 
 def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: int) -> HitCount:
-    """As `private_round_robin`, but each request goes to the node that holds its longest prefix; `seed` draws among
-    equals.
+    """Hits of private LRU caches, one per node with an even share of the capacity, where each request goes to the node
+    that holds its longest prefix; `seed` draws among equal nodes.
 
     Nodes that have served nothing are preferred: otherwise a first segment that all requests share would send all of
     them to one node, and the other nodes' memory would stay empty.
@@ -197,7 +202,8 @@ def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: i
 
 
 def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int) -> Baselines:
-    """All four baselines. Raises ConfigurationError for an argument out of range."""
+    """Hit counts of all four arrangements of caches for one workload. Raises ConfigurationError for an argument out of
+    range."""
     return Baselines(
         ideal=infinite_cache(accesses),
         private=private_round_robin(accesses, nodes, capacity_tokens),
@@ -207,7 +213,8 @@ def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int
 
 
 def _longest(chain: tuple[int, ...], owners: dict[int, int], all_nodes: int) -> tuple[int, int]:
-    """(bit set of the nodes that hold the longest prefix, its length in segments)."""
+    """(bit set of the nodes that hold the longest prefix of `chain` among all nodes, length of that prefix in
+    segments)."""
     best = all_nodes
     for depth, segment in enumerate(chain):
         deeper = best & owners.get(segment, 0)

@@ -1,4 +1,5 @@
-"""The command `bench cache-hit`: from its arguments to a table, JSON and a picture."""
+"""The command `bench cache-hit` in live mode: checks its arguments, replays the workload, and writes a table, JSON and
+a picture."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 __all__ = ["CacheHitArguments", "run_cache_hit"]
 
 TRACE_SEGMENT_TOKENS = 512
-"""Tokens of a segment when a trace is replayed: the traces' blocks have 512, and smaller segments would find no
-more."""
+"""Tokens of a segment when a trace is replayed. The traces name blocks of 512 tokens, so smaller segments would find no
+more hits."""
 TRACE_CAPACITY_TOKENS = 3_000_000
 BUILTIN_SEGMENT_TOKENS = 64
 BUILTIN_CAPACITY_TOKENS = 24_000
-"""Default capacity of the pool for the built-in workload: less than its conversations need, so that segments are
-evicted."""
+"""Default capacity of the pool in tokens for the built-in workload: less than its conversations need, so that segments
+are evicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHitArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench cache-hit`. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None
     nodes: int
@@ -71,7 +72,8 @@ class CacheHitArguments:
         check_plot(self.plot_file)
 
     def workload(self, tell: Callable[[str], object] = lambda note: None) -> Workload:
-        """The trace, or the built-in workload without one. `tell` is called with a note on malformed lines."""
+        """The workload to replay: the trace, or the built-in workload if no trace is given. `tell` is called with a
+        text about malformed lines."""
         plain: Workload
         if self.trace is not None:
             plain = trace = read_trace(self.trace, limit=self.limit, seed=self.seed)
@@ -84,7 +86,7 @@ class CacheHitArguments:
         return FlashCrowd(plain, self.flash_at, self.options().segment_tokens, self.seed)
 
     def options(self) -> LiveOptions:
-        """Options of the run, with the defaults that depend on the workload."""
+        """Options of the replay, with those defaults filled in that depend on the workload."""
         builtin = self.trace is None
         capacity = BUILTIN_CAPACITY_TOKENS if builtin else TRACE_CAPACITY_TOKENS
         segment = BUILTIN_SEGMENT_TOKENS if builtin else TRACE_SEGMENT_TOKENS
@@ -102,7 +104,8 @@ class CacheHitArguments:
 
 
 def run_cache_hit(arguments: CacheHitArguments) -> None:
-    """Run the replay, print its table, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the replay, print its table, and write the JSON file and the picture if the command line names them. Raises
+    TokenLakeError."""
     console = Console()
     workload, options = arguments.workload(console.print), arguments.options()
     if arguments.trace is None:

@@ -1,4 +1,4 @@
-"""Counts the copies of each segment over the nodes."""
+"""Counts how many nodes of a cluster have a copy of each segment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenlake_client import Pool
 __all__ = ["copies_per_segment"]
 
 BATCH = 1024
-"""Keys per match."""
+"""Number of keys per match when the copies of segments are counted."""
 
 
 def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey], haste: float = 1.0) -> float:

@@ -36,12 +36,12 @@ from tokenlake_testing.cluster import Cluster
 __all__ = ["DemoOptions", "run_demo"]
 
 CONTROLS = 12
-"""Number of requests repeated with flipped bytes."""
+"""Number of requests that the demo repeats with flipped bytes, to check that a wrong cache changes the tokens."""
 WINDOW = 32
 CACHED_SHARE = ServerConfig().cached_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
-"""Memory of each node in the second part of the demo, in which all documents of that part fit."""
+"""Bytes of memory of each node in the second part of the demo, in which all documents of that part fit."""
 EVICTED = "tokenlake_evicted_segments_total"
 
 
@@ -50,14 +50,14 @@ class _Outcome:
     log: DemoLog
     reports: list[wire.EngineReport]
     controls: list[bool]
-    """For each request repeated with flipped bytes, whether its tokens changed."""
+    """For each request that was repeated with flipped bytes, whether its tokens changed, as they should."""
     totals: NodeTotals
     duplication: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Arguments of the command line, and the number of requests."""
+    """Arguments of `tokenlake demo`, and the number of requests that they ask for."""
 
     trace: Path | None = None
     model: Path | None = None
@@ -66,13 +66,13 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Run the demo, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError, and
+    """Run the demo, print its tables, and write the JSON file if the command line names one. Raises TokenLakeError, and
     ModuleNotFoundError where a module of the engines is not installed."""
-    # Checked before the engine processes, which import these modules, are started.
+    # The modules of the engines are checked before the engine processes, which import them, are started.
     check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
-        # Read here, so that an unreadable file is reported before the models are loaded.
+        # The trace is read here, so that an unreadable file is reported before the models are loaded.
         read_mooncake(options.trace, limit=1)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -135,8 +135,8 @@ def _serve(console: Console, cluster: Cluster, engines: list[EngineHandle], plan
 
 
 def _controls(engines: list[EngineHandle], plan: DemoPlan, log: DemoLog) -> list[bool]:
-    """Repeat the last requests that had hits, with the bytes read from the pool flipped. Returns for each whether its
-    tokens changed."""
+    """Repeat the last requests that had hits, with the bytes read from the pool flipped. Returns for each request
+    whether its tokens changed."""
     chosen = [index for index, ran in log.ran.items() if ran.hit_tokens][-CONTROLS:]
     changed: list[bool] = []
     for request in plan.workload:

@@ -23,30 +23,31 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 __all__ = ["main"]
 
 TINY = TinyModel(layers=3)
-"""A model just large enough that a prefill of 1,024 tokens takes more than 100 ms on one CPU thread."""
+"""Dimensions of the demo's model: just large enough that a prefill of 1,024 tokens takes more than 100 ms on one CPU
+thread."""
 PREFILL_TOKENS = 1024
 FLUSH_S = 20.0
 
 
 class FirstToken:
-    """A streamer of `generate` that records the time of the first token."""
+    """A streamer for transformers' `generate` that records the time of the first generated token."""
 
     def __init__(self) -> None:
         self.at = 0.0
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
-        """Called with the prompt, then with each token."""
+        """Receives the prompt in the first call and one token in each later call of transformers."""
         if self._prompt_seen and not self.at:
             self.at = time.perf_counter()
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Called after the last token."""
+        """Called by transformers after the last token; does nothing."""
 
 
 class EngineProcess:
-    """Serves the messages of `demo_wire`, one at a time."""
+    """The engine of one process: handles the messages of `demo_wire`, one at a time."""
 
     def __init__(self, answer: BinaryIO) -> None:
         self._answer = answer
@@ -55,7 +56,7 @@ class EngineProcess:
         self._engine: TokenLakeEngine | None = None
 
     def handle(self, message: wire.Message) -> wire.Message:
-        """Handle one request. Returns the reply."""
+        """Handle one request of the demo and return the reply to it."""
         match message:
             case wire.Load():
                 return self._load(message)
@@ -82,7 +83,8 @@ class EngineProcess:
         positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         count = min(PREFILL_TOKENS, positions - 1)
         prompt = [number % vocabulary for number in range(count)]
-        # The last of three times is kept, because the first forward pass also sets up torch.
+        # The time of the cold prefill is taken in the last of three runs, because the first forward pass also sets up
+        # torch.
         prefill_ms = [self._generate(self._model.generate, prompt, 1)[1] for _ in range(3)][-1]
         heads = int(getattr(config, "num_attention_heads", 0))
         return wire.Loaded(encoded, vocabulary, positions, heads, count, prefill_ms, problem)
@@ -92,7 +94,7 @@ class EngineProcess:
             self._engine.close()
             self._pool.close()
         self._pool = Pool.connect(message.socket, self._layout)
-        # In mode "ship" this process reads no segments, so there are no calls to measure.
+        # In mode "ship" this process reads no segments from the pool, so there are no reads to measure.
         watched = self._pool if message.mode == "ship" else MeasuredPool(self._pool, self._watch)
         options = EngineOptions(
             segment_tokens=self._layout.segment_tokens,
@@ -137,7 +139,7 @@ class EngineProcess:
         wire.write_message(self._answer, wire.Fetching(remote))
 
     def _generate(self, generate: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
-        """Generate greedily. Returns (new tokens, TTFT in milliseconds)."""
+        """Generate tokens greedily. Returns (new tokens, time to the first token in milliseconds)."""
         first = FirstToken()
         ids = torch.tensor([prompt])
         began = time.perf_counter()
@@ -164,7 +166,8 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Serve standard input until it ends. Output of libraries goes to standard error."""
+    """The main function of the engine process: handle requests from standard input until it ends. Output of libraries
+    goes to standard error."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
@@ -174,7 +177,7 @@ def main() -> None:
         while True:
             wire.write_message(answer, process.handle(wire.read_message(sys.stdin.buffer)))
     except Unreachable:
-        # Exits without waiting for threads of the client, which may still wait for a daemon that has ended.
+        # The process exits without waiting for threads of the client, which may still wait for a daemon that has ended.
         os._exit(0)
 
 

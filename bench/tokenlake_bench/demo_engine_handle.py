@@ -21,7 +21,7 @@ LOG_CHARACTERS = 2000
 
 
 class EngineHandle:
-    """One engine process; its output goes to `log`. Used by one thread at a time."""
+    """The demo's handle of one engine process, whose output goes to `log`. It must be used by one thread at a time."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -38,23 +38,26 @@ class EngineHandle:
             )
 
     def load(self, directory: Path | None, segment_tokens: int) -> wire.Loaded:
-        """Load a model, the tiny one where `directory` is None."""
+        """Make the engine load the model in `directory`, or the tiny model where it is None."""
         return self._call(wire.Load("" if directory is None else str(directory), segment_tokens), wire.Loaded)
 
     def attach(self, socket: Path, window: int, mode: Literal["fetch", "ship"] = "fetch") -> None:
-        """Make the engine leave its daemon, if it has one, and connect to the daemon at `socket`."""
+        """Make the engine disconnect from its daemon, if it has one, and connect to the daemon whose local socket is
+        `socket`."""
         self._call(wire.Attach(str(socket), window, mode), wire.Attached)
 
     def run(self, request: wire.Run, on_fetching: Callable[[int], None] = lambda remote: None) -> wire.Ran:
-        """Serve one request. `on_fetching(segments)` is called during a read of remote segments."""
+        """Make the engine serve one request and return its reply. `on_fetching(segments)` is called when the engine
+        begins to read that number of segments from other nodes."""
         return self._call(request, wire.Ran, on_fetching)
 
     def finish(self) -> wire.EngineReport:
-        """Wait until all segments of the engine are stored. Returns the engine's measurements."""
+        """Wait until the engine has stored all its segments in the pool. Returns its measurements of the calls to the
+        pool."""
         return self._call(wire.Finish(), wire.EngineReport)
 
     def close(self) -> None:
-        """End the process."""
+        """End the engine process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

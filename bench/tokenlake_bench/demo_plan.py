@@ -1,4 +1,4 @@
-"""The plan of the demo: the requests, the pool's size, and the number of generated tokens."""
+"""The plan of a demo run: its requests, the size of the pool, and the number of tokens to generate per request."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ __all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_p
 
 NODES: Final = 3
 ENGINES: Final = 2
-"""Number of engines. They are attached to the first nodes; request i goes to engine i modulo this number."""
+"""Number of engine processes. They are attached to the first nodes; request i goes to engine i modulo this number."""
 SEGMENT_TOKENS: Final = 32
-"""Small, so that a node has hundreds of slots, and tens of them for cached copies and for writes each."""
+"""Tokens of a segment in the demo: few, so that each node has hundreds of slots and tens of them are left for cached
+copies and for writes."""
 NEW_TOKENS: Final = 8
-"""Tokens generated per request and compared."""
+"""Number of tokens that an engine generates per request; they are compared with a run without the pool."""
 REQUESTS: Final = 240
 PROMPT_TOKENS: Final = (600, 2_000)
-"""Shortest and longest prompt of the built-in workload."""
+"""Lengths in tokens of the shortest and the longest prompt of the demo's built-in workload."""
 TRACE_LONGEST: Final = 3_072
-"""Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
+"""Longest prompt in tokens that the demo takes from a trace; longer prompts are left out because one takes seconds on a
+CPU."""
 CAPACITY_SHARE: Final = 0.45
-"""Capacity of the pool as a share of all distinct segments of the requests: the conversations that are under way at a
-time fit, all conversations do not."""
+"""Capacity of the pool as a share of all distinct segments of the requests. The conversations that are open at one time
+fit; all conversations together do not, so that segments are evicted."""
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """Requests and sizes of a run of the demo. `accesses`: the segments that the requests of `workload` access. `note`:
-    text that is printed after the number of requests."""
+    """The plan of a run of the demo: its requests, the size of the pool and of the prompts. `accesses`: the segments
+    that the requests of `workload` access. `note`: text that is printed after the number of requests."""
 
     workload: Workload
     accesses: Accesses
@@ -46,7 +48,7 @@ class DemoPlan:
 
 
 class _ShortRequests:
-    """The first `count` requests of `workload` with at most `longest` tokens, renumbered."""
+    """The first `count` requests of `workload` whose prompts have at most `longest` tokens, with new numbers from 0."""
 
     def __init__(self, workload: Workload, longest: int, count: int) -> None:
         self._workload = workload
@@ -68,8 +70,8 @@ class _ShortRequests:
 
 
 def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
-    """A plan for `requests` requests of the trace, or of the built-in workload, to a model with `vocabulary` token ids
-    and `positions` positions. Raises TokenLakeError."""
+    """The plan of a demo with `requests` requests of the trace, or of the built-in workload without one, for a model
+    with `vocabulary` token ids and `positions` positions. Raises TokenLakeError."""
     longest = min(TRACE_LONGEST, positions - NEW_TOKENS)
     if trace is None:
         settings = BuiltinSettings(requests=requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)

@@ -1,4 +1,4 @@
-"""The demo's requests: each engine serves its own in order, and halfway one engine's daemon is killed."""
+"""Serves the demo's requests: each engine serves its own ones in order, and halfway one engine's daemon is killed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tokenlake_testing.cluster import Cluster
 __all__ = ["DemoLog", "run_requests"]
 
 VICTIM = 0
-"""Number of the engine whose daemon is killed, and of that daemon's node."""
+"""Number of the engine whose daemon the demo kills; the daemon's node has the same number."""
 
 
 @dataclass(slots=True)
 class DemoLog:
-    """Results of the requests. `killed_at`: when the daemon was killed, by the monotonic clock."""
+    """Results of the demo's requests so far. `killed_at`: time of the monotonic clock at which the daemon was
+    killed."""
 
     ran: dict[int, wire.Ran] = field(default_factory=dict)
     hit_tokens: int = 0
@@ -35,7 +36,8 @@ class DemoLog:
     equal: int = 0
     errors: int = 0
     before_kill: list[int] = field(default_factory=list)
-    """Indices of the requests that ended before the kill, in the order in which they ended."""
+    """Indices in the workload of the requests that ended before the daemon was killed, in the order in which they
+    ended."""
     killed_engine: int = VICTIM
     killed_node: str = ""
     killed_at: float = 0.0
@@ -43,11 +45,11 @@ class DemoLog:
 
     @property
     def remote_share(self) -> float:
-        """Share of the read segments that came from other nodes."""
+        """Share of the segments read from the pool that came from other nodes, 0 to 1."""
         return self.remote_segments / max(1, self.read_segments)
 
     def add(self, request: Request, ran: wire.Ran) -> None:
-        """Add a finished request."""
+        """Add the result of a finished request."""
         self.ran[request.index] = ran
         self.hit_tokens += ran.hit_tokens
         self.prompt_tokens += len(request.tokens)
@@ -59,7 +61,7 @@ class DemoLog:
             self.before_kill.append(request.index)
 
     def status(self) -> str:
-        """Text for the line of progress."""
+        """Text about the requests so far for the progress bar."""
         pool = statistics.median(ran.ttft_ms for ran in self.ran.values())
         cold = statistics.median(ran.cold_ttft_ms for ran in self.ran.values())
         return (
@@ -71,7 +73,7 @@ class DemoLog:
 def run_requests(
     cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan, totals: NodeTotals, progress: LiveProgress
 ) -> DemoLog:
-    """Serve all requests. Raises TokenLakeError when an engine ends."""
+    """Serve all requests of the plan and return their results. Raises TokenLakeError when an engine process ends."""
     log = DemoLog()
     lock = threading.Lock()
 
@@ -93,8 +95,8 @@ def run_requests(
                 progress.update(len(log.ran), log.status())
 
     def strike(remote: int) -> None:
-        """Kill the victim's daemon and start it again. `remote`: number of segments of other nodes that its engine is
-        reading now; 0 when too many requests passed without such a read."""
+        """Kill the daemon at node `VICTIM` and start it again. `remote`: number of segments of other nodes that the
+        engine of that daemon is reading at this moment; 0 when too many requests passed without such a read."""
         node = cluster.nodes[VICTIM]
         node.kill()
         with lock:

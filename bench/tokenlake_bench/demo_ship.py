@@ -1,4 +1,5 @@
-"""The demo's second part: several questions about long documents, answered by fetching and by attending in place."""
+"""The demo's second part: questions about long documents, answered once by fetching the documents' segments and once by
+shipping queries to the node that has them."""
 
 from __future__ import annotations
 
@@ -23,18 +24,20 @@ __all__ = ["run_ship_part", "ship_table"]
 DOCUMENTS = 3
 DOCUMENT_TOKENS = 2048
 QUESTIONS = 2
-"""Questions about each document."""
+"""Number of questions that are asked about each document."""
 QUESTION_TOKENS = 24
 NEW_TOKENS = 4
 WINDOW = 32
 WRITER, READER = 0, 1
-"""Numbers of the engine that stores the documents and of the one that answers questions, and of their nodes."""
+"""Numbers of the engine that stores the documents and of the engine that answers questions; their nodes have the same
+numbers."""
 SEED = 7
 
 
 @dataclass
 class _Served:
-    """Sums over the requests that were served in one way: by fetching, or by attending in place."""
+    """Totals over the requests for which the prefix was used in one way: fetched, or attended to at its node by shipped
+    queries."""
 
     ttft_ms: list[float] = field(default_factory=list)
     moved_bytes: int = 0
@@ -63,7 +66,8 @@ def run_ship_part(
         engines[WRITER].run(wire.Run([*document, 0], 1, cold=False))
     engines[WRITER].finish()
     settle(cluster)
-    # Queries are shipped first: a fetch leaves cached copies at the reader's node, which later queries would use there.
+    # Queries are shipped before prefixes are fetched: a fetch leaves cached copies at the reader's node, over which
+    # later queries would be computed there.
     shipped = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "ship")
     fetched = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "fetch")
     return ShipResult(
@@ -111,7 +115,7 @@ def _ask(
 
 
 def _remote_segments(cluster: Cluster, layout: Layout, prompt: list[int]) -> int:
-    """Number of cached segments of a prompt that lie at other nodes than the reader's."""
+    """Number of segments of a prompt that only nodes other than the reader's have."""
     with cluster.connect(READER, layout) as pool:
         keys = pool.prefix(prompt).keys[: (len(prompt) - 1) // layout.segment_tokens]
         with pool.match(keys) as lease:
@@ -119,7 +123,7 @@ def _remote_segments(cluster: Cluster, layout: Layout, prompt: list[int]) -> int
 
 
 def ship_table(result: ShipResult) -> RenderableType:
-    """A table for a terminal."""
+    """The totals of both ways as a table for a terminal."""
     title = f"long documents, short answers: {result.requests} requests, {result.cached_tokens:,} cached tokens"
     table = Table("", "fetched", "attended in place", title=title, title_justify="left")
     table.add_row("bytes between nodes", format_bytes(result.fetch_bytes), format_bytes(result.ship_bytes))

@@ -29,15 +29,15 @@ __all__ = [
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the model in `directory`; an empty text stands for the tiny model."""
+    """Message to a demo engine: load the model in `directory`; an empty text stands for the tiny model."""
 
     directory: str
     segment_tokens: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `Load`. `prefill_ms`: time of a cold prefill of `prefill_tokens` tokens. `problem`: the reason why the
-    pool cannot serve the model, or ''."""
+    """Reply of a demo engine to `Load`. `prefill_ms`: milliseconds of a prefill of `prefill_tokens` tokens without any
+    cache. `problem`: the reason why the pool cannot serve the model, or ''."""
 
     layout: bytes
     vocabulary: int
@@ -49,8 +49,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Leave the daemon that the engine is connected to, if any, and connect to the one at `socket`; `window` segments
-    are fetched at a time. `mode`: as in `EngineOptions`."""
+    """Message to a demo engine: leave the present daemon, if any, and connect to the one at `socket`; fetch `window`
+    segments at a time. `mode`: as in `EngineOptions`, whether prefixes are fetched or queries are shipped."""
 
     socket: str
     window: int
@@ -62,9 +62,9 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Generate `new_tokens` with the pool. `cold`: then generate them once more without the pool. `flip`: flip bits of
-    the bytes that are read from the pool, and store nothing. `announce`: send `Fetching` before the first read of
-    segments of other nodes."""
+    """Message to a demo engine: generate `new_tokens` tokens with the pool. `cold`: then generate them once more
+    without the pool, for comparison. `flip`: flip bits of the bytes read from the pool, and store nothing. `announce`:
+    send `Fetching` before the first read of segments of other nodes."""
 
     tokens: list[int]
     new_tokens: int
@@ -74,7 +74,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):
-    """A read of `remote` segments from other nodes begins now."""
+    """Message of a demo engine: it now begins to read `remote` segments from other nodes."""
 
     remote: int
 
@@ -99,7 +99,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Store all segments that wait to be stored, then send an `EngineReport`."""
+    """Message to a demo engine: store all segments that wait to be stored, then reply with an `EngineReport`."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
@@ -111,8 +111,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
     failed_calls: int
     recovered_at: float
     cut_by: dict[str, int]
-    """Number of matches with fewer hits than keys, by the name of the first missing key's `Code`; LOST: the read of a
-    hit failed."""
+    """Number of matches that did not find all keys, by the name of the first missing key's `Code`; LOST: the segment
+    was found, but its read failed."""
 
 
 Message = Load | Loaded | Attach | Attached | Run | Fetching | Ran | Finish | EngineReport
@@ -122,7 +122,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def write_message(pipe: BinaryIO, message: Message) -> None:
-    """Write one frame. Raises `Unreachable` when the other process is gone."""
+    """Write one message as a frame to the pipe. Raises `Unreachable` when the other process has ended."""
     body = _encoder.encode(message)
     try:
         pipe.write(len(body).to_bytes(4, "little") + body)
@@ -132,7 +132,7 @@ def write_message(pipe: BinaryIO, message: Message) -> None:
 
 
 def read_message(pipe: BinaryIO) -> Message:
-    """Read one frame. Raises `Unreachable` when the other process is gone."""
+    """Read one frame from the pipe and return its message. Raises `Unreachable` when the other process has ended."""
     head = pipe.read(4)
     body = pipe.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
     if not body:

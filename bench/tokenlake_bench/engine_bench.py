@@ -1,4 +1,5 @@
-"""`tokenlake bench engine`: times of one engine with and without the pool, and of two behind a round robin."""
+"""`tokenlake bench engine`: times to the first token of one engine with and without the pool, and of two engines behind
+a round-robin router."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ HOOK_TOKENS = 32768
 ANSWER_TOKENS = 16
 ARRANGEMENTS = ("none", "native")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-"""The interpreter of the environment that `make install-vllm` makes."""
+"""Path of the Python interpreter in the environment that `make install-vllm` creates."""
 PATIENCE = {"write_patience_s": 10.0}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """See the command's options."""
+    """Arguments of the command `bench engine`; the command's options describe them."""
 
     engine: str = "vllm"
     against: str = "none,native"
@@ -74,7 +75,7 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
 
 
 class _Bench:
-    """Engines and daemons of one run."""
+    """The model and the settings of one run of `bench engine`, which starts its engines and daemons."""
 
     def __init__(self, arguments: EngineArguments, directory: Path, longest: int) -> None:
         self._arguments = arguments
@@ -88,8 +89,8 @@ class _Bench:
     def engine(
         self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
     ) -> Iterator[Engine]:
-        """Context in which an engine runs. `native`: with vLLM's own prefix cache. `room`: tokens of the longest
-        request."""
+        """Context in which an engine process runs. `native`: vLLM's own prefix cache is on. `room`: tokens of the
+        longest request that the engine must take."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
@@ -105,8 +106,9 @@ class _Bench:
             engine.close()
 
     def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
-        """Rows of the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
-        that has the prompt."""
+        """Measure the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
+        that has the prompt. Returns a row per length, and the milliseconds that the connector's calls in vLLM's
+        scheduler take for a long prompt."""
         memory = max(self._arguments.memory_mib, 128)
         rows = []
         with Cluster(1, "1GiB", "64MiB") as cluster, ExitStack() as engines:
@@ -122,8 +124,9 @@ class _Bench:
         return rows, hook_ms
 
     def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:
-        """Rows of two instances behind round robin. All arrangements have the same memory: with the pool, it takes half
-        of the engines' memory."""
+        """Measure two engines behind a round-robin router, with the pool and in each arrangement of `against`; returns
+        a row per arrangement. All arrangements have the same memory in all: the pool's share is taken from the engines'
+        memory."""
         memory = self._arguments.memory_mib
         rows = []
         expected: list[list[int]] = []
@@ -168,7 +171,7 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
 
 
 def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Serve the conversations. Returns the row and all answers."""
+    """Serve the conversations by the engines. Returns the row of the JSON and the tokens of all answers."""
     workload = Conversations()
     for engine in engines:
         engine.generate([prompt(300, 99)], 2)
@@ -180,7 +183,8 @@ def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], 
         for number, question in enumerate(workload.questions(turn)):
             history = histories[number]
             history += question
-            # In odd turns the round robin is shifted by one, so that a conversation alternates between the instances.
+            # The router shifts by one engine with each request of the conversation, so that its requests alternate
+            # between the two engines.
             engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
             first.append(engine.timed([history], 1).seconds)
             run = engine.timed([history], ANSWER_TOKENS)

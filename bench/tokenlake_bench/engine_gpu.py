@@ -30,14 +30,15 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
 LAYERS, HEADS, DIM, BLOCK, SEGMENT = 32, 8, 128, 16, 256
-"""Dimensions of a Llama of 8B parameters, tokens of a block and of a segment: 32 MiB per segment in bfloat16."""
+"""Dimensions of a Llama model with 8B parameters, and tokens of an engine block and of a segment: 32 MiB per segment in
+bfloat16."""
 SEGMENTS = 32
 ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
 
 
 def main() -> int:
-    """Returns 0 when all bytes and tokens were equal, 1 when some were not, 2 without a CUDA device or (with `--model`)
-    vLLM."""
+    """The main function. Returns the exit status: 0 when all compared bytes and tokens were equal, 1 when some
+    differed, 2 without a CUDA device or (with `--model`) without vLLM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path)
     arguments = parser.parse_args()
@@ -102,7 +103,8 @@ def _there_and_back(pool: Pool, backend: str, order: str) -> bool:
     with pool.match(keys) as lease:
         rates = []
         for _ in range(2):
-            # Loads are timed separately, because the first one also locks the arena's pages for the GPU.
+            # The first load of segments into GPU blocks is timed apart from the later ones, because it also locks the
+            # arena's pages for the GPU.
             started = time.perf_counter()
             for index, slot in enumerate(lease.fetch()):
                 into.from_slot(slot, range(index * per_segment, (index + 1) * per_segment), 0)

@@ -36,7 +36,7 @@ STEP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of one turn, which are sent to an engine at once."""
+    """A set of requests that an engine gets at once and whose steps are timed."""
 
     name: str
     prompts: int
@@ -48,7 +48,8 @@ LOADS = (Load("prefill", 1, 4096, 1), Load("prefill and decode", 4, 1024, 64))
 
 
 def main() -> int:
-    """Returns 0 when all engines gave the same tokens and the one that stores all stored every segment."""
+    """The main function. Returns the exit status: 0 when all engines gave the same tokens and the one that stores every
+    segment did so, 1 when not, 2 without vLLM."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter with vLLM")
     parser.add_argument("--rounds", type=int, default=20, help="repetitions of each engine and load")
@@ -95,7 +96,8 @@ def _engines(directory: Path, python: str, stack: ExitStack) -> dict[str, Engine
 
 
 def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str, Any]:
-    """Measure one row; times are of a turn, in milliseconds."""
+    """Time one set of requests on each of the three engine arrangements `rounds` times. Returns its row of the JSON;
+    times are milliseconds of the whole set."""
     turns: dict[str, list[float]] = {name: [] for name in NAMES}
     clocks: dict[str, list[dict[str, list[float]]]] = {name: [] for name in NAMES}
     storing = engines["storing all"]
@@ -115,14 +117,14 @@ def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str
             turns[name].append(1e3 * run.seconds)
             answers[name].append(run.tokens)
     after = storing.call("counts")
-    # Requests that wait for the pool's reply may be batched in more steps: only the rounds with the most common number
-    # of steps are compared.
+    # Requests that wait for the pool's reply may be batched in more forward passes. Only the repetitions with the most
+    # common number of passes are compared.
     count = mode(len(clock["step_fn"]) for name in NAMES for clock in clocks[name])
     steps, own = (
         {name: _undisturbed([clock[key] for clock in clocks[name]], count) for name in NAMES}
         for key in ("step_fn", "step_fn cpu")
     )
-    # Minus 1, because the keys and values of the last generated token are never computed.
+    # The last generated token is subtracted, because its keys and values are never computed.
     segments = (load.prompt_tokens + load.new_tokens - 1) // SEGMENT_TOKENS * load.prompts * rounds
     return {
         "load": load.name,
@@ -147,8 +149,8 @@ def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str
 
 
 def _undisturbed(rounds: Sequence[Sequence[float]], steps: int) -> float:
-    """Time of a turn in milliseconds: the sum of the lower quartiles of each step over the rounds that have `steps`
-    steps."""
+    """Estimated milliseconds of one set of requests: the sum over its forward passes of the lower quartile of each
+    pass's time, over the repetitions that have `steps` passes."""
     alike = [times for times in rounds if len(times) == steps]
     return 1e3 * sum(float(quantiles(times, n=4)[0]) for times in zip(*alike, strict=True))
 

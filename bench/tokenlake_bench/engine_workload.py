@@ -1,4 +1,5 @@
-"""Prompts for the engine benchmark: seeded tokens, and conversations that two instances serve in turn."""
+"""Prompts for the engine benchmark: seeded random tokens, and conversations whose requests two engines serve
+alternately."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ __all__ = ["Conversations", "prompt"]
 
 
 def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
-    """Token ids drawn by `seed`; prompts of different seeds have no common prefix."""
+    """Random token ids, drawn by `seed`; prompts of different seeds have no common prefix."""
     source = random.Random(seed)
     return [source.randrange(vocabulary) for _ in range(tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Several conversations under few system prompts; a turn's prompt is the conversation so far and a new question."""
+    """Several conversations that share few system prompts; the prompt of each request is the conversation so far and a
+    new question."""
 
     conversations: int = 6
     turns: int = 4
@@ -25,7 +27,8 @@ class Conversations:
     question_tokens: int = 300
 
     def questions(self, turn: int) -> list[list[int]]:
-        """The new text of each conversation in a turn; in the first turn it begins with the system prompt."""
+        """The new text of each conversation for one of its requests; the first request's text begins with the system
+        prompt."""
         texts = []
         for number in range(self.conversations):
             question = prompt(self.question_tokens, 1000 + number * self.turns + turn)

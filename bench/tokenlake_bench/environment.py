@@ -1,4 +1,4 @@
-"""Checks that an interpreter has the modules of a benchmark, before anything is started."""
+"""Checks that a Python interpreter has the modules that a benchmark needs, before any process is started."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MISSING: Final = (
 
 
 def check_modules(*names: str) -> None:
-    """Raises ModuleNotFoundError unless this interpreter has all of these modules. For that error the `tokenlake`
-    command prints the command that installs the module."""
+    """Raises ModuleNotFoundError unless this interpreter has all of these modules. The `tokenlake` command answers that
+    error with the command that installs the module."""
     for name in names:
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def check_interpreter(python: str | Path, engine: str) -> None:
-    """Raises ConfigurationError unless the interpreter `python` runs and has the modules of `engine`: "vllm" or
-    "transformers"."""
+    """Check that the interpreter `python` runs and has the modules of `engine`, which is "vllm" or "transformers".
+    Raises ConfigurationError if not."""
     command = [str(python), "-c", MISSING, *ENGINE_MODULES[engine]]
     expected = f"an interpreter with {engine} and TokenLake ({REMEDIES[engine]})"
     try:

@@ -19,7 +19,7 @@ MAX_SPEED = 1000.0
 @with_settings
 @click.option("--speed", type=click.FloatRange(0.001, MAX_SPEED), required=True)
 def main(file: Path | None, speed: float, **flags: object) -> None:
-    """Run a daemon whose rules have a faster clock."""
+    """Run a daemon whose rules have a clock N times as fast as real time, from the command line of the process."""
     run_daemon(file, flags, speed=speed)
 
 

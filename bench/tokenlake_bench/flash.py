@@ -1,4 +1,4 @@
-"""A flash crowd: from one moment on, a share of a workload's requests begins with a new common prefix."""
+"""A flash crowd: a workload in which from one moment on a share of the requests begins with a new common prefix."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _VOCABULARY: Final = 32_000
 
 
 class FlashCrowd:
-    """`workload`, but from `at_s` on `FLASH_SHARE` of its requests, drawn by `seed`, have a common prefix of
-    `FLASH_SEGMENTS` segments of `segment_tokens` tokens."""
+    """The requests of `workload`, of which from time `at_s` on the share `FLASH_SHARE`, drawn by `seed`, begins with a
+    new common prefix of `FLASH_SEGMENTS` segments of `segment_tokens` tokens."""
 
     def __init__(self, workload: Workload, at_s: float, segment_tokens: int, seed: int) -> None:
         if not 0 <= at_s < math.inf:

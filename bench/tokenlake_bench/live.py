@@ -1,4 +1,5 @@
-"""`bench cache-hit` in live mode: daemons on this machine, real bytes, and the baselines beside them."""
+"""`bench cache-hit` in live mode: replays a workload against daemons on this machine with real bytes, and compares the
+hit rate with other arrangements of the same memory."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 FAST_DAEMON = "tokenlake_bench.fast_daemon"
 CACHED_SHARE = ServerConfig().cached_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
-"""Settings of the daemons unless `shipped_deadlines` is set: deadlines so long that a busy machine does not change the
-hits."""
+"""Settings of the daemons unless `shipped_deadlines` is set: deadlines so long that delays of a busy machine do not
+change the hits."""
 DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 3600, "reservation_s": 3600}
-"""Settings that are durations, with the largest value of each."""
+"""Those settings of a daemon that are durations, with the largest value that each may have."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
 FLASH_WINDOWS = 2
@@ -43,9 +44,10 @@ FLASH_WINDOWS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
-    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `flash_at`: the time of the
-    workload's flash crowd. `open_loop`: requests arrive at their recorded times, answered or not."""
+    """Options of a live replay. `capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any
+    other value scales the daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines.
+    `flash_at`: the time of the workload's flash crowd. `open_loop`: requests arrive at their recorded times, answered
+    or not."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -58,8 +60,8 @@ class LiveOptions:
     open_loop: bool = False
 
     def settings(self) -> dict[str, str]:
-        """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
-        that they last as many real seconds: the sockets of this machine are no faster in a replay."""
+        """Settings of the replay's daemons apart from sizes and addresses. With a faster clock the deadlines are
+        multiplied, so that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         if self.speed > 0:
             settings["speed"] = str(self.speed)
@@ -71,13 +73,14 @@ class LiveOptions:
 
     @property
     def haste(self) -> float:
-        """Seconds of the daemons' clocks per real second, at least 1."""
+        """Speed of the daemons' clocks: their seconds per real second, at least 1."""
         return max(1.0, self.speed)
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """`global_lru` is the token hit rate of one cache of the pool's capacity."""
+    """Result of a replay against real daemons. `global_lru` is the token hit rate of one LRU cache of the pool's
+    capacity."""
 
     result: CacheHitResult
     details: CacheHitDetails
@@ -98,7 +101,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
         cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
-        # Fetched segments become cached copies, so a window has at most as many as a node may keep of these.
+        # A fetch takes at most as many segments as a node may keep as cached copies, which fetched segments become.
         window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
             LiveClient(pool, options.seed, window=window, haste=options.haste)
@@ -110,7 +113,8 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s = time.monotonic() - began
         settle(cluster)
         totals = cluster.totals()
-        # New clients are used, because an interruption may have left those of the replay in the middle of a call.
+        # New clients count the copies, because an interruption may have left those of the replay in the middle of a
+        # call.
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
         duplication = copies_per_segment(pools, log.keys.values(), options.haste)
         sent_bytes = dict(zip([node.name for node in cluster.nodes], meter.sent.totals(), strict=True))
@@ -148,12 +152,14 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
 
 
 def _flash(options: LiveOptions, sent: SendLog) -> tuple[float, ...]:
-    """Largest over mean in the first windows of the flash crowd; empty without one."""
+    """Bytes of the most loaded node divided by the mean over the nodes, in each of the first time windows of the flash
+    crowd; empty without one."""
     return () if options.flash_at is None else tuple(max_over_mean_from(sent, options.flash_at, FLASH_WINDOWS))
 
 
 def notes(run: LiveRun) -> list[str]:
-    """Lines for below the table: the comparison cache, and reasons for missing hits."""
+    """Lines of text that are printed below the table: the hit rate of the compared cache, and the reasons for missing
+    hits."""
     cut: dict[Code, int] = {code: count for code, count in run.log.cut_by.items() if code is not Code.MISSING}
     refused: dict[Code, int] = {code: count for code, count in run.log.stored.items() if code.refused}
     lines = [

@@ -1,4 +1,5 @@
-"""The engine of a replay: match, read and compare every byte, store the missing segments."""
+"""The engine of a live replay: matches each prompt, reads the hits and compares every byte, and stores the missing
+segments."""
 
 from __future__ import annotations
 
@@ -21,45 +22,46 @@ from tokenlake_client import Pool
 __all__ = ["ChainOf", "LiveClient", "Served", "chain_of"]
 
 WINDOW: Final = 32
-"""Maximum number of segments that are fetched, compared and released at a time."""
+"""Maximum number of segments that are fetched, compared and released at a time (one window)."""
 MATCH_S: Final = 1.0
-"""Deadline of a match, so long that hit rates do not depend on it; latencies are reported separately."""
+"""Seconds that a match may take, so long that hit rates do not depend on it; latencies are reported separately."""
 PATIENCE_S: Final = 5.0
-"""Longest time that a store waits without progress when the daemon's bound on segments being written is reached."""
+"""Seconds that a store waits at most without progress while the daemon's bound on segments being written is reached."""
 
 Tokens = NDArray[np.uint32]
 ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
-"""Computes the keys of a prompt's full segments."""
+"""Computes the segment keys of the full segments of a prompt."""
 
 
 def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
-    """The keys of the prompt's full segments, as the pool computes them."""
+    """The segment keys of the prompt's full segments, as the pool computes them."""
     return pool.prefix(tokens).keys
 
 
 @dataclass(slots=True)
 class Served:
-    """The outcome of one prompt. Counts are numbers of segments unless the name says otherwise."""
+    """What one prompt of a replay found and stored in the pool. Counts are numbers of segments unless the name says
+    otherwise."""
 
     keys: Sequence[SegmentKey]
     hits: int = 0
-    """Segments read from the pool: the contiguous prefix."""
+    """Number of segments read from the pool, which are a contiguous prefix of the prompt."""
     remote: list[int] = field(default_factory=list)
-    """Indices of the hits that came from another node, ascending."""
+    """Positions in the prompt of the hits that came from another node, ascending."""
     wrong_segments: int = 0
     wrong_bytes: int = 0
     match_s: float = 0.0
     fetch_s: list[float] = field(default_factory=list)
-    """One entry per window."""
+    """Seconds of each fetch of up to `window` segments."""
     cut_by: Code | None = None
-    """The reason why the prefix ended before the prompt's last full segment."""
+    """Code of the first segment that was not found or not read; None if all full segments were read."""
     failures: int = 0
-    """Calls that the daemon did not answer in time."""
+    """Number of calls that the daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
 
 
 class LiveClient:
-    """One engine at one node."""
+    """A replaying engine at one node: a client of the node's daemon, without a model."""
 
     def __init__(
         self,
@@ -77,15 +79,16 @@ class LiveClient:
         self._window = window
         self._chain = chain
         self._match_s = MATCH_S * haste
-        # 0 lets the daemon predict the deadline of a fetch. On a fast clock the shortest deadline that it predicts is
-        # too short in real time.
+        # With 0 the daemon predicts the deadline of a fetch. On a clock that runs faster than real time the shortest
+        # predicted deadline is too short in real time, so a fixed one is given.
         self._fetch_s = MATCH_S * haste if haste > 1 else 0.0
         fingerprint = pool.layout.fingerprint()
         self._identity = PayloadIdentity(seed, pool.tenant if tenant is None else tenant, fingerprint)
 
     def serve(self, tokens: Tokens) -> Served:
-        """Read the longest known prefix of `tokens`, compare it, store the rest. A call without an answer is counted as
-        a failure, and its segments count as missing. Raises `Unreachable` when the daemon is gone."""
+        """Serve one prompt: read its longest prefix from the pool, compare its bytes, store the missing segments. Calls
+        without an answer are counted as failures and their segments as missing. Raises `Unreachable` when the daemon
+        has ended."""
         keys = self._chain(self.pool, tokens)
         digests = self._identity.digests(tokens, self.pool.layout.segment_tokens)
         served = Served(keys)
@@ -97,7 +100,7 @@ class LiveClient:
         return served
 
     def close(self) -> None:
-        """Leave the pool."""
+        """Disconnect from the daemon."""
         self.pool.close()
 
     def _read(self, served: Served, digests: list[bytes]) -> None:
@@ -113,7 +116,7 @@ class LiveClient:
                 served.fetch_s.append(time.perf_counter() - began)
                 served.hits += len(arrays)
                 served.remote += [index for index in range(start, served.hits) if lease.codes[index] == Code.REMOTE]
-                # Each array keeps its segment leased, so the arrays are dropped before the release.
+                # Arrays over a segment keep it leased, so they are dropped before the lease is released.
                 while arrays:
                     _compare(arrays.pop(), digests[start + len(arrays)], served)
                 lease.release(start, served.hits)

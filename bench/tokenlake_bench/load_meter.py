@@ -1,4 +1,4 @@
-"""Bytes that each daemon sends to other nodes, window by window of trace time.
+"""Bytes that each daemon sends to other nodes, per window of trace time (a fixed number of seconds).
 
 The daemons' counters are read once per window, when no segment is being written.
 """
@@ -21,8 +21,9 @@ SENT_TO_READERS: Final = "tokenlake_sent_to_readers_segments_total"
 
 
 class LoadMeter:
-    """`sent`: the bytes that each node sent to other nodes. `sent_to_readers`: those among them that were for an engine
-    of the other node; the others handed segments over. The daemons do not report the holders of a segment."""
+    """Logs the bytes that each node sends, from the daemons' counters. `sent`: all bytes to other nodes.
+    `sent_to_readers`: those among them that were for an engine of the other node; the others were handed over to a new
+    owner. The counters do not say which nodes had copies."""
 
     def __init__(self, cluster: Cluster, segment_bytes: int, window_s: float = WINDOW_S) -> None:
         self.sent = SendLog(len(cluster.nodes))
@@ -34,15 +35,15 @@ class LoadMeter:
         self._known = [(0, 0)] * len(cluster.nodes)
 
     def at(self, at_s: float) -> None:
-        """Set the trace time of the next reads, which must not decrease."""
+        """Set the trace time to which the bytes sent from now on are attributed. It must not decrease."""
         window = math.floor(at_s / self._window_s)
         if window != self._window:
             self.close_window()
             self._window = window
 
     def close_window(self) -> None:
-        """Read the daemons' counters and end the window. Called when the next window begins, and by the caller after
-        the last read."""
+        """Read the daemons' counters and log the bytes of the present time window. `at` calls this when the next window
+        begins; the caller calls it after the last request."""
         if self._window < 0:
             return
         settle(self._cluster)
@@ -56,7 +57,7 @@ class LoadMeter:
 
 
 def settle(cluster: Cluster) -> bool:
-    """Wait until no segment is being written. Returns False when that takes longer than
+    """Wait until no node of the cluster has a segment that is being written. Returns False when that takes longer than
     `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:

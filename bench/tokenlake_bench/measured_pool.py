@@ -1,4 +1,4 @@
-"""A pool for engines that measures each call and can corrupt the bytes read."""
+"""A wrapper of the pool, for an engine, that measures each call and can corrupt the bytes that are read."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ __all__ = ["MeasuredPool", "Watch"]
 
 
 class Watch:
-    """Measurements of a pool's calls, and switches for its reads. Several threads of an engine may make the calls."""
+    """Measurements of the calls that an engine makes to its pool, and switches that change its reads. Several threads
+    of an engine may make the calls."""
 
     def __init__(self) -> None:
         self.flip = False
-        """Invert the sign bit of every second 16-bit word that is read; store nothing."""
+        """If True, reads invert the sign bit of every second 16-bit word and stores do nothing."""
         self.before_remote: Callable[[int], None] | None = None
-        """Called with the number of remote segments before they are fetched."""
+        """A function that is called with the number of segments at other nodes before these are fetched."""
         self.local = 0
         self.remote = 0
         self.longest_s = 0.0
@@ -43,7 +44,8 @@ class Watch:
 
     @contextmanager
     def call(self, *, waited_for: bool) -> Iterator[None]:
-        """Context that measures one call of the pool. `waited_for`: does a request wait for the call?"""
+        """Context that measures one call to the pool. `waited_for`: whether a request of the engine waits for the
+        call."""
         began = time.monotonic()
         try:
             yield
@@ -57,7 +59,7 @@ class Watch:
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def served(self) -> None:
-        """Report that a read or a store succeeded."""
+        """Report that a read or a store of the pool succeeded."""
         with self._lock:
             if self.failed and not self.recovered_at:
                 self.recovered_at = time.monotonic()
@@ -86,7 +88,8 @@ class MeasuredPool:
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
         """See `CachePool`."""
-        # A match that waits for segments that other engines compute is not counted as a wait for the pool.
+        # A match waits for segments that other engines compute at the moment; that time does not count as a wait for
+        # the pool.
         with self._watch.call(waited_for=not options.in_flight_wait_s):
             lease = self._pool.match(keys, options)
         if lease.hits < len(keys):

@@ -1,4 +1,4 @@
-"""A counter-based random generator: 64-bit words as a pure function of a key and a counter, for single words and
+"""A random generator without state: 64-bit words that are a function of a key and a counter, for single words and for
 arrays.
 
 The finaliser and the increment are those of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -21,7 +21,8 @@ _SECOND: Final = 0x94D049BB133111EB
 
 
 def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mixed copy of `words`, same shape (at least one dimension: numpy warns when a scalar wraps)."""
+    """A copy of `words` in which each word is mixed as by splitmix64; same shape. At least one dimension, because numpy
+    warns when a scalar wraps."""
     mixed = words ^ (words >> np.uint64(30))
     mixed *= np.uint64(_FIRST)
     mixed ^= mixed >> np.uint64(27)
@@ -31,7 +32,7 @@ def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def key_of(*parts: int) -> int:
-    """A 64-bit key of the parts in this order; each part counts modulo 2**64."""
+    """A 64-bit key computed from these numbers in this order; each number counts modulo 2**64."""
     key = 0
     for part in parts:
         word = (key + part + GOLDEN) & WORD

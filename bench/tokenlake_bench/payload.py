@@ -28,14 +28,16 @@ _PAGE: Final = mix64(np.arange(1, _PAGE_WORDS + 1, dtype=np.uint64) * np.uint64(
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
-    """The seed of the run, the tenant's name and the layout's fingerprint."""
+    """What determines the expected bytes of a segment besides its tokens: the seed of the run, the tenant's name and
+    the layout's fingerprint."""
 
     seed: int
     tenant: str
     fingerprint: bytes
 
     def digests(self, tokens: NDArray[np.uint32], segment_tokens: int) -> list[bytes]:
-        """16 bytes per full segment of `tokens` (one-dimensional), in order; the rest is ignored."""
+        """Digests of 16 bytes, one per full segment of `tokens` (one-dimensional), in order. Tokens behind the last
+        full segment are ignored."""
         tenant = self.tenant.encode()
         head = struct.pack("<QQ", self.seed & ((1 << 64) - 1), len(tenant)) + tenant
         running = xxhash.xxh3_128(head + struct.pack("<Q", len(self.fingerprint)) + self.fingerprint)
@@ -49,7 +51,8 @@ class PayloadIdentity:
 
 
 def fill(out: NDArray[np.uint8], digest: bytes) -> None:
-    """Write the bytes of `digest` into all of `out` (contiguous, one-dimensional, writable)."""
+    """Write the expected bytes of the segment with this `digest` into all of `out` (contiguous, one-dimensional,
+    writable)."""
     tags = _tags(digest, len(out))
     whole = len(out) // _PAGE_BYTES
     pages = out[: whole * _PAGE_BYTES].view(np.uint64).reshape(whole, _PAGE_WORDS)
@@ -59,7 +62,8 @@ def fill(out: NDArray[np.uint8], digest: bytes) -> None:
 
 
 def check(data: NDArray[np.uint8], digest: bytes) -> bool:
-    """True if `fill` with `digest` gives exactly `data` (contiguous, one-dimensional; may be read-only).
+    """True if `data` has exactly the expected bytes of the segment with this `digest` (contiguous, one-dimensional; may
+    be read-only).
 
     Compares page by page, with 128 KiB of scratch memory, and stops at the first page that differs.
     """
@@ -77,7 +81,8 @@ def check(data: NDArray[np.uint8], digest: bytes) -> bool:
 
 
 def _tags(digest: bytes, size: int) -> NDArray[np.uint64]:
-    """One word per started page of a segment of `size` bytes."""
+    """The tag words of a segment of `size` bytes: one 64-bit word per page of 64 KiB, the last of which may be
+    incomplete."""
     low, high = np.frombuffer(digest, dtype="<u8").reshape(2, 1).astype(np.uint64)
     pages = np.arange(1, -(-size // _PAGE_BYTES) + 1, dtype=np.uint64)
     return mix64(mix64(low + pages * np.uint64(GOLDEN)) ^ high)

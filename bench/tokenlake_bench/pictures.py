@@ -1,4 +1,4 @@
-"""Checks that a picture can be drawn, before the measurement that it shows."""
+"""Checks before a measurement that its picture can be drawn afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["check_plot"]
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError where `path` is no .png file, or matplotlib is missing. For None nothing is checked."""
+    """Check that `path` is a .png file and that matplotlib is installed; raises ConfigurationError if not. With None
+    nothing is checked."""
     if path is None:
         return
     if path.suffix != ".png":

@@ -1,4 +1,4 @@
-"""A picture of a `bench cache-hit` result."""
+"""Draws a result of `bench cache-hit`."""
 
 from __future__ import annotations
 

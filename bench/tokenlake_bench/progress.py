@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, elsewhere a line per tenth."""
+"""Shows the progress of a run: a bar on a terminal, elsewhere a line per tenth of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINES = 10
 
 
 class LiveProgress:
-    """A context manager; call `update` with the part of `total` that is done and a status to show."""
+    """A progress bar as a context manager. `update` takes the finished part of `total` and a status text to show."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console = console
@@ -41,7 +41,7 @@ class LiveProgress:
         self._bar.stop()
 
     def update(self, done: int, status: str) -> None:
-        """`done` never decreases."""
+        """Show that `done` of `total` is finished; `done` must never decrease."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, status=status)
         elif done * LINES // self._total > self._lines:
@@ -49,5 +49,5 @@ class LiveProgress:
             self._console.print(f"{self._title}: {done} of {self._total}, {status}", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar, which stays on the terminal."""
+        """Print a line that stays on the terminal, above the progress bar."""
         self._console.print(text, soft_wrap=True)

@@ -21,11 +21,11 @@ __all__ = ["ReplayLog", "replay"]
 
 @dataclass(slots=True)
 class ReplayLog:
-    """Sums over the requests that have been served so far."""
+    """Sums over the requests of a replay that have been served so far."""
 
     requests: int = 0
     seconds: float = 0.0
-    """Trace time from the first request to the last."""
+    """Seconds of trace time from the first request to the last."""
     prompt_tokens: int = 0
     hit_segments: int = 0
     remote_segments: int = 0
@@ -34,19 +34,19 @@ class ReplayLog:
     match_s: list[float] = field(default_factory=list)
     fetch_s: list[float] = field(default_factory=list)
     cut_by: Counter[Code] = field(default_factory=Counter)
-    """Number of requests by the code of their first missing segment."""
+    """Number of requests by the code of their first segment that was not found."""
     failures: int = 0
-    """Calls that a daemon did not answer in time."""
+    """Number of calls that a daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
-    """Number of segments that were to be stored, by the code of the result."""
+    """Number of segments that engines wanted to store, by the code of the result."""
     prompts: list[Prompt] = field(default_factory=list)
-    """The requests in order."""
+    """The segment chains of the served requests, in order of service."""
     keys: dict[int, SegmentKey] = field(default_factory=dict)
-    """Keys of all requested segments, by the segment's id in `Accesses`."""
+    """Segment keys of all requested segments, by the segment's id in `Accesses`."""
     interrupted: bool = False
 
     def add(self, prompt: Prompt, served: Served) -> None:
-        """Add a finished request."""
+        """Add the result of a finished request."""
         self.requests += 1
         self.prompts.append(prompt)
         self.prompt_tokens += prompt.tokens

@@ -63,15 +63,15 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Milliseconds of the calls of one kind."""
+    """Milliseconds of the calls of one kind, such as matches: quantiles over the run."""
 
     p50_ms: float
     p99_ms: float
 
 
 class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the table that the JSON lacks. `sent_bytes`: bytes sent to other nodes, by name of the
-    node."""
+    """Figures of the table of `bench cache-hit` that its JSON lacks. `sent_bytes`: bytes that each node sent to other
+    nodes, by name of the node."""
 
     workload: str
     segment_tokens: int
@@ -83,8 +83,9 @@ class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShipResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's long documents with short answers: bytes between nodes when prefixes are fetched, and when queries are
-    shipped, each beside its formula. `cached_tokens` were not computed. TTFT are medians."""
+    """Result of the demo's second part, long documents with short answers: bytes between nodes when prefixes are
+    fetched and when queries are shipped, each with the value of its formula. `cached_tokens`: prompt tokens found in
+    the pool. Times to the first token are medians."""
 
     requests: int
     cached_tokens: int
@@ -119,7 +120,8 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UntilKill(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the requests before the kill. They are comparable with the computed caches, which lose no node."""
+    """Figures of the demo's requests before the daemon is killed, comparable with the computed hit rates of caches that
+    lose no node."""
 
     requests: int
     token_hit_rate: float
@@ -158,7 +160,7 @@ def write_json(result: object, path: Path) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Binary units, three significant digits: 1536 -> '1.50 KiB'."""
+    """Text of a number of bytes in binary units with three significant digits: 1536 -> '1.50 KiB'."""
     if abs(count) < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -181,17 +183,17 @@ def format_duration(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A fraction as a percentage with one decimal."""
+    """Text of a fraction as a percentage with one decimal."""
     return f"{share * 100:.1f} %"
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Three decimals; a dash for None."""
+    """Text of a number with three decimals; a dash for None."""
     return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> RenderableType:
-    """A table for a terminal."""
+    """The result of `bench cache-hit` as a table for a terminal."""
     title = f"{details.workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
     table = _grid(title)
     _rates(table, result)
@@ -217,7 +219,7 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
 
 
 def demo_table(result: DemoResult, details: DemoDetails) -> RenderableType:
-    """The table for a terminal, followed by a line per check."""
+    """The result of the demo as a table for a terminal, followed by one line per check."""
     table = _grid(f"{details.workload}: {details.requests:,} requests")
     table.add_row("token hit rate, no cache", format_share(0.0))
     _rates(table, result)
@@ -277,7 +279,7 @@ def _rates(table: Table, result: CacheHitResult | DemoResult) -> None:
 
 
 def hit_rates(result: CacheHitResult | DemoResult) -> dict[str, float]:
-    """The systems compared, by the names that tables and plots use, in their order."""
+    """The compared arrangements of caches by the names in tables and plots, in their order there."""
     return {
         "private caches, round robin": result.private_token_hit_rate,
         "private caches, prefix-aware routing": result.private_routed_token_hit_rate,

@@ -1,4 +1,4 @@
-"""Routes: the node of each request."""
+"""Functions that choose the node of each request of a replay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tokenlake_bench.workload import Request
 __all__ = ["ROUTES", "Route", "RouteMaker"]
 
 Route = Callable[[Request], int]
-"""Returns the index of a node."""
+"""A function that returns the index of the node that serves the request."""
 RouteMaker = Callable[[int, int], Route]
-"""Makes a route from the number of nodes and a seed."""
+"""A function that makes a route from the number of nodes and a seed."""
 
 
 def _round_robin(nodes: int, seed: int) -> Route:

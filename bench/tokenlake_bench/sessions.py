@@ -38,8 +38,8 @@ __all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
-"""Sessions that start per hour by default. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3 million
-tokens finds 28, 58 and 92 % of the tokens."""
+"""Default number of sessions that start per hour. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3
+million tokens finds 28, 58 and 92 % of the tokens."""
 
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RANGE_TEXT: Final = 32
@@ -58,7 +58,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """A request, or a sub-agent, which has requests and no prompt."""
+    """An entry of a recorded session: a request, or a sub-agent, which has requests of its own and no prompt."""
 
     t: _Seconds
     prompt: Annotated[int, Meta(ge=1, le=_MAX_PROMPT)] = msgspec.field(name="in", default=0)
@@ -70,7 +70,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """The fields of one line that are used; others are ignored."""
+    """The fields of one line of the file that are used; others are ignored."""
 
     primary: bool
     block_size: int
@@ -78,7 +78,8 @@ class _Line(msgspec.Struct, gc=False):
 
 
 class SessionRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. `conversation` is the agent: a session has one, and one more per sub-agent."""
+    """One request of a recorded session. `conversation` is the number of the agent: a session has one agent, and one
+    more per sub-agent."""
 
     at_s: float
     session: int
@@ -86,22 +87,23 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
     length: int
     output_length: int
     block_ids: NDArray[np.int64]
-    """Block ids, local to the session."""
+    """Ids of the full 64-token blocks of the prompt; they identify blocks within the session only."""
     follows: int | None = None
     pause_s: float = 0.0
-    """Both as in `Turn`."""
+    """`follows`: number of the request whose answer this one waits for, or None. `pause_s`: seconds from that answer to
+    this request."""
 
 
 class SessionTrace:
-    """A `TraceSource`."""
+    """Recorded coding-agent sessions as a workload that knows its segments without computing tokens (`TraceSource`)."""
 
     def __init__(
         self, name: str, requests: list[SessionRequest], malformed: list[TraceError], seed: int, vocabulary: int
     ) -> None:
         self.requests = requests
-        """In time order."""
+        """The requests of all sessions in order of time."""
         self.malformed = malformed
-        """Errors of the lines that were skipped."""
+        """Errors of the malformed lines that were skipped."""
         self._name = name
         self._seed = seed
         self._vocabulary = vocabulary
@@ -150,17 +152,19 @@ class SessionTrace:
 
 
 class _Chains:
-    """Assigns ids to segments: two segments get the same id if all blocks up to their ends are equal."""
+    """Assigns ids to segments of recorded sessions: two segments get the same id if all blocks up to their ends are
+    equal."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._ids: dict[tuple[int, bytes], int] = {}
-        """Segment ids by (id of the previous segment, block ids of the segment); for a session's first segment the
-        previous id is -1 minus the session's number."""
+        """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
+        previous id is -1 minus the number of the session."""
         self._last: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
 
     def chain(self, session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
-        """Segment ids of a prompt. The prefix shared with the session's previous prompt is not looked up again."""
+        """Segment ids of a prompt. Only the segments behind the prefix that it shares with the session's previous
+        prompt are looked up."""
         previous, known = self._last.get(session, (ids[:0], ()))
         common = min(len(ids), len(previous))
         unequal = np.flatnonzero(ids[:common] != previous[:common])
@@ -220,8 +224,8 @@ def read_sessions(
 
 
 def _in_time_order(requests: list[SessionRequest]) -> list[SessionRequest]:
-    """The requests sorted by their recorded times, renumbered. A request still comes behind the one that it follows,
-    because that one is recorded earlier, or at the same time and before it in `requests`."""
+    """The requests sorted by their recorded times and numbered in that order. A request still comes behind the one that
+    it follows, because that one is recorded earlier, or at the same time and before it in `requests`."""
     order = sorted(range(len(requests)), key=lambda number: requests[number].at_s)
     places = {number: place for place, number in enumerate(order)}
     return [
@@ -231,7 +235,7 @@ def _in_time_order(requests: list[SessionRequest]) -> list[SessionRequest]:
 
 
 def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
-    """Sessions with times from their own start, and the errors of malformed lines."""
+    """(requests of each session with times from the session's start, errors of malformed lines)."""
     decoder = msgspec.json.Decoder(_Line)
     sessions: list[list[SessionRequest]] = []
     malformed: list[TraceError] = []
@@ -254,7 +258,7 @@ def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
 
 
 def _session(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> list[SessionRequest]:
-    """The requests of one line; none for a copy. Raises TraceError."""
+    """The requests of the session on one line of the file; none if the session is a copy. Raises TraceError."""
     try:
         line = decoder.decode(text)
         if line.block_size != BLOCK_TOKENS:
@@ -320,7 +324,7 @@ def _add_requests(
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:
-    """The block ids of `text`, such as "1-3,7"; there must be `blocks` of them."""
+    """The block ids that a text such as "1-3,7" lists; raises an error unless there are `blocks` of them."""
     ranges: list[tuple[int, int]] = []
     count = 0
     for part in text.split(",") if text else ():

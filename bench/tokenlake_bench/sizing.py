@@ -16,17 +16,18 @@ __all__ = ["PoolSize", "bench_layout", "pool_size"]
 
 PAGE: Final = 4096
 SMALLEST_MEMORY: Final = 64 << 10
-"""Smallest arena of a daemon."""
+"""Smallest number of bytes that a daemon takes as its memory."""
 SMALLEST_SEGMENT: Final = 2 * PAGE
-"""Least bytes of a segment. A node's memory is rounded up to a multiple of a page, which adds no slot if slots are
-larger than a page."""
+"""Smallest number of bytes of a segment here. A node's memory is rounded up to a multiple of a page, which adds no slot
+if slots are larger than a page."""
 FLOAT16_PAIR: Final = 4
-"""Bytes of one key and one value element."""
+"""Bytes that one key element and one value element take together."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """`memory` bytes per node hold exactly `node_segments` segments of `layout`, in one region."""
+    """Size of the pool's nodes: with `memory` bytes each node holds exactly `node_segments` segments of `layout`, in
+    one region."""
 
     nodes: int
     node_segments: int
@@ -35,13 +36,13 @@ class PoolSize:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit in the whole pool."""
+        """Number of tokens that fit into the whole pool."""
         return self.nodes * self.node_segments * self.layout.segment_tokens
 
 
 def bench_layout(segment_tokens: int) -> Layout:
-    """A layout with one layer and one head and 16 bytes per token, or more where a segment would be smaller than
-    8 KiB."""
+    """A layout with one layer and one KV head whose segments have 16 bytes per token, or more where a segment would be
+    smaller than 8 KiB."""
     if not 1 <= segment_tokens <= 1 << 20:
         raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
     dim = max(4, -(-SMALLEST_SEGMENT // (segment_tokens * FLOAT16_PAIR)))
@@ -59,8 +60,8 @@ def bench_layout(segment_tokens: int) -> Layout:
 
 
 def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:
-    """The size of a pool whose capacity is split evenly over `nodes`, rounded down to whole segments as in the
-    baselines."""
+    """Layout and memory of a pool whose capacity is split evenly over `nodes`, rounded down to whole segments as in the
+    caches that it is compared with."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     segments = capacity_tokens // nodes // layout.segment_tokens

@@ -1,4 +1,4 @@
-"""A trace file of any known format, as a workload of tokens and as chains of segments."""
+"""Reads a trace file of any known format, as a workload of tokens or as prompts of segment ids."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["TraceSource", "read_trace"]
 
 
 class TraceSource(Workload, Protocol):
-    """A workload that knows its segments without computing tokens."""
+    """A workload that knows the ids of its segments without computing tokens."""
 
     def accesses(self, segment_tokens: int = ...) -> Accesses:
-        """As `intern_segments` of this workload, with the lengths of the answers. Raises ConfigurationError for a
-        segment size that is no multiple of the trace's own blocks."""
+        """The requests of this workload with an id per full segment and the lengths of the answers; equal to
+        `intern_segments` of the workload. Raises ConfigurationError for a segment size that is no multiple of the
+        trace's own blocks."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain (`.jsonl`) or compressed (`.jsonl.zst`), and the error of a malformed one."""
+"""Reads the lines of a trace file, plain (`.jsonl`) or compressed (`.jsonl.zst`), and reports malformed ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tokenlake.errors import TokenLakeError
 __all__ = ["MALFORMED_SHARE", "TraceError", "explain", "passed_over", "refuse_beyond_share", "text_lines"]
 
 MALFORMED_SHARE: Final = 0.01
-"""Largest share of malformed lines; a file with more is refused."""
+"""Largest share of malformed lines in a trace file; a file with more is refused."""
 NAMED: Final = 5
-"""Maximum number of malformed lines that an error names."""
+"""Maximum number of malformed lines that the text of an error names."""
 
 _CHUNK_BYTES: Final = 1 << 16
 
 
 class TraceError(TokenLakeError):
-    """A trace cannot be read; the message names file, line, field and the expected value."""
+    """Raised when a trace cannot be read; the message names file, line, field and the expected value."""
 
     def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
         where = str(path)
@@ -35,8 +35,8 @@ class TraceError(TokenLakeError):
 
 
 def explain(message: str, kinds: Mapping[str, str]) -> tuple[str, str | None]:
-    """(expected value, field or None) from the text of a msgspec.ValidationError; `kinds` describes the fields that may
-    be missing."""
+    """(expected value, name of the field or None) from the text of a msgspec.ValidationError. `kinds`: by field, a
+    description of the value that is expected if the field is missing."""
     if missing := re.search(r"missing required field `(\w+)`", message):
         field = missing.group(1)
         return f"expected {kinds.get(field, 'a number of tokens')}; the field is missing", field
@@ -56,7 +56,7 @@ def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int)
 
 
 def passed_over(malformed: Sequence[TraceError]) -> str:
-    """A note for the user on the malformed lines that were skipped; empty without any."""
+    """Text for the user about the malformed lines that were skipped; empty if there are none."""
     if not malformed:
         return ""
     lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines, the first"
@@ -64,7 +64,7 @@ def passed_over(malformed: Sequence[TraceError]) -> str:
 
 
 def text_lines(path: Path, suffixes: tuple[str, ...] = (".jsonl", ".zst")) -> Iterator[bytes]:
-    """Lines of the file without their ends; one compressed chunk and one line are held at a time."""
+    """The lines of the file without their ends. One compressed chunk and one line are in memory at a time."""
     if path.suffix not in suffixes:
         raise TraceError(path, f"expected a file name ending in {suffixes[0]} or {suffixes[0]}.zst")
     rest = b""

@@ -31,7 +31,7 @@ _KINDS: Final = {"hash_ids": "a list of block ids", "timestamp": "a number of mi
 
 
 class _Line(msgspec.Struct, gc=False):
-    """The fields of one line that are used; others are ignored."""
+    """The fields of one line of Mooncake's format that are used; others are ignored."""
 
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Annotated[int, Meta(ge=1)]
@@ -48,13 +48,13 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class MooncakeTrace:
-    """A `TraceSource`."""
+    """A trace in Mooncake's format as a workload that knows its segments without computing tokens (`TraceSource`)."""
 
     def __init__(
         self, name: str, requests: list[_TraceRequest], malformed: list[TraceError], seed: int, vocabulary: int
     ) -> None:
         self.malformed = malformed
-        """Errors of the lines that were skipped."""
+        """Errors of the malformed lines that were skipped."""
         self._name = name
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
@@ -128,7 +128,7 @@ def read_mooncake(
 
 
 def _parse(path: Path, limit: int | None) -> tuple[list[_Line], list[TraceError]]:
-    """Lines in time order, and the errors of malformed ones."""
+    """(the lines of the file in order of time, the errors of malformed ones)."""
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
     malformed: list[TraceError] = []

@@ -22,11 +22,12 @@ __all__ = ["ClockedTurns", "DueTurns", "Turn", "Turns"]
 
 
 class Turn(Protocol):
-    """The part of a request that decides when it arrives."""
+    """The part of a request that decides when it arrives: at its recorded time, or some time after the answer to
+    another request."""
 
     @property
     def at_s(self) -> float:
-        """Recorded arrival, in seconds of the workload."""
+        """Recorded time of arrival, in seconds of the workload."""
         ...
 
     @property
@@ -37,17 +38,18 @@ class Turn(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """Seconds between that answer and this request, at least 0."""
+        """Seconds between the answer to the request `follows` and this request, at least 0."""
         ...
 
 
 R = TypeVar("R", bound=Turn)
 Numbered = tuple[int, R]
-"""(number, request)."""
+"""A pair of (number of the request, request)."""
 
 
 class Turns(Generic[R]):
-    """The requests of a workload by the request that they follow. Each request is handed out once.
+    """Finds the requests of a workload that wait for a given answer, and those that wait for none. Each request is
+    handed out once.
 
     A sequence is read at once, and only the requests that follow others are kept. Any other iterable is read as
     `starts` goes on; it must be an open loop, because a request that follows another one may arrive earlier than
@@ -58,7 +60,7 @@ class Turns(Generic[R]):
         """Raises ConfigurationError for a request that does not follow an earlier one."""
         self._requests = requests
         self._followers: dict[int, list[Numbered[R]]] = {}
-        """By the number of the request that is not answered yet."""
+        """By the number of the request whose answer is missing: the requests that wait for it."""
         if isinstance(requests, Sequence):
             for number, request in enumerate(requests):
                 if request.follows is not None:
@@ -67,12 +69,12 @@ class Turns(Generic[R]):
                     self._followers.setdefault(request.follows, []).append((number, request))
 
     def __len__(self) -> int:
-        """Number of requests that wait for the answer to another one that is not answered."""
+        """Number of requests that wait for the answer to another request."""
         return sum(map(len, self._followers.values()))
 
     def starts(self) -> Iterator[Numbered[R]]:
-        """The requests that follow no other, in order. Raises ConfigurationError for a request of a stream that
-        does."""
+        """The requests that follow no other request, in order. Raises ConfigurationError if the requests are read one
+        at a time and one of them follows another."""
         for number, request in enumerate(self._requests):
             if request.follows is None:
                 yield number, request
@@ -80,7 +82,8 @@ class Turns(Generic[R]):
                 raise ConfigurationError("follows", request.follows, "absent: the requests are read one at a time")
 
     def answered(self, number: int) -> list[Numbered[R]]:
-        """The requests that follow request `number`; empty from the second call on."""
+        """The requests that wait for the answer to request `number`. Each is returned once: the list is empty from the
+        second call on."""
         return self._followers.pop(number, [])
 
 
@@ -96,17 +99,17 @@ class ClockedTurns(Generic[R]):
     ) -> None:
         self._turns = Turns(requests)
         self.closed = bool(self._turns)
-        """Whether any request follows another one."""
+        """Whether any request waits for the answer to another one (closed loop)."""
         self._clock = clock
         self._arrive = arrive
         self._begins_s = begins_s
         self._pausing = 0
         self.last_s = 0.0
-        """The clock's time of the latest arrival that is known so far, which may be ahead."""
+        """Time on the simulated clock of the latest arrival that is known so far, which may be ahead."""
 
     def start(self) -> None:
-        """Advance the clock to the last request that follows no other. Callbacks of the clock run meanwhile, and other
-        requests arrive among them."""
+        """Advance the clock to the last request that follows no other. Callbacks of the clock run meanwhile, and the
+        requests that follow others arrive among them."""
         for number, request in self._turns.starts():
             due = self._begins_s + request.at_s
             self._clock.run_until(due)
@@ -114,7 +117,7 @@ class ClockedTurns(Generic[R]):
             self._arrive(number, request, request.at_s)
 
     def answered(self, number: int) -> None:
-        """Request `number` is answered now."""
+        """Report that request `number` is answered now; the requests that wait for it arrive after their pauses."""
         for following, request in self._turns.answered(number):
             self._pausing += 1
             due = self._clock.now + request.pause_s
@@ -123,7 +126,7 @@ class ClockedTurns(Generic[R]):
 
     @property
     def over(self) -> bool:
-        """Every request has arrived, as far as `start` has come."""
+        """Whether every request has arrived, as far as `start` has read the requests."""
         return not self._pausing and not self._turns
 
     def _ends_pause(self, number: int, request: R) -> None:
@@ -149,6 +152,6 @@ class DueTurns(Generic[R]):
             yield heapq.heappop(self._due)
 
     def answered(self, number: int, at_s: float) -> None:
-        """Request `number` was answered at `at_s`, in seconds of the workload."""
+        """Report that request `number` was answered at `at_s`, in seconds of the workload."""
         for following, request in self._turns.answered(number):
             heapq.heappush(self._due, (max(request.at_s, at_s + request.pause_s), following, request))

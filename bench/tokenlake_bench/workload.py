@@ -27,7 +27,8 @@ _TEXT_STREAM: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt. The arrays are one-dimensional and belong to the caller that took the request from the workload.
+    """One request of a workload: its prompt and when it arrives. The arrays are one-dimensional and belong to the
+    caller that took the request from the workload.
 
     `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal for the
     turns of one conversation; `output_tokens` is the answer, empty where the source does not have it. `follows` and
@@ -44,11 +45,11 @@ class Request:
 
 
 class Workload(Protocol):
-    """Requests with non-decreasing `at_s`; each iteration gives the same requests."""
+    """A sequence of requests in which `at_s` never decreases. Each iteration gives the same requests."""
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """Name of the workload in reports."""
         ...
 
     def __len__(self) -> int: ...
@@ -56,12 +57,13 @@ class Workload(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
     def __getitem__(self, index: int) -> Request:
-        """The request of this index, 0 to the length minus 1; computed anew with each call."""
+        """The request with this index, 0 to the length minus 1; its tokens are computed anew with each call."""
         ...
 
 
 def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Tokens:
-    """The first `count` tokens of each stream in `keys` (shape [k]): shape [k, count], below `vocabulary`."""
+    """The first `count` random tokens of each stream in `keys` (shape [k]), as an array of shape [k, count] with values
+    below `vocabulary`."""
     positions = np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN)
     words = mix64(keys[:, None] + positions[None, :])
     words >>= np.uint64(32)
@@ -71,7 +73,7 @@ def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Toke
 
 
 def check_vocabulary(vocabulary: int) -> None:
-    """Raises ConfigurationError unless token ids below `vocabulary` fit a uint32."""
+    """Check that token ids below `vocabulary` fit a uint32. Raises ConfigurationError if not."""
     if not 2 <= vocabulary <= 1 << 32:
         raise ConfigurationError("vocabulary", vocabulary, "2 to 2**32")
 
@@ -120,7 +122,8 @@ class BuiltinSettings:
 
     @property
     def system_tokens(self) -> tuple[int, int]:
-        """Lengths of system prompts: they vary by a quarter of the range of `prompt_tokens`."""
+        """(shortest, longest) length in tokens of the system prompts. It varies by a quarter of the range of
+        `prompt_tokens`."""
         low, high = self.prompt_tokens
         shortest = low - self.user_tokens[0]
         return shortest, shortest + (high - low) // 4
@@ -128,7 +131,8 @@ class BuiltinSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Lengths of one request: its prompt is system[:system_length] + text[:text_length]."""
+    """Lengths of one request, and the numbers of its conversation and system prompt. Its prompt is
+    system[:system_length] + text[:text_length]."""
 
     at_s: float
     conversation: int
@@ -139,7 +143,7 @@ class _Turn:
 
 
 class _Conversation:
-    """An open conversation; it is over once its next prompt would exceed its limit."""
+    """A conversation that is open: it is over once its next prompt would exceed its limit."""
 
     def __init__(self, settings: BuiltinSettings, rng: random.Random, number: int, lengths: list[int]) -> None:
         self._settings = settings
@@ -208,9 +212,9 @@ def _schedule(settings: BuiltinSettings) -> list[_Turn]:
 
 
 def builtin_workload(settings: BuiltinSettings | None = None) -> Workload:
-    """Conversations of several turns over shared system prompts.
+    """The built-in workload: conversations of several requests over shared system prompts.
 
-    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text. Answers are
-    given by the workload (`output_tokens`) and not by the engine, so that every run has the same prompts.
+    The prompt of each request is the system prompt, all earlier user texts and answers, and a new user text. Answers
+    are given by the workload (`output_tokens`) and not by the engine, so that every run has the same prompts.
     """
     return _BuiltinWorkload(settings or BuiltinSettings())

@@ -32,8 +32,8 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
     process that was forked after this process called it: the thread that starts children does not exist there."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"no such program: {command[0]!r}")
-    # -I and -S leave out the environment and site-packages, which the script does not need; it then starts in half the
-    # time.
+    # The options -I and -S leave out the environment and site-packages, which the script does not need; it then starts
+    # in half the time.
     bound = [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
     start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound, **options)
     return _starter.submit(start).result()

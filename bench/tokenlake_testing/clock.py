@@ -9,7 +9,8 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """A queue of callbacks by time, in seconds from 0. Callbacks due at the same time run in order of scheduling."""
+    """A simulated clock: a queue of callbacks by time, in seconds from 0. Callbacks due at the same time run in the
+    order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +29,8 @@ class Clock:
         heapq.heappush(self._heap, (self.now + delay_s, self.scheduled, callback, arguments))
 
     def run_until(self, time: float) -> None:
-        """Advance to `time` and run every callback due until then, those included that callbacks schedule."""
+        """Advance the clock to `time` and run every callback due until then, including those that callbacks schedule
+        meanwhile."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= time:
             self.now, _, callback, arguments = pop(heap)
@@ -36,5 +38,5 @@ class Clock:
         self.now = max(self.now, time)
 
     def run_for(self, seconds: float) -> None:
-        """Advance by `seconds`, as `run_until` does."""
+        """Advance the clock by `seconds` and run every callback due until then."""
         self.run_until(self.now + seconds)

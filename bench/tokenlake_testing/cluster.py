@@ -24,12 +24,13 @@ __all__ = ["SERVER", "Cluster", "Node", "parse_metrics"]
 
 SERVER = "tokenlake_server"
 START_S = 60.0
-"""Seconds within which a daemon must serve; many, because on a loaded machine an interpreter takes seconds to start."""
+"""Seconds within which a daemon must serve after its start; many, because on a loaded machine an interpreter takes
+seconds to start."""
 STOP_S = 15.0
 
 
 class Node:
-    """One daemon. After `kill` it can `start` again under the same name and addresses."""
+    """One daemon process. After `kill` it can `start` again under the same name and addresses."""
 
     def __init__(self, name: str, directory: Path, settings: Mapping[str, str], module: str = SERVER) -> None:
         """`settings`: flags of the daemon by name. `module`: the Python module that runs as the daemon."""
@@ -44,11 +45,12 @@ class Node:
             "metrics": f"127.0.0.1:{self.metrics_port}",
             **settings,
         }
-        """Flags of every life of the daemon, by name."""
+        """Flags with which every process of the daemon is started, by name."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, module: str | None = None, /, **settings: str) -> None:
-        """Start the process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this life only."""
+        """Start the daemon's process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this
+        process only."""
         flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
@@ -57,28 +59,28 @@ class Node:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # Ctrl-C in a terminal must not reach the daemon: the command that started it may still need it.
+                # Ctrl-C in a terminal must not end the daemon, because the command that started it may still need it.
                 start_new_session=True,
             )
 
     def kill(self) -> None:
-        """kill -9, and wait until the process is gone."""
+        """Kill the daemon with SIGKILL, and wait until the process has ended."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Stop the daemon's process with SIGSTOP."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Continue the daemon's process with SIGCONT."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> int:
-        """SIGTERM. Returns the exit status; a process that does not end is killed."""
+        """End the daemon with SIGTERM. Returns the exit status; a process that does not end in time is killed."""
         if self.process is None:
             return 0
         with contextlib.suppress(ProcessLookupError):
@@ -96,18 +98,18 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def page(self, path: str) -> str:
-        """A page of the daemon's metrics server: '/metrics' or '/health'."""
+        """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges: 'name{label="value",...}' to value."""
+        """Counters and gauges of the daemon: 'name{label="value",...}' to value."""
         return parse_metrics(self.page("/metrics"))
 
 
 class Cluster:
-    """`nodes` daemons that know each other. A context manager: starts them and waits until they are ready; ends them at
-    the exit."""
+    """`nodes` daemons on this machine that know each other. A context manager: starts them and waits until they are
+    ready, and ends them at the exit."""
 
     def __init__(
         self,
@@ -122,11 +124,11 @@ class Cluster:
         """`via`: by (node, other), the port at which `node` reaches `other`; without an entry the port of `other`
         itself (`ports`). `module`: see `Node`. `settings`: further flags of every daemon, with underscores."""
         self.deadlines = DEFAULT_DEADLINES
-        """Deadlines of the pools that `connect` opens."""
+        """Deadlines with which the clients that `connect` opens make their calls."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
         self.ports = {f"node{number}": reserve_port() for number in range(nodes)}
-        """The ports at which the nodes listen."""
+        """The port at which the daemon of each node listens, by name of the node."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
         self.nodes = []
@@ -172,7 +174,7 @@ class Cluster:
                 time.sleep(0.02)
 
     def connect(self, number: int, layout: Layout) -> Pool:
-        """A client of one node; waits for a daemon that is starting."""
+        """Open a client of the daemon at one node; waits for a daemon that is starting."""
         until = time.monotonic() + START_S
         while True:
             try:
@@ -183,7 +185,7 @@ class Cluster:
                 time.sleep(0.02)
 
     def totals(self) -> dict[str, float]:
-        """Metrics summed over the running nodes."""
+        """Metrics of the daemons, summed over the running nodes."""
         total: dict[str, float] = {}
         for node in self.nodes:
             if node.running:
@@ -192,7 +194,7 @@ class Cluster:
         return total
 
     def close(self) -> None:
-        """End all daemons and remove their files."""
+        """End all daemons of the cluster and remove their files."""
         for node in self.nodes:
             with contextlib.suppress(TokenLakeError):
                 node.stop()
@@ -200,7 +202,7 @@ class Cluster:
 
 
 def parse_metrics(page: str) -> dict[str, float]:
-    """The samples of a Prometheus page."""
+    """The values on a page in Prometheus's format: 'name{label="value",...}' to value."""
     return dict(_samples(page))
 
 

@@ -1,4 +1,5 @@
-"""Drives the rules of one node on simulated time: hands events in, carries instructions out, and decides nothing.
+"""Drives the rules of one simulated node: hands events to them, carries out the instructions that they return, and
+decides nothing itself.
 
 The tests and the simulator use the same driver and pass in the parts that differ::
 
@@ -22,40 +23,42 @@ from tokenlake_testing.clock import Clock
 __all__ = ["Engines", "Memory", "Network", "NodeDriver", "Observer", "Pull"]
 
 Observer = Callable[[events.Event, list[instructions.Instruction]], None]
-"""Called with each event and the instructions it led to, before they are carried out."""
+"""Function that is called with each event of a node and the instructions that the rules returned for it, before these
+are carried out."""
 
 
 class Engines(Protocol):
-    """The connections of one node's engine processes."""
+    """The connections between a simulated node and the processes of its engines."""
 
     def answer(self, order: instructions.Answer) -> None:
-        """Send a reply to a process; without effect where the process is gone."""
+        """Send a reply to an engine's process; does nothing where the process has ended."""
 
     def welcome(self, order: instructions.Welcomed) -> None:
-        """Tell a process which session it joined; without effect where the process is gone."""
+        """Tell an engine's process which session it joined; does nothing where the process has ended."""
 
 
 class Network(Protocol):
-    """The connections of one node to its peers."""
+    """The connections between a simulated node and its peers."""
 
     def say(self, order: instructions.SendToPeer) -> None:
-        """Send a frame to a peer, which receives it as `PeerSent`."""
+        """Send a frame to a peer, whose rules receive it as the event `PeerSent`."""
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        """Begin the transfer that the order asks for; it must not deliver anything before it returned."""
+        """Begin the transfer of segments that the instruction asks for. No event may be delivered before this call
+        returned."""
 
 
 class Memory(Protocol):
-    """The arena of one node."""
+    """The arena of a simulated node."""
 
     def stamp(self, order: instructions.Stamp) -> None:
-        """Write the generations of slots that have new owners."""
+        """Write the generation numbers of slots that have been given to new segments."""
 
     def check(self, order: instructions.CheckSlot) -> None:
-        """Compare a slot with its checksums; `SlotChecked` is delivered later, exactly once."""
+        """Compare the bytes of a slot with its checksums. The event `SlotChecked` is delivered later, exactly once."""
 
     def replace(self, order: instructions.ReplaceRegion) -> None:
-        """Replace a region; `RegionReady` is delivered later, exactly once."""
+        """Replace a region of the arena. The event `RegionReady` is delivered later, exactly once."""
 
 
 class Pull(abc.ABC):
@@ -68,25 +71,26 @@ class Pull(abc.ABC):
     """
 
     def __init__(self, receiver: NodeDriver, order: instructions.StartFetch, stream: int) -> None:
-        """`stream` names the transfer at its sender; no two transfers of a cluster have the same."""
+        """`stream`: number of this transfer at its sender; no two transfers of a cluster have the same."""
         self.receiver = receiver
         self.order = order
         self.stream = stream
         self.sender: NodeDriver | None = None
-        """The life of the sending node that was asked; None until then."""
+        """The driver of the sending node since it was asked to send, one per start of that node; None until then."""
         self.returned = False
-        """`FetchDone` was delivered: no byte is written into the receiver's slots any more."""
+        """True once `FetchDone` was delivered; from then on no byte is written into the receiver's slots."""
 
     @abc.abstractmethod
     def send(self, bulk: instructions.SendBulk) -> None:
-        """The sender's rules answered `PullRequested`: the slots' bytes travel from now on."""
+        """Called when the sender's rules have answered `PullRequested`: the bytes of the slots begin to travel."""
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """The receiver's rules ask for `FetchDone` without the missing bytes, now or soon."""
+        """Called when the receiver's rules want the transfer to end: `FetchDone` must be delivered without the missing
+        bytes, now or soon."""
 
     def ask(self, sender: NodeDriver) -> None:
-        """Hand the order to its sender."""
+        """Ask the sending node for the segments, by the event `PullRequested`."""
         order = self.order
         self.sender = sender
         sender.sends[self.stream] = self
@@ -94,19 +98,20 @@ class Pull(abc.ABC):
         sender.deliver(events.PullRequested(self.stream, node, order.tenant, order.keys, order.background))
 
     def end_sending(self) -> None:
-        """Deliver `SendDone` to the sender, once."""
+        """Deliver the event `SendDone` to the sender; does nothing if it was delivered before."""
         if self.sender is not None and self.sender.sends.pop(self.stream, None) is not None:
             self.sender.deliver(events.SendDone(self.stream))
 
     def end_receiving(self, codes: bytes, checksums: bytes) -> None:
-        """Deliver `FetchDone` to the receiver; `codes` and `checksums` as in that event. Call it once."""
+        """Deliver the event `FetchDone` with these codes and checksums to the receiver. Must be called once."""
         self.returned = True
         del self.receiver.receives[self.order.fetch]
         self.receiver.deliver(events.FetchDone(self.order.fetch, codes, checksums))
 
 
 class NodeDriver:
-    """One life of a node: its core, its next timer, and its transfers under way."""
+    """Driver of one simulated node from its start to its end: its rules, its next timer, and its transfers under
+    way."""
 
     def __init__(
         self,
@@ -121,9 +126,10 @@ class NodeDriver:
         self.core = core
         self.stopped = False
         self.receives: dict[int, Pull] = {}
-        """By fetch; transfers to this node until `FetchDone`."""
+        """By number of the fetch, the transfers to this node until `FetchDone` is delivered."""
         self.sends: dict[int, Pull] = {}
-        """By stream; transfers from this node between `PullRequested` and `SendDone`."""
+        """By number of the transfer at its sender, the transfers from this node between `PullRequested` and
+        `SendDone`."""
         self._clock = clock
         self._network = network
         self._observer = observer
@@ -131,7 +137,7 @@ class NodeDriver:
         self._next_wake = core.next_wake
         self._armed = float("inf")
         self._backlog: list[events.Event] | None = None
-        """Events that arrived while the node was frozen; None while it runs."""
+        """Events that arrived while the node was suspended; None while it runs."""
         self._carry: dict[type, Callable[[Any], None]] = {
             instructions.Answer: engines.answer,
             instructions.Welcomed: engines.welcome,
@@ -142,7 +148,7 @@ class NodeDriver:
             instructions.Stamp: memory.stamp,
             instructions.CheckSlot: memory.check,
             instructions.ReplaceRegion: memory.replace,
-            # A simulated node keeps no log.
+            # The instruction to log is ignored, because a simulated node keeps no log.
             instructions.Note: lambda order: None,
         }
 
@@ -150,26 +156,26 @@ class NodeDriver:
 
     @property
     def frozen(self) -> bool:
-        """Between `freeze` and `thaw`."""
+        """Whether the node is suspended, between `freeze` and `thaw`."""
         return self._backlog is not None
 
     def start(self) -> None:
-        """Begin the rules' timers. Call it once, before the first event."""
+        """Start the timers of the node's rules. Must be called once, before the first event."""
         self.core.start(self._clock.now)
         self._arm()
 
     def stop(self) -> None:
-        """End this life, as SIGKILL does: later events are lost, and no timer fires."""
+        """End the node as SIGKILL does: events are lost from now on, and no timer fires."""
         self.stopped = True
         self._backlog = None
 
     def freeze(self) -> None:
-        """Suspend the node, as SIGSTOP does: events wait, and no timer fires."""
+        """Suspend the node as SIGSTOP does: events wait, and no timer fires."""
         if not self.stopped and self._backlog is None:
             self._backlog = []
 
     def thaw(self) -> None:
-        """Resume the node, as SIGCONT does: first the events that waited, then the timers that are due."""
+        """Resume the node as SIGCONT does: it handles first the events that waited, then the timers that are due."""
         if self._backlog is not None:
             backlog, self._backlog = self._backlog, None
             for event in [*backlog, events.Tick()]:
@@ -178,8 +184,8 @@ class NodeDriver:
     # -- events in
 
     def deliver(self, event: events.Event) -> None:
-        """Hand one event to the rules at the clock's time and carry out what they return. An event is lost on a node
-        that stopped, and waits for one that is frozen."""
+        """Hand one event to the node's rules at the clock's time, and carry out the instructions that they return. An
+        event is lost if the node has ended, and waits while it is suspended."""
         if self._backlog is not None:
             self._backlog.append(event)
         if self._backlog is not None or self.stopped:
@@ -199,7 +205,8 @@ class NodeDriver:
             self._clock.at(wake, self._tick, wake)
 
     def _tick(self, wake: float) -> None:
-        # An earlier deadline was armed since, or this one was: only the latest armed time counts.
+        # This timer has no effect if the rules were given an earlier or the same deadline since: only the latest one
+        # that was set counts.
         if self.stopped or wake != self._armed:
             return
         self._armed = float("inf")

@@ -34,19 +34,19 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-"""Environment of an engine process: one thread, no further process, no compilation and no network access."""
+"""Environment variables of an engine process: one thread, no further process, no compilation and no network access."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The result of one call."""
+    """The result of one `generate` call."""
 
     tokens: list[list[int]]
     seconds: float
 
 
 class Engine:
-    """An engine process. It starts at once and is ready with its first reply."""
+    """Handle of an engine process, which it starts at once. The process is ready when it sends its first reply."""
 
     def __init__(
         self,
@@ -84,15 +84,18 @@ class Engine:
             )
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> list[list[int]]:
-        """Greedy tokens of each prompt; all prompts are given at once."""
+        """Generate `new_tokens` tokens greedily for each prompt and return them; all prompts are given to the engine at
+        once."""
         return self.timed(prompts, tokens, salt).tokens
 
     def timed(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> Timed:
-        """As `generate`, with the time that the engine took. With one token that is the time to the first."""
+        """As `generate`, with the seconds that the engine took. With one new token that is the time to the first
+        token."""
         return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt))
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """The reply to one command. Raises Unreachable when the process has ended."""
+        """Send one command to the engine process and return its reply. Raises Unreachable when the process has
+        ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -118,7 +121,7 @@ class Engine:
 
 
 class _Loaded(Protocol):
-    """An engine in this process."""
+    """The engine in its own process, with the commands that the process serves."""
 
     def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]: ...
 
@@ -195,14 +198,15 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
     def reload(self, directory: str, version: str | None) -> None:
-        """Replace the weights by those in `directory`, and set their version."""
+        """Replace the model's weights by those in `directory`, and set the version of the weights."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
         if version is not None:
             self._llm.llm_engine.set_weight_version(version)
 
     def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
-        """Run a request greedily; in its middle reset the caches and replace the weights by those in `directory`.
-        Returns its tokens and the reply to the reset. `preempt`: the reset takes the request's blocks away."""
+        """Generate tokens greedily for one request, in the middle of which the caches are reset and the weights
+        replaced by those in `directory`. Returns the tokens and the reply to the reset. `preempt`: the reset takes the
+        request's blocks away."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -222,7 +226,8 @@ class _Vllm:
         return self._pool is None or all(rank.flush(20) for rank in _ours(self._rank()))
 
     def counts(self) -> dict[str, float]:
-        """Counts of the connector, summed over its scheduler side and its rank side, which are both in this process."""
+        """Counts of TokenLake's connector, summed over its scheduler side and its rank side, which are both in this
+        process."""
         total: dict[str, float] = {}
         for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
             for name, value in asdict(side.counts).items():
@@ -233,9 +238,9 @@ class _Vllm:
         return str(_ours(self._side())[0].layout.encode().hex())
 
     def clocks(self) -> dict[str, list[float]]:
-        """Seconds of each step that computed tokens, and of each call of the rank's hooks of saving, since the last
-        call; the first call begins the measurement. Names that end in ` cpu` have the calling thread's processor
-        time."""
+        """Seconds of each forward pass (step) of the engine that computed tokens, and of each call of the rank's hooks
+        of saving, since the last call; the first call begins the measurement. Names that end in ` cpu` have the calling
+        thread's processor time."""
         if not self._clocks:
             core = self._llm.llm_engine.engine_core.engine_core
             self._clock(core, "step_fn", lambda result: bool(result[1]))
@@ -254,7 +259,7 @@ class _Vllm:
         scheduler._settings = msgspec.structs.replace(scheduler._settings, save=on)
 
     def slow_loads(self, seconds: float) -> None:
-        """Delay the load of every segment by `seconds` from now on."""
+        """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
             self._slow_loads(rank._worker._copy, seconds)
 
@@ -268,7 +273,8 @@ class _Vllm:
         copy.from_slot = slow
 
     def expect_prefill(self, token_s: float) -> None:
-        """Make the planner expect `token_s` seconds per computed token: replaces all samples that its fit remembers."""
+        """Make the planner expect `token_s` seconds per computed token, by replacing all measurements of prefills that
+        it remembers."""
         from tokenlake.planner.fits import NEWEST
 
         for number in range(NEWEST):
@@ -290,8 +296,8 @@ class _Vllm:
         setattr(owner, name, call)
 
     def hook_ms(self, tokens: int) -> float | None:
-        """Milliseconds that the scheduler spends on a new prompt: hashing it, sending the match, taking the reply; the
-        least of 20."""
+        """Milliseconds that vLLM's scheduler spends in the connector on a new prompt, for hashing it, sending the match
+        and taking the reply; the least of 20 measurements."""
         from types import SimpleNamespace
 
         from tokenlake_client.engines.vllm.request import RequestEnd
@@ -336,7 +342,7 @@ def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> list[Any]:
-    """The TokenLake connectors: `connector` itself, or those within a `MultiConnector`."""
+    """The TokenLake connectors in this process: `connector` itself, or those within a `MultiConnector`."""
     return list(getattr(connector, "sub_connectors", [connector]))
 
 
@@ -404,7 +410,7 @@ class _Transformers:
 
 
 def main() -> None:
-    """The main function of the engine process."""
+    """The main function of the engine process: start the engine, then serve commands."""
     config = json.loads(sys.argv[1])
     loaded: _Loaded
     if config["kind"] == "vllm":

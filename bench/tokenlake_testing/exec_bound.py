@@ -24,8 +24,8 @@ def bind_to(parent: int) -> None:
     refuses, SystemExit when process `parent` has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The kernel sends the signal only if the parent ends after this call. If it ended before, this process has another
-    # parent now.
+    # If the parent ended before this call, the kernel sends no signal; this process has another parent then and ends
+    # here.
     if os.getppid() != parent:
         sys.exit(PARENT_GONE)
 

@@ -1,4 +1,4 @@
-"""Ports of loopback for servers of child processes."""
+"""Free ports of the loopback interface for servers that run as child processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 __all__ = ["free_port", "reserve_port"]
 
 RESERVED: Final = 256
-"""The number of ports that this process keeps reserved: more than the servers of any test or benchmark at one time."""
+"""Number of ports that this process keeps reserved: more than the servers of any test or benchmark at one time."""
 
 _descriptors: Final[deque[int]] = deque()
 """The sockets that reserve the newest ports, oldest first. Each is bound to its port and does not listen."""
@@ -24,7 +24,7 @@ def reserve_port() -> int:
     port while no server listens there.
     """
     with socket.socket() as sock:
-        # Two sockets may be bound to one port where both set this and at most one listens.
+        # The option SO_REUSEADDR allows two sockets to be bound to one port if both set it and at most one listens.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])

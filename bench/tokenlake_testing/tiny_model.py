@@ -9,14 +9,15 @@ from typing import Any
 __all__ = ["TinyModel", "save_tiny_model"]
 
 WEIGHT_SCALE = 4.0
-"""Factor on the weights. transformers initialises them for training, which gives almost uniform logits; with larger
-weights the greedy token depends on the context, so that a wrong cache changes the tokens."""
+"""Factor by which the random weights are multiplied. transformers initialises them for training, which gives almost
+uniform logits; with larger weights the greedy token depends on the context, so that a wrong cache changes the
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """Dimensions of the model. With the defaults a prefill of 1,024 tokens takes at least 100 ms on one CPU thread in
-    float32."""
+    """Dimensions of the generated model. With the defaults a prefill of 1,024 tokens takes at least 100 ms on one CPU
+    thread in float32."""
 
     seed: int = 0
     vocabulary: int = 1024
@@ -31,7 +32,7 @@ class TinyModel:
 def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Path:
     """Write configuration and float32 weights to `directory` and return it. Equal `model` gives equal bytes. Needs the
     `transformers` extra. There are no special tokens: generation ends by length."""
-    # Imported here, so that this module can be imported without the extra.
+    # transformers is imported here, so that this module can be imported without the extra.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,2 +1,2 @@
-"""`tokenlake bench attention`: times attention over segments in the pool, and beside each row its ceiling, the fastest
-other way of the machine to do the same work."""
+"""`tokenlake bench attention`: times attention over segments in the pool, each measurement beside its ceiling, the
+fastest other way of the machine to do the same work."""

@@ -1,4 +1,5 @@
-"""A measured case, and the row of the JSON computed from its samples."""
+"""The interface of one measurement of `bench attention`, and the row of the JSON result that is computed from its
+times."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ __all__ = ["Case", "Row", "row_of"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. A turn times the call once and its ceiling once. `ratio`: the call's time divided by the
-    ceiling's time in the same turn, median over the turns. `least_ratio`: the call's least time over all turns divided
-    by the ceiling's, which other work on the machine disturbs less. `bytes`: bytes over the network per call, both
-    ways; `bytes_formula`: the same by the formula; both are 0 for a local row."""
+    """One row of the JSON of `bench attention`. The benchmark repeats each measurement in turns; a turn times one
+    attention call and then the fastest way of this machine to do the same work, the ceiling. `ratio`: the call's time
+    divided by the ceiling's time in the same turn, median over the turns. `least_ratio`: the shortest time of the call
+    over all turns divided by that of the ceiling; other programs on the machine disturb it less. `bytes`: measured
+    bytes over the network per call, both directions added; `bytes_formula`: the same number as the formula predicts it;
+    both are 0 for attention over local segments."""
 
     name: str
     p50_us: float
@@ -28,23 +31,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(Protocol):
-    """One row to measure."""
+    """One measurement of `bench attention`: an attention call and its ceiling, the fastest way of this machine to do
+    the same work."""
 
     name: str
     bytes_formula: int
 
     def sample(self, turn: int) -> float:
-        """Seconds of one call."""
+        """Make one attention call and return the seconds that it took."""
 
     def ceiling(self, turn: int) -> float:
-        """Seconds of the same work done in the fastest way that this machine offers without the pool."""
+        """Do the same work once in the fastest way that this machine offers without the pool, and return the
+        seconds."""
 
     def bytes(self) -> int:
-        """Bytes over the network of one call."""
+        """Bytes that one attention call sends and receives over the network."""
 
 
 def row_of(case: Case, seconds: Sequence[float], ceilings: Sequence[float]) -> Row:
-    """The row of a case. `seconds[i]` and `ceilings[i]`: times of the call and of its ceiling in turn i."""
+    """The row of the JSON for `case`. `seconds[i]` and `ceilings[i]`: seconds of the attention call and of the fastest
+    other way (ceiling) in repetition i."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     return Row(
         name=case.name,

@@ -1,4 +1,5 @@
-"""The command `bench attention`: times each row and its ceiling alternately, then writes a table and JSON."""
+"""The command `bench attention`: measures attention calls over segments of the pool, each alternately with the
+machine's fastest other way for the same work (ceiling), and writes a table and JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ __all__ = ["AttentionArguments", "run_attention"]
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1
-"""Number of turns at the beginning that warm up and are not counted."""
+"""Number of first repetitions of each measurement whose times are discarded, because they warm up caches and
+threads."""
 DTYPES = ("float32", "bfloat16")
 OWNERS = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench attention`. Raises ConfigurationError for a value out of range."""
 
     dtypes: str
     tokens: str
@@ -34,7 +36,8 @@ class AttentionArguments:
     seconds: float
     json_file: Path | None
     nodes: str = ""
-    """Numbers of other nodes that a query engine queries, separated by commas; empty: no daemons are started."""
+    """Numbers of other nodes to whose query engines one attention call sends queries, such as "1,2,4"; one measurement
+    per number. Empty: only attention in this process is measured, and no daemons are started."""
     processor_time: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +51,8 @@ class AttentionArguments:
             raise ConfigurationError("nodes", self.nodes, f"numbers among {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases in the order in which they run. A case must not be used after the next one was taken."""
+        """Yield the measurements in the order in which they run. A measurement must not be used after the next one was
+        taken."""
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(
@@ -57,7 +61,8 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
-        # Processor time is measured for this process alone, so that the rows of other nodes need wall time.
+        # `process_time` covers this process alone, so attention over segments of other nodes, which other processes
+        # compute, is only measured in wall time.
         if self.nodes and not self.processor_time:
             from tokenlake_bench.attention.remote import remote_cases
 
@@ -70,7 +75,8 @@ class AttentionArguments:
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:
-    """Run the benchmark, print its table, and write the JSON file if one was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its table, write the JSON file if the command line names one, and return the rows.
+    Raises TokenLakeError."""
     console = Console()
     rows = []
     for case in arguments.cases():
@@ -84,8 +90,8 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
 
 
 def take_turns(case: Case, seconds: float) -> Row:
-    """Repeat turns for about `seconds`. A turn times the call and the ceiling once; turns alternate in which is
-    first."""
+    """Measure one case for about `seconds` and return its row. Each repetition times the attention call once and its
+    ceiling once; the order of the two alternates."""
     taken: list[float] = []
     ceilings: list[float] = []
     until = time.monotonic() + seconds

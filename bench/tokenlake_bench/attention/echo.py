@@ -1,4 +1,5 @@
-"""A ceiling for queries over the network: bare transfers of bytes to another process over TCP, and of bytes back."""
+"""Bare TCP transfers of given sizes to another process and back: the ceiling for queries that are shipped over the
+network."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MOST_BYTES: Final = 64 << 20
 
 
 class Echo:
-    """The other process of the transfers, which answers each of them; `close` ends it."""
+    """The process at the other end of the bare TCP transfers, which answers each message with the requested number of
+    bytes; `close` ends it."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -29,13 +31,13 @@ class Echo:
         self._memory = memoryview(bytearray(MOST_BYTES))
 
     def exchange(self, there: int, back: int) -> None:
-        """Send `there` bytes, receive `back` bytes."""
+        """Send `there` bytes to the other process and wait until `back` bytes of its answer are received."""
         self._sock.sendmsg([HEADER.pack(there, back)])
         self._sock.sendall(self._memory[:there])
         _receive(self._sock, self._memory[:back])
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the other process. Idempotent."""
         self._sock.close()
         self._process.join()
 
@@ -53,7 +55,7 @@ def _serve(address: tuple[str, int]) -> None:
 
 
 def _receive(sock: socket.socket, target: memoryview) -> bool:
-    """Fill `target`. Returns False at the end of the stream."""
+    """Receive bytes until `target` is full. Returns False if the stream ends before."""
     done = 0
     while done < len(target):
         count = sock.recv_into(target[done:], 0, socket.MSG_WAITALL)

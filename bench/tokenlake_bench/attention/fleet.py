@@ -1,4 +1,5 @@
-"""Daemons with query engines, segments at each of them, and engines that keep them busy."""
+"""The daemons of `bench attention` with their query engines, the segments stored at each node, and engine processes
+that keep the query engines busy."""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 Q_HEADS: Final = 32
 LAYERS: Final = 2
 SEGMENTS: Final = 16
-"""Maximum number of segments of a view: 4,096 tokens."""
+"""Maximum number of segments of one node over which one query computes attention: 16 segments, which have 4,096
+tokens."""
 NODES: Final = 5
 STORED: Final = 10 * SEGMENTS
-"""Number of stored segments: enough that each node owns at least as many as a view takes from it."""
+"""Number of segments stored at all nodes together: enough that each node owns as many as one query reads at it."""
 EACH: Final = 4
-"""Consecutive segments that one node stores."""
+"""Number of consecutive segments of the prompt that are stored at one node before the next node's turn."""
 START_S: Final = 60.0
 STEP_S: Final = 10.0
 LOAD_SEGMENTS: Final = 4
 
 
 class Fleet:
-    """Five nodes. The first one sends queries; each node owns the segments `keys[node]`. A context manager."""
+    """Five daemons with query engines; an engine at the first node sends queries to the others, and each node owns the
+    segments with the keys `keys[node]`. A context manager: starts all processes and ends them."""
 
     reader: Final = 0
     others: Final = tuple(range(1, NODES))
@@ -69,7 +72,7 @@ class Fleet:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
-            # The kernel of the ceiling computes with as many threads as a query engine does.
+            # The comparison in this process must use as many torch threads as a query engine does.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
             self.echo = stack.enter_context(contextlib.closing(Echo()))
             stack.enter_context(self._cluster)
@@ -83,16 +86,17 @@ class Fleet:
 
     @property
     def pool(self) -> Pool:
-        """A client of the node that sends queries."""
+        """Client of the daemon at the first node, from which the queries are sent."""
         return self._pools[self.reader]
 
     def slots(self, node: int, count: int) -> list[NDArray[np.uint8]]:
-        """The first segments of a node, in its memory."""
+        """The slots, in shared memory, of the first segments that a node owns."""
         with self._pools[node].match(self.keys[node][:count], deadline_s=STEP_S) as lease:
             return lease.fetch()
 
     def open_view(self, nodes: Sequence[int], each: int) -> View:
-        """A view of `each` segments of each of `nodes`; waits for query engines that are starting."""
+        """Open a view over `each` segments of each of `nodes`, for queries of an engine at the first node. Waits for
+        query engines that are still starting."""
         keys = [key for node in nodes for key in self.keys[node][:each]]
         names = {self._cluster.nodes[node].name for node in nodes}
         return _open_view(self.pool, keys, self.shape, names)
@@ -126,7 +130,8 @@ class Fleet:
                 process.join()
 
     def _spread(self) -> list[list[SegmentKey]]:
-        """Store the segments of one long prompt at the nodes in turn. Returns the keys by owner."""
+        """Store the segments of one long prompt, a few at each node in rotation. Returns by node the keys of the
+        segments that it owns."""
         tokens = np.random.default_rng(0).integers(0, 1 << 17, STORED * self.layout.segment_tokens)
         keys = self._pools[0].prefix(tokens).keys
         draw = np.random.default_rng(1)
@@ -149,9 +154,9 @@ class Fleet:
             time.sleep(0.1)
 
     def _where(self, keys: Sequence[SegmentKey]) -> list[list[SegmentKey]]:
-        """The keys by node, as a match of the first node returns them."""
+        """By node, the keys of the segments that it owns, as a match by an engine of the first node finds them."""
         found: dict[str, list[SegmentKey]] = {node.name: [] for node in self._cluster.nodes}
-        # In batches, because one session may not lease all segments at a time.
+        # The keys are matched in batches, because one session may not lease all segments at a time.
         for start in range(0, len(keys), SEGMENTS):
             with self.pool.match(keys[start : start + SEGMENTS], deadline_s=STEP_S) as lease:
                 for key, node in zip(lease.keys, lease.nodes(), strict=False):
@@ -165,7 +170,8 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
         lease = pool.match(keys, deadline_s=STEP_S)
         try:
             view = pool.open_view(lease, shape.q_heads, shape.scale)
-            # If an owner answers late, the match may have found another node's copy: then the match is repeated.
+            # If an owner answers a lookup late, the match may have found another node's copy; then the match is
+            # repeated.
             if view.hits == len(keys) and set(lease.nodes()) == nodes:
                 return view
             view.close()
@@ -177,7 +183,8 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
 
 
 def _query_repeatedly(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
-    """The main function of an engine process of the load: queries over `keys` until `stop` is set."""
+    """The main function of an engine process that keeps a query engine busy: it sends queries over the segments `keys`
+    until `stop` is set."""
     end_with_parent()
     shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main() -> int:
-    """Returns 0 when all results were right, 1 when one was not, 2 where nothing could be measured."""
+    """Run all measurements. Returns the exit status: 0 when all results were right, 1 when one was wrong, 2 without a
+    CUDA device or Triton."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         print("no CUDA device or no Triton: not run", file=sys.stderr)
         return 2
@@ -82,8 +83,8 @@ def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> bool:
 
 
 def _at(slot: Any, offset: int) -> int:
-    """The offset for `as_strided` of an element of a view: torch counts it from the start of the memory, not of the
-    view."""
+    """Offset of an element of a tensor view, counted in elements from the start of the underlying memory, as torch's
+    `as_strided` takes it."""
     return int(slot.storage_offset()) // 2 + offset
 
 
@@ -94,7 +95,7 @@ def _bandwidth() -> float:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Seconds of a call, the median."""
+    """Median seconds of one call on the GPU."""
     taken: list[float] = []
     for turn in range(WARM + TURNS):
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,5 @@
-"""Cases of attention over segments in this process's memory; the ceiling is torch's fused kernel over one contiguous
-cache."""
+"""Measurements of attention over segments in this process's memory, compared with torch's fused kernel over one
+contiguous KV cache."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ __all__ = ["LocalCase", "local_cases"]
 
 Q_HEADS: Final = 32
 LAYERS: Final = 2
-"""Number of layers that the calls read in turn, so that no call finds its layer in the processor's cache."""
+"""Number of layers of the measured KV cache. Successive calls read different layers, so that no call finds its layer in
+the processor's cache."""
 PATTERN: Final = 1 << 20
-"""Number of random elements, repeated through the memory."""
+"""Number of random elements with which the measured memory is filled, repeatedly."""
 TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 3e-2}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 Clock = Callable[[], float]
-"""Returns seconds."""
+"""A clock that returns seconds: wall time or processor time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The KV cache of `tokens` tokens of a model with 32 query heads and 8 KV heads of 128: once in slots as the pool
-    has them, once contiguous."""
+    """KV cache of a model with 32 query heads and 8 KV heads of dimension 128, held twice: in slots, as the pool stores
+    segments, and as contiguous tensors for torch's kernel."""
 
     layout: Layout
     neighbours: Sequence[NDArray[np.uint8]]
     scattered: Sequence[NDArray[np.uint8]]
-    """As many slots as `neighbours`, in random order, from the same memory with unused slots between them (one of
-    five)."""
+    """As many slots as `neighbours`, drawn in random order from memory of which one slot in five stays unused."""
     contiguous: Sequence[tuple[Any, Any]]
-    """Per layer keys and values `[1, KV head, token, dim]` of `neighbours`."""
+    """By layer, the keys and the values of the slots `neighbours` as contiguous tensors of shape `[1, KV heads, tokens,
+    dimension]`."""
 
 
 class LocalCase:
-    """Attention of `queries` query tokens over all tokens of a cache. In the first turn its result is compared with the
-    ceiling's."""
+    """Measurement of attention of `queries` query tokens over all tokens of a KV cache. Where the slots are in order,
+    the result of the pool's kernel is compared once with that of torch's kernel."""
 
     bytes_formula = 0
 
@@ -63,7 +64,8 @@ class LocalCase:
         self._slots = cache.scattered if scattered else cache.neighbours
         drawn = np.random.default_rng(queries).standard_normal((queries, Q_HEADS, layout.key_dim), np.float32)
         self._queries = from_float32(drawn, layout.dtype)
-        # The query heads of a KV head become rows of one head, which is the fastest shape for torch's fused kernel.
+        # The query heads that share a KV head become rows of one head, which is the fastest shape for torch's fused
+        # kernel.
         folded = np.ascontiguousarray(self._queries.swapaxes(0, 1)).reshape(1, layout.kv_heads, -1, layout.key_dim)
         self._folded = torch.from_numpy(folded).view(_DTYPES[layout.dtype])
         if not scattered:
@@ -82,7 +84,7 @@ class LocalCase:
         return self._clock() - began
 
     def bytes(self) -> int:
-        """See `Case`: there is no transfer."""
+        """Returns 0, because attention over local segments sends no bytes over the network."""
         return 0
 
     def _attend(self, layer: int) -> Partial:
@@ -104,9 +106,9 @@ class LocalCase:
 def local_cases(
     dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int], clock: Clock
 ) -> Iterator[LocalCase]:
-    """Yield the case of each combination. Only the cache of one dtype and number of tokens is in memory at a time.
-    Cases over scattered slots have up to 16 queries, because the kernel gathers the segments first where there are
-    more."""
+    """Yield a measurement for each combination of data type, cache length and number of queries. Memory holds the cache
+    of one data type and length at a time. Slots in random order are measured with at most 16 query tokens, because with
+    more the kernel first gathers the segments."""
     for dtype in dtypes:
         for length in tokens:
             cache = _cache(dtype, length)
@@ -143,7 +145,8 @@ def _filled(nbytes: int, dtype: str) -> NDArray[np.uint8]:
     memory = np.empty(nbytes // pattern.itemsize, pattern.dtype)
     for start in range(0, len(memory), PATTERN):
         part = memory[start : start + PATTERN]
-        # Each repetition of the pattern is shifted: if segments were equal, reading the wrong one would go unnoticed.
+        # Each repetition of the random pattern is shifted: if segments had equal bytes, the comparison would not notice
+        # that a kernel read the wrong segment.
         part[:] = np.roll(pattern, start // PATTERN)[: len(part)]
     return memory.view(np.uint8)
 

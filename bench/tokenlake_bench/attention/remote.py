@@ -23,12 +23,13 @@ __all__ = ["RemoteCase", "remote_cases"]
 
 PATIENT_S: Final = 10.0
 TOLERANCE: Final = 3e-2
-"""Greatest difference between results in bfloat16 that count as equal."""
+"""Largest absolute difference between two attention results in bfloat16 that counts as equal."""
 ITEM_BYTES: Final = 2
 
 
 class RemoteCase:
-    """Attention of `tokens` query tokens over `each` segments of each of the given nodes."""
+    """Measurement of attention of `tokens` query tokens over `each` segments of each of the given nodes, by queries to
+    their query engines."""
 
     def __init__(self, fleet: Fleet, nodes: Sequence[int], each: int, tokens: int, name: str) -> None:
         self.name = name
@@ -45,7 +46,7 @@ class RemoteCase:
         self._compare()
 
     def sample(self, turn: int) -> float:
-        """Seconds of one query: from the engine's call until the attention over all segments has returned to it. Raises
+        """Seconds of one query, from the engine's call until it has the merged attention over all segments. Raises
         `Unreachable` when the query was lost."""
         began = time.perf_counter()
         answer = self._fleet.pool.query(self._buffer, turn % LAYERS, deadline_s=PATIENT_S).wait()
@@ -56,8 +57,8 @@ class RemoteCase:
         return taken
 
     def ceiling(self, turn: int) -> float:
-        """Seconds of the same kernel over the same segments in this process, plus those of a bare transfer of as many
-        bytes as the last query moved there and back."""
+        """Seconds of the same kernel over the same segments in this process, plus the seconds of a bare TCP transfer of
+        as many bytes as the last query moved there and back."""
         began = time.perf_counter()
         self._fleet.kernel.attend(self._queries, self._slots, turn % LAYERS)
         if self._sent:
@@ -65,11 +66,11 @@ class RemoteCase:
         return time.perf_counter() - began
 
     def bytes(self) -> int:
-        """Bytes that the last query moved over the network in both directions, with the headers of the frames."""
+        """Bytes that the last query moved over the network in both directions, headers of the frames included."""
         return self._sent + self._received
 
     def close(self) -> None:
-        """Close the query buffer and the view of the case."""
+        """Close the query buffer and the view over the segments."""
         self._buffer.close()
         self._view.close()
 
@@ -82,9 +83,9 @@ class RemoteCase:
 
 
 def remote_cases(counts: Sequence[int], queries: Sequence[int]) -> Iterator[RemoteCase]:
-    """Cases over segments of the reader's own node, then of 1, 2 or 4 others; first idle, then while an engine of every
-    node queries its own query engine without a pause. With one segment the round trip is most of the time. The daemons
-    run until the iteration ends."""
+    """Measurements over segments of the reader's own node, then of 1, 2 or 4 other nodes: first with idle query
+    engines, then while an engine at every node queries the query engine of its node without a pause. With one segment
+    the round trip is most of the time. The daemons run until the iteration ends."""
     with Fleet() as fleet:
         for busy in (False, True):
             with fleet.load() if busy else contextlib.nullcontext():

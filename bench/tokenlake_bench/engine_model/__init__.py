@@ -1,4 +1,5 @@
-"""Durations of an engine's steps: a roofline over models and GPUs. Formulae and sources: `docs/simulation.md`."""
+"""Computed durations of an engine's forward passes, by a roofline model from the dimensions of models and the rates of
+GPUs. Formulae and sources: `docs/simulation.md`."""
 
 from tokenlake_bench.engine_model.gpus import FITTED, GPUS, Gpu, gpu_named
 from tokenlake_bench.engine_model.models import MODELS, Model, model_named

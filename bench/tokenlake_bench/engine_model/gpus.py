@@ -1,4 +1,4 @@
-"""GPUs: rates from their data sheets, and constants fitted to published measurements at batch 1.
+"""The rates of GPUs from their data sheets, and constants fitted to published measurements of one request at a time.
 
 `docs/simulation.md` lists these measurements beside the fitted model.
 """
@@ -18,20 +18,21 @@ __all__ = ["FITTED", "GPUS", "Gpu", "gpu_named"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Rates per GPU in bytes and flops per second; times in seconds. Efficiencies are shares of the data sheet's
-    figure."""
+    """Rates of one type of GPU in bytes and flops per second, and fitted times in seconds. Efficiencies are the share
+    of the data sheet's rate that is reached."""
 
     name: str
     memory_bytes: float
     memory_rate: float
     flops: float
-    """Peak in bfloat16, without sparsity."""
+    """Peak rate of matrix products in bfloat16, in flops per second, without sparsity."""
     fp8_flops: float
-    """Peak in FP8, without sparsity; equal to `flops` where the GPU has no FP8."""
+    """Peak rate of matrix products in FP8, in flops per second, without sparsity; equal to `flops` where the GPU has no
+    FP8."""
     link_rate: float
-    """Rate of the GPU's NVLinks, in one direction."""
+    """Bytes per second over the GPU's NVLinks, in one direction."""
     network_rate: float
-    """Rate of the GPU's own network adapter, in one direction."""
+    """Bytes per second over the GPU's own network adapter, in one direction."""
 
     compute_efficiency: float
     fp8_efficiency: float
@@ -39,15 +40,16 @@ class Gpu:
     link_efficiency: float = 0.7
     network_efficiency: float = 0.8
     layer_s: float = 47e-6
-    """Time of a forward pass per layer in addition to memory accesses and arithmetic: kernel launches, normalisation,
-    sampling."""
+    """Seconds per layer of a forward pass that neither memory accesses nor arithmetic explain: kernel launches,
+    normalisation, sampling."""
     mixture_factor: float = 2.0
-    """A layer that chooses experts takes `mixture_factor` times `layer_s`."""
+    """Factor by which `layer_s` is multiplied for a layer with routed experts."""
     reduce_s: float = 9e-6
-    """Time of one all-reduce in addition to the transfer of its bytes."""
+    """Seconds of one all-reduce in addition to the transfer of its bytes."""
 
     def scaled(self, factors: Mapping[str, float]) -> Gpu:
-        """A GPU with fitted constants multiplied: `{"memory_efficiency": 0.7}` is 30 % less.
+        """This GPU with some fitted constants multiplied by factors: `{"memory_efficiency": 0.7}` makes that efficiency
+        30 % less.
 
         Raises ConfigurationError for a name that is not in `FITTED` or a factor that is not a finite number above 0.
         """
@@ -70,7 +72,7 @@ FITTED: Final = (
     "mixture_factor",
     "reduce_s",
 )
-"""The constants that `Gpu.scaled` varies."""
+"""Names of the fitted constants, which `Gpu.scaled` may multiply."""
 
 _HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9}
 
@@ -109,11 +111,11 @@ GPUS: Final[dict[str, Gpu]] = {
         ),
     )
 }
-"""SXM boards, by name."""
+"""The known GPUs by name, all of them SXM boards."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of this name. Raises ConfigurationError for a name that is not in `GPUS`."""
+    """The constants of the GPU with this name. Raises ConfigurationError for a name that is not in `GPUS`."""
     if name not in GPUS:
         raise ConfigurationError("gpu", name, " or ".join(GPUS))
     return GPUS[name]

@@ -1,5 +1,4 @@
-"""The size of models: parameters, cache per token, arithmetic per token, computed from their published
-configurations."""
+"""The dimensions of models, and what follows from them: parameters, KV cache per token, arithmetic per token."""
 
 from __future__ import annotations
 
@@ -11,40 +10,43 @@ from tokenlake.errors import ConfigurationError
 __all__ = ["MODELS", "Attention", "FeedForward", "GroupedAttention", "LatentAttention", "Model", "model_named"]
 
 CACHE_BYTES: Final = 2
-"""Bytes of an element of the cache: bfloat16."""
+"""Bytes of one element of the KV cache: bfloat16."""
 
 
 class Attention(Protocol):
-    """The attention of one layer; a multiplication and an addition are two flops."""
+    """Sizes and arithmetic of the attention in one layer of a model; a multiplication and an addition count as two
+    flops."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of its projections."""
+        """Number of parameters of the attention's projections in one layer."""
         ...
 
     @property
     def cache_elements(self) -> int:
-        """Elements of cache per token."""
+        """Number of KV cache elements of one token in one layer."""
         ...
 
     @property
     def prefill_flops(self) -> int:
-        """Flops of a prefill per pair of a new token and a token that it attends to."""
+        """Flops of the attention of one layer in a prefill, per pair of a new token and a token that it attends to."""
         ...
 
     @property
     def decode_flops(self) -> int:
-        """Flops of a decode step per pair of a new token and a token that it attends to."""
+        """Flops of the attention of one layer in a decode step, per pair of a new token and a token that it attends
+        to."""
         ...
 
     def copies(self, gpus: int) -> int:
-        """Number of copies of a token's cache in an instance with tensor parallelism over `gpus`."""
+        """Number of GPUs of an instance that hold the same cache elements of a token, with tensor parallelism over
+        `gpus` GPUs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedAttention:
-    """Multi-head attention, or grouped-query attention where `kv_heads` < `heads`."""
+    """Sizes of multi-head attention, or of grouped-query attention where `kv_heads` < `heads`, in one layer."""
 
     hidden: int
     heads: int
@@ -53,27 +55,27 @@ class GroupedAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections of queries, keys, values and output."""
+        """Parameters of the projections of queries, keys, values and output in one layer."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
     def cache_elements(self) -> int:
-        """A key and a value per KV head."""
+        """Cache elements of one token in one layer: a key and a value per KV head."""
         return 2 * self.kv_heads * self.head_dim
 
     @property
     def prefill_flops(self) -> int:
-        """A score and a weighted value per head."""
+        """Flops per pair of tokens in a prefill: those of a score and a weighted value, for each query head."""
         return 4 * self.heads * self.head_dim
 
     @property
     def decode_flops(self) -> int:
-        """As in the prefill."""
+        """Flops per pair of tokens in a decode step, as many as in a prefill."""
         return self.prefill_flops
 
     def copies(self, gpus: int) -> int:
-        """1 up to as many GPUs as KV heads, which are split over the GPUs; with more GPUs several hold the same
-        heads."""
+        """Number of GPUs that hold the same KV head: 1 with at most as many GPUs as KV heads, which are split over the
+        GPUs; more with more GPUs."""
         return max(1, gpus // self.kv_heads)
 
 
@@ -95,7 +97,8 @@ class LatentAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections of queries (down and up), latent vectors (down and up) and output."""
+        """Parameters of the projections of queries (down and up), of latent vectors (down and up) and of the output in
+        one layer."""
         queries = self.query_rank * (self.hidden + self.heads * (self.nope_dim + self.rope_dim))
         cached = self.hidden * (self.latent + self.rope_dim)
         expansion = self.latent * self.heads * (self.nope_dim + self.value_dim)
@@ -103,29 +106,31 @@ class LatentAttention:
 
     @property
     def cache_elements(self) -> int:
-        """The latent vector and the rotated key."""
+        """Cache elements of one token in one layer: the latent vector and the rotated key."""
         return self.latent + self.rope_dim
 
     @property
     def prefill_flops(self) -> int:
-        """Flops of scores and weighted values per head, computed on the expanded keys and values."""
+        """Flops per pair of tokens in a prefill: scores and weighted values per head, computed on the expanded keys and
+        values."""
         return 2 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
     @property
     def decode_flops(self) -> int:
-        """Flops per head, computed on the latent vectors: a score over latent and rotated part, and a weighted latent
-        vector."""
+        """Flops per pair of tokens in a decode step, computed on the latent vectors: per head a score over latent and
+        rotated part, and a weighted latent vector."""
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
-        """One per GPU: every GPU holds the whole latent vector, because all heads need it."""
+        """Number of GPUs that hold the same cache elements, which is all of them: every head needs the whole latent
+        vector."""
         return gpus
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated feed-forward network (three matrices per expert). A token passes through `chosen` of the `experts` routed
-    experts and through all `shared` ones.
+    """Sizes of a gated feed-forward network in one layer (three matrices per expert). A token passes through `chosen`
+    of the `experts` routed experts and through all `shared` ones.
 
     A dense layer is one shared expert.
     """
@@ -138,24 +143,25 @@ class FeedForward:
 
     @property
     def expert(self) -> int:
-        """Parameters of one expert."""
+        """Number of parameters of one expert."""
         return 3 * self.hidden * self.inner
 
     @property
     def active(self) -> int:
-        """Number of parameters that are used to compute one token, including those of the routing."""
+        """Number of parameters that are multiplied with one token, including those that choose the experts."""
         return self.expert * (self.chosen + self.shared) + self.hidden * self.experts
 
     def read(self, tokens: int) -> float:
-        """Parameters read for a pass over `tokens` tokens whose choices of experts are independent and uniform."""
+        """Expected number of parameters that a forward pass over `tokens` tokens reads; the tokens choose experts
+        independently and uniformly."""
         routed = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
         return self.expert * (routed + self.shared) + self.hidden * self.experts
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The dimensions of a model. `dense_layers` of its `layers` have the feed-forward network `dense`, the others have
-    `mixture`."""
+    """The dimensions of a model. `dense_layers` of its `layers` have the feed-forward network `dense`; the others have
+    `mixture`, with routed experts."""
 
     name: str
     layers: int
@@ -166,32 +172,34 @@ class Model:
     dense: FeedForward
     mixture: FeedForward | None = None
     weight_bytes: int = 2
-    """Bytes per parameter: 2 in bfloat16; 1 in FP8, with which matrix products run at the GPU's FP8 rate."""
+    """Bytes per parameter of the weights: 2 in bfloat16; 1 in FP8, in which matrix products run at the GPU's FP8
+    rate."""
 
     @property
     def mixture_layers(self) -> int:
-        """Number of layers with routed experts."""
+        """Number of layers whose feed-forward network has routed experts."""
         return self.layers - self.dense_layers
 
     @property
     def cache_bytes(self) -> int:
-        """KV cache of one token over all layers."""
+        """Bytes of the KV cache of one token over all layers."""
         return self.layers * self.attention.cache_elements * CACHE_BYTES
 
     @property
     def active_parameters(self) -> int:
-        """Parameters of all layers that a token is multiplied with, without embedding and output layer."""
+        """Number of parameters of all layers that are multiplied with one token, without embedding and output layer."""
         mixture = self.mixture.active * self.mixture_layers if self.mixture else 0
         return self.layers * self.attention.parameters + self.dense.active * self.dense_layers + mixture
 
     @property
     def output_parameters(self) -> int:
-        """Parameters of the output layer; only a token after which the model samples passes it."""
+        """Number of parameters of the output layer, which a forward pass multiplies only with tokens after which the
+        model samples."""
         return self.hidden * self.vocabulary
 
     @property
     def stored_parameters(self) -> int:
-        """All parameters, the embedding included."""
+        """Number of all parameters of the model, the embedding included."""
         stored = self.dense.expert * (self.dense.experts + self.dense.shared) * self.dense_layers
         if self.mixture:
             each = self.mixture.expert * (self.mixture.experts + self.mixture.shared)
@@ -199,7 +207,8 @@ class Model:
         return stored + self.layers * self.attention.parameters + 2 * self.output_parameters
 
     def parameters_read(self, tokens: int) -> float:
-        """Parameters that a pass over `tokens` tokens reads from memory, the output layer included."""
+        """Expected number of parameters that a forward pass over `tokens` tokens reads from memory, the output layer
+        included."""
         mixture = self.mixture.read(tokens) * self.mixture_layers if self.mixture else 0.0
         dense = self.dense.read(tokens) * self.dense_layers
         return self.layers * self.attention.parameters + dense + mixture + self.output_parameters
@@ -241,11 +250,11 @@ MODELS: Final[dict[str, Model]] = {
         _DEEPSEEK_V3,
     )
 }
-"""The models by name; their hyper-parameters are from their config.json."""
+"""The known models by name; their dimensions are from the published config.json of each."""
 
 
 def model_named(name: str) -> Model:
-    """The model of this name. Raises ConfigurationError for a name that is not in `MODELS`."""
+    """The dimensions of the model with this name. Raises ConfigurationError for a name that is not in `MODELS`."""
     if name not in MODELS:
         raise ConfigurationError("model", name, " or ".join(MODELS))
     return MODELS[name]

@@ -13,25 +13,26 @@ from tokenlake_bench.engine_model.models import CACHE_BYTES, Model
 __all__ = ["Chunk", "EngineModel"]
 
 RESERVED: Final = 0.10
-"""Share of a GPU's memory that is neither weights nor cache; engines keep it free by default."""
+"""Share of a GPU's memory that holds neither weights nor KV cache; engines keep it free by default."""
 
 MOST_WEIGHTS: Final = 2 / 3
-"""`EngineModel.fitting` takes the fewest GPUs whose memory, without `RESERVED`, the weights fill to at most this
-share."""
+"""Largest share of the memory (without `RESERVED`) that a model's weights may fill: `EngineModel.fitting` takes the
+fewest GPUs with at most this share."""
 
 
 class Chunk(NamedTuple):
-    """Part of a prompt in one pass: `new` tokens behind `cached` ones."""
+    """Part of a prompt that one forward pass computes: `new` tokens, which attend to `cached` earlier ones and to each
+    other."""
 
     new: int
     cached: int
     last: bool = True
-    """The model samples a token after this chunk."""
+    """True if the model samples a token after this part of a prompt."""
 
 
 class EngineModel:
-    """Durations of the steps of one instance: a model on `gpus` GPUs with tensor parallelism. Equal arguments give
-    equal times."""
+    """Durations of the forward passes (steps) of one instance: a model on `gpus` GPUs with tensor parallelism. Equal
+    arguments give equal times."""
 
     def __init__(self, model: Model, gpu: Gpu, gpus: int = 1) -> None:
         if gpus < 1 or gpus & (gpus - 1):
@@ -48,15 +49,15 @@ class EngineModel:
 
     @classmethod
     def fitting(cls, model: Model, gpu: Gpu) -> EngineModel:
-        """An instance on the fewest GPUs whose memory the weights fill to at most two thirds."""
+        """An instance of the model on the fewest GPUs whose free memory the weights fill to at most two thirds."""
         gpus = 1
         while model.stored_parameters * model.weight_bytes > gpus * gpu.memory_bytes * (1 - RESERVED) * MOST_WEIGHTS:
             gpus *= 2
         return cls(model, gpu, gpus)
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        """Seconds of one pass over parts of prompts and, in the same batch, one token of each of `decoding` requests,
-        which have `context` tokens of cache in sum.
+        """Seconds of one forward pass over `chunks`, which are parts of prompts, and in the same batch over one token
+        of each of `decoding` requests, which attend to `context` cached tokens in sum.
 
         Returns 0 for an empty batch.
         """
@@ -68,15 +69,17 @@ class EngineModel:
         return matrices + self._attention_s(chunks, decoding, context) + self._reduce_s(tokens) + self._fixed_s
 
     def prefill_s(self, new: int, cached: int = 0) -> float:
-        """Seconds of the prefill of `new` tokens behind `cached` ones, alone and in one pass."""
+        """Seconds of a prefill of `new` tokens behind `cached` ones, computed in one forward pass without other
+        requests."""
         return self.step_s((Chunk(new, cached),), 0, 0)
 
     def decode_s(self, decoding: int, context: int) -> float:
-        """Seconds of one decode step of `decoding` requests with `context` tokens of cache in sum."""
+        """Seconds of one decode step of `decoding` requests that attend to `context` cached tokens in sum."""
         return self.step_s((), decoding, context)
 
     def transfer_s(self, tokens: int) -> float:
-        """Seconds to transfer the cache of `tokens` tokens to another instance over all network adapters."""
+        """Seconds in which the KV cache of `tokens` tokens is sent to another instance over all network adapters of
+        this one."""
         rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
         return tokens * self.model.cache_bytes / rate
 
@@ -90,7 +93,8 @@ class EngineModel:
         attention, layers = self.model.attention, self.model.layers
         seconds = 0.0
         for new, cached, _ in chunks:
-            # A new token attends to the cached tokens, to the new tokens before it and to itself.
+            # The formula counts pairs: a new token attends to the cached tokens, to the new tokens before it and to
+            # itself.
             pairs = new * cached + new * (new + 1) / 2
             flops = layers * attention.prefill_flops * pairs
             seconds += max(flops / self._attention_flops, self._cache_s(cached + new))
@@ -103,8 +107,8 @@ class EngineModel:
         return tokens * self._cache_bytes / self._memory_rate
 
     def _reduce_s(self, tokens: int) -> float:
-        """Seconds of the two ring all-reduces of the hidden state per layer. With t GPUs each all-reduce sends
-        2 (t - 1) / t of the state's bytes per GPU."""
+        """Seconds of the two ring all-reduces of the hidden state in each layer. With t GPUs each all-reduce sends 2 (t
+        - 1) / t of the state's bytes per GPU."""
         if self.gpus == 1:
             return 0.0
         nbytes = tokens * self.model.hidden * CACHE_BYTES * 2 * (self.gpus - 1) / self.gpus

@@ -19,17 +19,18 @@ __all__ = ["AdaptiveReplacement"]
 
 
 class _Record(PolicyState):
-    """State of a segment, which it keeps while it is pinned and so in no queue."""
+    """ARC's state of one segment. The segment keeps it while it is pinned, when it is in no queue."""
 
     __slots__ = ("again",)
 
     def __init__(self, again: bool) -> None:
         self.again = again
-        """True if the segment was accessed more than once."""
+        """True if the segment was accessed more than once since it was added."""
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """The policy ARC. Admits every new segment; one without a ghost is added to the queue of segments accessed once."""
+    """The eviction policy ARC. It admits every new segment; one whose key is not remembered as evicted (a ghost) is
+    added to the queue of segments accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -37,7 +38,8 @@ class AdaptiveReplacement(EvictionPolicy):
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """Number of segments that the queue of segments accessed once should have."""
+        """Number of segments that the queue of segments accessed once should have; ARC adapts it when it meets
+        ghosts."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
@@ -48,8 +50,8 @@ class AdaptiveReplacement(EvictionPolicy):
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Whether the key has a ghost. If so, the ghost is removed and the queue that evicted it may have more
-        segments."""
+        """Whether the policy remembers the key as evicted (a ghost). If so, the ghost is removed, and the queue that
+        evicted the segment may hold more segments from now on."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]

@@ -9,8 +9,9 @@ ignores prefixes: no order of eviction finds more.
     Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966
 
 The computation needs no single segments, only the number of held segments per request that uses them next: after a
-request, `count` of its segments wait for a later request; when the capacity is exceeded, segments that wait for the
-latest request are evicted. A request finds all segments that wait for it.
+request, some of its segments stay held for the later request that uses them next, for which they wait; when the
+capacity is exceeded, segments that wait for the latest request are evicted. A request finds all segments that wait for
+it.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ class Bounds:
 
     accesses: Accesses
     waiting: list[list[tuple[int, int]]]
-    """Per request, how many of its segments each later request is the next to use: (later request, number of
-    segments)."""
+    """Per request, the later requests that use its segments next: (number of the later request, number of segments that
+    it is the next to use)."""
 
     def infinite(self) -> HitCount:
-        """The hits of one cache for all requests that never evicts."""
+        """The hit tokens of a cache that serves all requests and never evicts."""
         return self._count(sum(count for later in self.waiting for _, count in later))
 
     def clairvoyant(self, segments: int) -> HitCount:
-        """The hits of one cache of `segments` segments that knows all future requests."""
+        """The hit tokens of a cache of `segments` segments that serves all requests and knows the future ones."""
         held = [0] * len(self.waiting)
-        """By request, the number of held segments that it is the next to use."""
+        """By request, the number of held segments for which this request is the next to use them."""
         total = hits = 0
         latest: list[int] = []
-        """A heap of negated request numbers, the latest request first; for some no segment may wait any more."""
+        """A heap of negated numbers of future requests, so that the latest request comes first. It may contain requests
+        for which no segment is held any more."""
         for index, later in enumerate(self.waiting):
             hits += held[index]
             total -= held[index]
@@ -68,12 +70,12 @@ class Bounds:
 
 
 def bounds_of(accesses: Accesses) -> Bounds:
-    """Find the next use of every segment of every request."""
+    """The bounds of a workload: finds for every segment of every request the request that uses it next."""
     prompts = accesses.prompts
     lengths = [len(prompt.chain) for prompt in prompts]
     segments = np.fromiter((segment for prompt in prompts for segment in prompt.chain), np.int64, sum(lengths))
     request = np.repeat(np.arange(len(prompts)), lengths)
-    # Sort the uses by segment, then by time.
+    # Uses of segments are sorted by segment, then by time.
     order = np.argsort(segments, kind="stable")
     again = np.diff(segments[order]) == 0
     first, second = request[order][:-1][again], request[order][1:][again]

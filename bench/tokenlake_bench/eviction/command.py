@@ -1,4 +1,5 @@
-"""The command `bench eviction`: from its arguments to tables, JSON and a picture."""
+"""The command `bench eviction`: checks its arguments, runs the study of eviction policies, and writes tables, JSON and
+a picture."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ BUILTIN_CAPACITIES = (12_000, 24_000, 48_000)
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench eviction`. Raises ConfigurationError for a value out of range."""
 
     traces: tuple[Path, ...] = ()
     capacity_tokens: str | None = None
@@ -57,7 +58,7 @@ class EvictionArguments:
             raise ConfigurationError("limit", self.limit, "at least 1")
 
     def plan(self) -> Plan:
-        """The runs to make on each trace."""
+        """The combinations of policies, numbers of nodes and hints that are run on each trace."""
         policies = list(STUDIED) if self.policies is None else self.policies.split(",")
         if unknown := [name for name in policies if name not in STUDIED]:
             raise ConfigurationError("policy", unknown[0], f"names among {', '.join(STUDIED)}, separated by commas")
@@ -65,11 +66,12 @@ class EvictionArguments:
         return Plan(policies=policies, nodes=nodes, hint_accuracy=self.hint_accuracy, seed=self.seed)
 
     def capacities(self, default: tuple[int, ...]) -> tuple[int, ...]:
-        """The capacities of the command line, else `default`."""
+        """The pool capacities in tokens that the command line names, else `default`."""
         return default if self.capacity_tokens is None else _numbers("capacity_tokens", self.capacity_tokens)
 
     def sources(self) -> list[_Source]:
-        """The traces, or the built-in workload without any."""
+        """The traces of the command line with the capacities to study, or the built-in workload if no trace is
+        named."""
         if not self.traces:
             settings = BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed)
             asked = intern_segments(builtin_workload(settings), BUILTIN_SEGMENT_TOKENS)
@@ -91,8 +93,8 @@ class _Source:
 
 
 def run_eviction(arguments: EvictionArguments) -> StudyResult:
-    """Run the study, print it, and write the files that were asked for, the JSON after every cell. KeyboardInterrupt
-    ends it early. Raises TokenLakeError."""
+    """Run the study, print it, and write the files that the command line names; the JSON is written after every run.
+    KeyboardInterrupt ends the study early and keeps the finished runs. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     sources = arguments.sources()
@@ -126,7 +128,8 @@ class _Study:
         self._done = 0
 
     def run(self, console: Console) -> None:
-        """Run every cell; after an interruption the finished cells stay."""
+        """Run each policy at each capacity and number of nodes on each trace; after an interruption the finished runs
+        are kept."""
         total = sum(len(each.accesses.prompts) * self._plan.cells(each.capacities) for each in self._sources)
         with LiveProgress(console, "serving", total) as progress:
             for source in self._sources:
@@ -143,7 +146,7 @@ class _Study:
         progress.update(self._done, name.split(".")[0] + latest)
 
     def result(self, complete: bool) -> StudyResult:
-        """The results so far."""
+        """The result of the study from the runs that are finished."""
         return result_of(
             self._ceilings,
             self._cells,
@@ -154,7 +157,7 @@ class _Study:
         )
 
     def write(self, result: StudyResult) -> None:
-        """Write the JSON file, if one was asked for."""
+        """Write the JSON file, if the command line names one."""
         path = self._arguments.json_file
         if path is not None:
             write_json(result, path)

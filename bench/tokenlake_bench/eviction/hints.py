@@ -14,8 +14,9 @@ __all__ = ["hints"]
 
 
 def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[Hints]:
-    """One entry per prompt: the length of the answer where the trace has it, and an outlook that is right with
-    probability `accuracy`, drawn by `seed`; None: no outlook.
+    """The hints of each prompt: the length of the answer where the trace has it, and whether the conversation goes on,
+    which is right with probability `accuracy` and drawn by `seed`; with `accuracy` None that part of the hint is
+    absent.
 
     A conversation goes on when a later prompt has its number.
     """

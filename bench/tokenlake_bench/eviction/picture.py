@@ -1,4 +1,4 @@
-"""Hit rate over capacity, one panel per trace."""
+"""Draws hit rates over the capacity of the cache, with one panel per trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["plot_study"]
 
 
 def plot_study(result: StudyResult, path: Path) -> None:
-    """Write a PNG with a panel per trace; solid lines are one cache, dashed lines several nodes."""
+    """Write a picture (PNG) of hit rates over capacity with a panel per trace. Solid lines are one cache, dashed lines
+    the caches of several nodes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The policies that the study compares: that of the daemons, and published ones."""
+"""The eviction policies that the study compares: the one of the daemons, and published ones."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {
     "s3fifo": S3Fifo,
     "arc": AdaptiveReplacement,
 }
-"""By the name that `bench eviction --policy` takes; daemons have `forecast`."""
+"""The eviction policies by the names that `bench eviction --policy` takes. Daemons have `forecast`."""

@@ -1,4 +1,4 @@
-"""Results of the study: its JSON, and the comparisons computed from it."""
+"""Results of the study of eviction policies: its JSON, and the comparisons computed from it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. The last four fields compare it with other runs of the same study, and are None where those were not
-    made."""
+    """Result of one policy at one capacity and number of nodes on one trace. The last four fields compare it with other
+    runs of the same study, and are None where those were not made."""
 
     trace: str
     capacity_tokens: int
@@ -32,34 +32,36 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float
     """Hit tokens as a share of all prompt tokens, those beyond the last full segment included."""
     orphan_share: float
-    """Share of the held segments whose parent, the segment before them in the prompt, is not held; mean over
-    samples."""
+    """Share of the held segments whose parent (the segment before them in the prompt) is not held, so that no match
+    finds them; mean over several moments of the run."""
     copies_per_segment: float
     serve_us: float
-    """Processor time per segment of a prompt for serving it in the study: store, placement and policy."""
+    """Processor time in microseconds per segment of a prompt to serve it in the study, which includes the store, the
+    choice of the node and the policy."""
     policy_us: float
-    """Processor time per segment of a prompt that is spent in the eviction policy; contained in `serve_us`."""
+    """Processor time in microseconds per segment of a prompt that the eviction policy takes; contained in
+    `serve_us`."""
     of_clairvoyant: float | None = None
     of_lru: float | None = None
     of_one_node: float | None = None
-    """Hit rate relative to the same policy and capacity on one node."""
+    """Hit rate divided by that of the same policy and total capacity on one node."""
     policy_of_lru: float | None = None
-    """The policy's time relative to LRU's."""
+    """Processor time of the policy divided by that of LRU."""
 
 
 class Mean(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy over all traces and capacities."""
+    """One policy with one number of nodes: means over all traces and capacities."""
 
     policy: str
     nodes: int
     cells: int
     of_clairvoyant: float
-    """Geometric mean."""
+    """Geometric mean, over traces and capacities, of the hit rate divided by that of the clairvoyant cache."""
     worst_of_lru: float | None
 
 
 class StudyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole study. Not `complete`: it was interrupted, and the remaining cells were not run."""
+    """The whole study. `complete` is False if it was interrupted, so that the remaining runs were not made."""
 
     segment_tokens: int
     hint_accuracy: float | None
@@ -79,7 +81,7 @@ def result_of(
     seed: int,
     complete: bool,
 ) -> StudyResult:
-    """Add the comparisons to the cells."""
+    """The result of the study: adds to each run its comparisons with other runs, and the means of each policy."""
     compared = _compared(ceilings, cells)
     return StudyResult(
         segment_tokens=segment_tokens,
@@ -121,7 +123,7 @@ def _means(cells: Sequence[Cell]) -> list[Mean]:
         mine = [cell for cell in cells if (cell.policy, cell.nodes) == (policy, nodes)]
         shares = [cell.of_clairvoyant for cell in mine if cell.of_clairvoyant is not None]
         against = [cell.of_lru for cell in mine if cell.of_lru is not None]
-        # With a hit rate of 0 the geometric mean is 0; its logarithm does not exist.
+        # The geometric mean of hit rates is 0 if one of them is 0, whose logarithm does not exist.
         mean = math.exp(math.fsum(map(math.log, shares)) / len(shares)) if shares and min(shares) > 0 else 0.0
         worst = min(against, default=None)
         means.append(Mean(policy=policy, nodes=nodes, cells=len(mine), of_clairvoyant=mean, worst_of_lru=worst))

@@ -17,27 +17,31 @@ from tokenlake.store.segment import PolicyState, Segment
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Share of all segments that may be on probation. While more are, segments on probation are evicted first."""
+"""Share of all segments that may be in the small queue, where new segments are on probation. While it holds more, its
+segments are evicted first."""
 MAX_ACCESSES = 3
-"""Most accesses of a segment that are counted. A segment stays in the main queue for one more round per counted
-access."""
+"""Maximum number of accesses that are counted per segment. When a segment comes to the front of the main queue, each
+counted access lets it pass through the queue once more."""
 MOST_PASSED = 1024
-"""Maximum number of accessed segments that one search for a victim moves; moving one takes some 200 ns."""
+"""Maximum number of accessed segments that one search for a victim moves to the end of a queue; moving one takes some
+200 ns."""
 
 
 class _Record(PolicyState):
-    """State of a segment, which it keeps while it is pinned and so in no queue."""
+    """S3-FIFO's state of one segment. The segment keeps it while it is pinned, when it is in no queue."""
 
     __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Accesses since the segment was added to its queue or moved to its end, at most `MAX_ACCESSES`."""
+        """Number of accesses, at most `MAX_ACCESSES`, since the segment was added to its queue or moved to the end of
+        it."""
 
 
 class S3Fifo(EvictionPolicy):
-    """The policy S3-FIFO. Admits every new segment: to the main queue if it has a ghost, else on probation."""
+    """The policy S3-FIFO. It admits every new segment: to the main queue if the policy remembers its key as evicted (a
+    ghost), else to the small queue."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Segment, _Record] = OrderedDict()
@@ -56,7 +60,7 @@ class S3Fifo(EvictionPolicy):
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. Does not change the order."""
+        """See `EvictionPolicy`. The order of the segments does not change."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
@@ -72,7 +76,8 @@ class S3Fifo(EvictionPolicy):
                 self._ghosts.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Accessed segments in front of the victim are moved to the end of the main queue."""
+        """See `EvictionPolicy`. Accessed segments in front of the segment to evict are moved to the end of the main
+        queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)

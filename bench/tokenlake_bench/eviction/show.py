@@ -1,4 +1,4 @@
-"""The study as tables."""
+"""Shows the study of eviction policies as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["show"]
 
 
 def show(console: Console, result: StudyResult) -> None:
-    """Print the hit rates of each trace, then the costs of every policy."""
+    """Print the hit rates of each trace, then the processor time of every policy."""
     for trace in dict.fromkeys(ceiling.trace for ceiling in result.ceilings):
         for nodes in dict.fromkeys(cell.nodes for cell in result.cells):
             console.print(_rates(result, trace, nodes))

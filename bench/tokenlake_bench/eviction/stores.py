@@ -9,9 +9,10 @@ store with them. Prompts are served one at a time, each at the node that `least_
 4. The segments that were found are unpinned and touched, here and at their owners, deepest first. Segments after the
    first missing one that were held are computed again, and touched as well.
 
-Left out: dirty copies, replicas and delays. Queues are empty whenever the time of the trace advances: a prompt waits
-for the prompts of the same moment only. These queues spread the prompts over the nodes even if all prompts of the trace
-begin with the same segment: without queues the owner of that segment would have the least cost for each of them.
+The model leaves out segments being written and delays. The queue of prompts at each node is empty whenever the time of
+the trace advances: a prompt waits for the prompts of the same moment only. These queues spread the prompts over the
+nodes even if all prompts of the trace begin with the same segment: without queues the owner of that segment would have
+the least cost for each of them.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ _TENANT = TenantId("study")
 _SLOT_BYTES = 64
 _PAGE = 4096
 _BUDGETS = Budgets(cached=RuleSettings().cached_share)
-"""The shares of a store's slots for cached copies and for segments that are being written: a daemon's defaults."""
+"""The shares of a store's slots that cached copies and segments being written may take, with a daemon's defaults."""
 READ_COST = 1.0
-"""Cost of a token that is read from another node, in computed tokens."""
+"""Cost of reading a token from another node, as a multiple of the cost of computing it."""
 
 
 def least_cost(
     queued: Sequence[float], uncached: Sequence[float], elsewhere: Sequence[float], rng: random.Random
 ) -> int:
-    """The node where a prompt starts soonest. Per node, in tokens: `queued`, the work of the prompts that the node was
-    sent before and has not computed yet; `uncached`, the part of this prompt that it would compute; `elsewhere`, the
-    part that it would read from other nodes. `rng` draws among equal nodes."""
+    """Number of the node where a prompt would start soonest. Per node, in tokens: `queued`, the work of earlier prompts
+    that the node has not computed yet; `uncached`, the part of this prompt that it would compute; `elsewhere`, the part
+    that it would read from other nodes. `rng` draws among equal nodes."""
     costs = [wait + compute + READ_COST * read for wait, compute, read in zip(queued, uncached, elsewhere, strict=True)]
     least = min(costs)
     return rng.choice([node for node, cost in enumerate(costs) if cost == least])
 
 
 class NodeStores:
-    """The stores of `nodes` nodes, each with an even share of `capacity_tokens`. The segments are those of `accesses`,
-    by their ids."""
+    """The stores of `nodes` simulated nodes, each with an even share of `capacity_tokens`, for the segments of the
+    prompts in `accesses`."""
 
     def __init__(
         self,
@@ -74,17 +75,18 @@ class NodeStores:
         self._keys = [_key(segment) for segment in range(len(self._parents))]
         self._ids = {key: segment for segment, key in enumerate(self._keys)}
         self._held: list[Segment | None] = [None] * len(self._keys)
-        """By id, the primary copy, at whichever node it is."""
+        """By segment id, the primary copy, at whichever node it is; None where no node has one."""
         self._node: list[int] = [0] * len(self._keys)
-        """By id, the node that has the primary copy, or had it last."""
+        """By segment id, the number of the node that has the primary copy, or had it last."""
         self._rng = random.Random(seed)
         self._queued = [0.0] * nodes
-        """By node, the work of the prompts that arrived at `_at_s`, in computed tokens."""
+        """By node, the work in computed tokens of the prompts that arrived at the trace time `_at_s`."""
         self._at_s = 0.0
         self._shared_at, self._rounds = 0.0, 0
 
     def serve(self, prompt: Prompt, hints: Hints) -> int:
-        """Serve one prompt. Returns the length of its longest prefix that was found, in segments."""
+        """Serve one prompt at the node of least cost. Returns the number of segments of the longest prefix that was
+        found in the pool."""
         now, chain = prompt.at_s, prompt.chain
         self._share_learned(now)
         node = self._computed_at(chain, now)
@@ -96,7 +98,7 @@ class NodeStores:
         store.pin(*pinned)
         hits, fetched = self._fetch(node, chain, hits, hints, now)
         created = self._store_new(node, chain, hits, hints, now)
-        # Copies that the new segments displaced have left their order.
+        # Segments behind the hits are touched only if they still have a copy: the new segments may have displaced some.
         again = [segment for segment in chain[hits:] if (copy := self._copy(node, segment)) and not copy.pins]
         self._touch(node, again, now, hints)
         for segment in reversed(created):
@@ -106,8 +108,8 @@ class NodeStores:
         return hits
 
     def _computed_at(self, chain: tuple[int, ...], now: float) -> int:
-        """The node that computes a prompt. Its queue has the other prompts of the same moment; without these all
-        prompts that share a first segment would be computed at one node (module docstring)."""
+        """Number of the node that computes a prompt: the one of least cost. The queues contain the other prompts of the
+        same moment; without them all prompts that share a first segment would be computed at one node."""
         if len(self._stores) == 1:
             return 0
         if now > self._at_s:
@@ -130,14 +132,15 @@ class NodeStores:
         return node
 
     def _copy(self, node: int, segment: int) -> Segment | None:
-        """The copy that the node reads: its own, or the primary copy."""
+        """The copy of a segment that the node reads: its own, else the primary copy of another node; None if there is
+        none."""
         return self._stores[node].get(_TENANT, self._keys[segment]) or self._held[segment]
 
     def _fetch(
         self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float
     ) -> tuple[int, list[Segment]]:
-        """Copy the segments of `chain[:hits]` that lie at other nodes only. Returns the length of the prefix that the
-        node has then, and the copies, each pinned once."""
+        """Copy to the node those segments of `chain[:hits]` that only other nodes have. Returns the length in segments
+        of the prefix that the node has then, and the new copies, each pinned once."""
         store = self._stores[node]
         fetched: list[Segment] = []
         for depth, segment in enumerate(chain[:hits]):
@@ -150,7 +153,8 @@ class NodeStores:
         return hits, fetched
 
     def _touch(self, node: int, segments: Sequence[int], now: float, hints: Hints) -> None:
-        """Touch the copies of the node, and the primary copies that other nodes have; `segments` in prompt order."""
+        """Touch (count as accessed now) the copies of these segments at the node and the primary copies at other nodes.
+        `segments` are in prompt order."""
         own = (self._stores[node].get(_TENANT, self._keys[segment]) for segment in segments)
         by_node: dict[int, list[Segment]] = {node: [copy for copy in own if copy is not None]}
         for segment in segments:
@@ -163,8 +167,8 @@ class NodeStores:
     def _access(
         self, node: int, chain: tuple[int, ...], copies: Sequence[Segment | None], hits: int, now: float
     ) -> AccessRecord:
-        """The access record of this request, as a match gets it: from the deepest segment of which this node finds a
-        copy, or which the policy of some node remembers."""
+        """The access record of this request, as a match gets it: derived from the record of the deepest segment of the
+        prompt that has a copy, or that the policy of some node remembers."""
         for index in range(len(chain) - 1, -1, -1):
             copy = copies[index]
             if copy is not None:
@@ -175,12 +179,14 @@ class NodeStores:
         return access_after([], len(chain), hits)
 
     def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """The access records of an evicted segment that the policies of the nodes remember."""
+        """What the nodes' eviction policies remember of an evicted segment: (position, access record, seconds since the
+        access) per node that remembers it."""
         told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
         return [each for each in told if each is not None]
 
     def _share_learned(self, now: float) -> None:
-        """Each store sends what its policy learned to one other store, in rotation, as daemons do."""
+        """Let each store send the statistics that its eviction policy learned to one other store, in rotation, as
+        daemons do."""
         if len(self._stores) == 1 or now < self._shared_at + SEND_S:
             return
         self._shared_at = now
@@ -190,15 +196,16 @@ class NodeStores:
             self._stores[other].merge_learned(store.learned())
 
     def held(self) -> int:
-        """Number of segments that some node holds."""
+        """Number of segments that have a primary copy at some node."""
         return sum(segment is not None for segment in self._held)
 
     def copies(self) -> int:
-        """Number of copies over all nodes."""
+        """Number of copies of segments over all nodes, cached copies included."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
     def orphans(self) -> int:
-        """Number of held segments whose parent is not held: no prompt finds them until the parent is stored again."""
+        """Number of segments with a primary copy whose parent (the segment before them in the prompt) has none: no
+        prompt finds them until the parent is stored again."""
         return sum(
             parent >= 0 and self._held[parent] is None
             for segment, parent in zip(self._held, self._parents, strict=True)
@@ -206,7 +213,8 @@ class NodeStores:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when this object's maps differ from the stores. Slow; for tests."""
+        """Check that the maps of this object agree with the stores. Raises AssertionError when they differ. Slow; for
+        tests."""
         for store in self._stores:
             store.check_integrity()
         here = {
@@ -220,7 +228,8 @@ class NodeStores:
         }
 
     def _store_new(self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[Segment]:
-        """Reserve slots for the missing segments, in prompt order; each is pinned once."""
+        """Reserve slots at the node for the segments of the prompt behind the hits that have no copy, in prompt order.
+        Returns the new segments, each pinned once."""
         created: list[Segment] = []
         for depth in range(hits, len(chain)):
             if self._copy(node, chain[depth]) is None:
@@ -243,7 +252,8 @@ class NodeStores:
 
 
 def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
-    """How many segments fit into one node's even share of `capacity_tokens`. Raises ConfigurationError if none fits."""
+    """Number of segments that fit into one node's even share of `capacity_tokens`. Raises ConfigurationError if none
+    fits."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     slots = capacity_tokens // nodes // accesses.segment_tokens
@@ -263,10 +273,12 @@ def _key(segment: int) -> SegmentKey:
 
 
 def _parents(accesses: Accesses) -> list[int]:
-    """By id, the segment before it in every prompt that contains it; -1 for a first segment."""
+    """By segment id, the parent: the segment before it in every prompt that contains it; -1 for the first segment of a
+    prompt."""
     parents: dict[int, int] = {}
     for prompt in accesses.prompts:
-        # A segment with a parent was seen before, with all segments before it.
+        # The walk from the end of the prompt stops at the first segment with a known parent, because all segments
+        # before that one have been seen too.
         for depth in range(len(prompt.chain) - 1, -1, -1):
             if prompt.chain[depth] in parents:
                 break

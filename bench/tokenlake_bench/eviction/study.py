@@ -1,4 +1,4 @@
-"""Runs every policy at every capacity and number of nodes on each trace."""
+"""Runs every eviction policy at every capacity and number of nodes on each trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tokenlake_bench.eviction.timed import Timed
 __all__ = ["Plan", "ceiling_of", "run_cells"]
 
 SAMPLES = 16
-"""Number of times that orphans and copies are counted, evenly over the second half of a run."""
+"""Number of moments, spread evenly over the second half of a run, at which copies and segments without their parents
+are counted."""
 STEP = 200
-"""Prompts between two reports of progress."""
+"""Number of prompts between two reports of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The runs to make on each trace."""
+    """The policies, numbers of nodes and hints of the runs that are made on each trace."""
 
     policies: Sequence[str]
     nodes: Sequence[int]
@@ -34,12 +35,12 @@ class Plan:
     seed: int
 
     def cells(self, capacities: Sequence[int]) -> int:
-        """Number of runs that one trace takes."""
+        """Number of runs (one per policy, number of nodes and capacity) that the study makes on one trace."""
         return len(self.policies) * len(self.nodes) * len(capacities)
 
 
 def ceiling_of(trace: str, bounds: Bounds, capacity_tokens: int) -> Ceiling:
-    """The hit rates that no policy can exceed."""
+    """The hit rates that no policy can exceed on a trace at a capacity."""
     return Ceiling(
         trace=trace,
         capacity_tokens=capacity_tokens,
@@ -51,8 +52,8 @@ def ceiling_of(trace: str, bounds: Bounds, capacity_tokens: int) -> Ceiling:
 def run_cells(
     trace: str, accesses: Accesses, capacities: Sequence[int], plan: Plan, advance: Callable[[int], None]
 ) -> Iterator[Cell]:
-    """Run one cell after the other, capacities in order; `advance` is called with the number of prompts served since
-    its last call."""
+    """Run each policy at each capacity and number of nodes on one trace and yield the results, capacities in order.
+    `advance` is called with the number of prompts served since its last call."""
     given = hints(accesses.prompts, plan.hint_accuracy, plan.seed)
     for capacity in capacities:
         for nodes in plan.nodes:
@@ -66,7 +67,7 @@ def run_cells(
 
 
 class _Run:
-    """One policy, capacity and number of nodes, with its counts so far."""
+    """A run of one policy at one capacity and number of nodes, with the counts so far."""
 
     def __init__(self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: str, seed: int) -> None:
         self._accesses = accesses
@@ -79,14 +80,14 @@ class _Run:
         self._touches = 0
         self._cpu_s = self._wall_s = 0.0
         self._orphans = self._copies = self._held = 0
-        """Sums over the samples."""
+        """Sums over the moments at which copies and segments were counted."""
 
     def _policy(self) -> EvictionPolicy:
         self._policies.append(Timed(STUDIED[self._name]()))
         return self._policies[-1]
 
     def serve(self, hints_given: Sequence[Hints], start: int, stop: int) -> None:
-        """Serve the prompts from `start` to `stop`."""
+        """Serve the prompts from number `start` up to, not including, `stop`."""
         prompts = self._accesses.prompts
         cpu, wall = time.process_time(), time.perf_counter()
         self._hits += sum(map(self._stores.serve, prompts[start:stop], hints_given[start:stop]))
@@ -100,7 +101,7 @@ class _Run:
             self._held += self._stores.held()
 
     def cell(self, trace: str) -> Cell:
-        """The results, once all prompts are served."""
+        """The result of the run, once all prompts are served."""
         # The policy's time is measured as wall time. Other processes delay the policy and the rest of the run alike, so
         # its share of the wall time is applied to the processor time.
         share = sum(policy.taken_ns for policy in self._policies) * 1e-9 / max(1e-9, self._wall_s)

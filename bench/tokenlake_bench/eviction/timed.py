@@ -13,12 +13,13 @@ __all__ = ["Timed"]
 
 
 class Timed(EvictionPolicy):
-    """Passes all calls to `policy` and measures them. Reading the clock adds some 0.1 us to a call."""
+    """A wrapper of an eviction policy: passes all calls to `policy` and measures their time. Reading the clock adds
+    some 0.1 us to a call."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self.taken_ns = 0
-        """Nanoseconds that all calls of the policy took which change its state or compare segments."""
+        """Total nanoseconds of those calls of the policy that change its state or compare segments."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""

@@ -1,1 +1,2 @@
-"""`bench growth`: cost of a key with more keys per call, more clients, more segments held."""
+"""`tokenlake bench growth`: how the daemon's cost per key grows with the keys per call, the number of clients and the
+number of stored segments."""

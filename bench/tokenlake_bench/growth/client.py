@@ -1,4 +1,4 @@
-"""A client process of `bench growth`, which makes matches when its parent asks for them."""
+"""A client process of `bench growth`, which makes matches at its daemon when the benchmark asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenlake_client import Pool
 __all__ = ["LAYOUT", "PROMPT_KEYS", "Matching", "held_keys"]
 
 PROMPT_KEYS: Final = 1024
-"""Number of segments of one stored prompt, and so of keys in the longest match."""
+"""Number of segments of one stored prompt, which is also the number of keys of the longest match."""
 DEADLINE_S: Final = 5.0
 LAYOUT: Final = Layout(
     model_id="bench-growth",
@@ -31,20 +31,21 @@ LAYOUT: Final = Layout(
     position="none",
     segment_tokens=16,
 )
-"""Layout of the stored segments: 8 shards, so that a segment has as many checksums as a large one, but only 4 KiB, so
-that 100,000 segments fit into memory."""
+"""Layout of the stored segments. With 8 shards a segment has as many checksums as a large one, but only 4 KiB, so that
+100,000 segments fit into memory."""
 
 
 def held_keys(number: int, count: int) -> list[SegmentKey]:
-    """The first `count` keys of a prompt."""
+    """Keys of the first `count` segments of the stored prompt with this number."""
     return keys_of("held", number, count)
 
 
 class Matching:
-    """Matches keys that the daemon holds, of randomly drawn prompts."""
+    """Makes matches of keys that the daemon holds, from randomly drawn prompts, and measures them."""
 
     def __init__(self, pool: Pool, segments: int, seed: int) -> None:
-        """`segments`: number of segments that the daemon has: whole prompts of `PROMPT_KEYS`, or part of one."""
+        """`segments`: number of segments that the daemon has, which are whole prompts of `PROMPT_KEYS` segments, or a
+        part of one."""
         self._pool = pool
         self._draw = random.Random(seed)
         self._prompts = [
@@ -52,8 +53,8 @@ class Matching:
         ]
 
     def run(self, keys: int, calls: int) -> list[float]:
-        """Seconds of each of `calls` matches of `keys` consecutive keys; the lease is released after each. All keys
-        must be found."""
+        """Make `calls` matches of `keys` consecutive keys each, and release each lease. Returns the seconds of each
+        match. Raises TokenLakeError unless all keys are found."""
         return [self._once(self._some(keys)) for _ in range(calls)]
 
     def _some(self, count: int) -> Sequence[SegmentKey]:
@@ -72,7 +73,7 @@ class Matching:
 
 
 def main(socket: str, segments: str, seed: str) -> None:
-    """The main function of the process."""
+    """The main function of the client process: connect to the daemon and serve calls of the benchmark."""
     with Pool.connect(socket, LAYOUT) as pool:
         matching = Matching(pool, int(segments), int(seed))
         serve({"run": matching.run})

@@ -20,16 +20,16 @@ from tokenlake_bench.report import write_json
 __all__ = ["GrowthArguments", "run_growth"]
 
 FEWEST_SEGMENTS: Final = 200
-"""Least number of segments of a daemon. With fewer slots it would refuse a store of 128 keys, because of
+"""Least number of segments that a daemon has room for. With fewer slots it would refuse a store of 128 keys, because of
 `dirty_share`."""
 FIXED_BYTES: Final = 200 << 20
 PER_SEGMENT_BYTES: Final = 2 << 10
-"""Bytes per segment that a daemon may use in addition to the arena."""
+"""Bytes of memory that a daemon may need per segment in addition to the arena."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench growth`. Raises ConfigurationError for a value out of range."""
 
     rounds: int
     segments: str
@@ -50,18 +50,19 @@ class GrowthArguments:
                 raise ConfigurationError("arenas", word, str(error)) from None
 
     def numbers(self, name: str) -> list[int]:
-        """The numbers of `segments` or `clients`."""
+        """The numbers that the option `segments` or `clients` lists."""
         return [int(word) for word in getattr(self, name).split(",")]
 
     def sizes(self) -> list[int]:
-        """Sizes of the arenas, in bytes."""
+        """Sizes in bytes of the arenas with which the start of a daemon is timed."""
         return [parse_size(word) for word in self.arenas.split(",") if word]
 
 
 def run_growth(arguments: GrowthArguments) -> GrowthResult:
-    """Run the benchmark, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the JSON file if the command line names one. Raises
+    TokenLakeError."""
     console = Console()
-    # Start times are measured first, before the other daemons take memory.
+    # The start of daemons is timed first, before the other daemons take memory.
     starts = _starts(arguments.sizes(), console)
     with ExitStack() as stack:
         numbers = sorted({*arguments.numbers("segments"), HELD})
@@ -87,7 +88,8 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
 
 
 def _starts(sizes: Sequence[int], console: Console) -> list[Start]:
-    """Start times of the sizes for which this machine has memory now."""
+    """Time the start of a daemon with each arena size for which this machine has free memory now. Returns a row per
+    size."""
     starts = []
     for size in sizes:
         try:

@@ -1,4 +1,5 @@
-"""Daemons of `bench growth`: filled with segments, or only started; their memory and processor time."""
+"""Daemons of `bench growth`, filled with segments or only started, and measurements of their memory and processor
+time."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ PAGE: Final = 4096
 
 
 class GrowthDaemon:
-    """One daemon with room for exactly the segments it holds, and a client of it. `empty_bytes`, `full_bytes`: resident
-    memory less shared memory before and after the segments were stored."""
+    """A daemon that has room for exactly the segments stored in it, with a client. `empty_bytes`, `full_bytes`:
+    resident memory of its process without shared memory, before and after the segments were stored."""
 
     def __init__(self, segments: int) -> None:
-        """Start the daemon and fill it. Raises TokenLakeError."""
+        """Start the daemon and store segments until it is full. Raises TokenLakeError."""
         self.segments = segments
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         memory, region = _sizes(segments)
-        # With these limits the daemon refuses no call because of its size.
+        # The limits on calls are so high that the daemon refuses none because of its size.
         shares = {"dirty_share": "0.8", "session_reserve_share": "1", "session_lease_share": "1"}
         self._node = _node(self._directory.name, memory, region, **shares)
         self._open = ExitStack()
@@ -60,28 +61,28 @@ class GrowthDaemon:
 
     @property
     def socket(self) -> Path:
-        """The socket for further clients."""
+        """Path of the daemon's local socket, for further clients."""
         return self._node.socket
 
     def memory(self) -> float:
-        """Resident bytes without the arena."""
+        """Resident bytes of the daemon's process without the arena, which is shared memory."""
         assert self._node.process is not None
         return process_gauges(self._node.process.pid)["memory"]
 
     def processor_s(self) -> float:
-        """Processor time that all threads of the daemon have used."""
+        """Seconds of processor time that all threads of the daemon have used since its start."""
         assert self._node.process is not None
-        # The processor time clock of another process; Python does not offer clock_getcpuclockid(3), which computes its
-        # number in this way.
+        # The number of another process's processor time clock is computed as clock_getcpuclockid(3) does it, which
+        # Python does not offer.
         return time.clock_gettime((~self._node.process.pid << 3) | 2)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the client and end the daemon. Idempotent."""
         self._open.close()
 
 
 def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
-    """Store all keys in one call. Raises TokenLakeError unless all are committed."""
+    """Store segments with these keys in one call. Raises TokenLakeError unless all are committed."""
     with pool.store(keys, patience=PATIENCE_S) as write:
         for index, slot in write.slots:
             slot[:] = index & 0xFF
@@ -90,8 +91,8 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
 
 
 def start_seconds(memory: int) -> float:
-    """Seconds from the start of a daemon with `memory` bytes until it serves an engine, with all memory touched;
-    `start_child` takes some 20 ms of them. Raises TokenLakeError."""
+    """Start a daemon with `memory` bytes of arena. Returns the seconds until it serves an engine, with all pages of the
+    arena touched; `start_child` takes some 20 ms of them. Raises TokenLakeError."""
     with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
         node = _node(directory, memory, min(64 << 20, memory))
         try:
@@ -122,7 +123,8 @@ def _start(node: Node) -> None:
 
 
 def _sizes(segments: int) -> tuple[int, int]:
-    """(memory, region size) in bytes, with room for `segments` and less than one region more."""
+    """(bytes of an arena, bytes of each of its regions) with room for `segments` segments and for less than one region
+    more."""
     if segments <= RegionShape(REGION_BYTES, LAYOUT.segment_bytes).slots:
         region = -(-(segments * (LAYOUT.segment_bytes + 8) + PAGE) // PAGE) * PAGE
         return region, region

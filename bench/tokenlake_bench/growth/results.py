@@ -15,14 +15,15 @@ from tokenlake_bench.report import format_bytes, format_duration
 __all__ = ["GrowthResult", "Memory", "Row", "Start", "tables"]
 
 GROWS: Final = 1.2
-"""Ratio of costs from which on a cost counts as growing; repeated measurements of one row differ by less."""
+"""Ratio of two costs above which a cost counts as growing. Repeated measurements of the same cost differ by less."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. `p50_us` and `p99_us`: time of one call. `us_per_key`: 10th percentile of the calls' times, which other
-    programs disturb least, divided by the keys of a call; with several clients, 10th percentile over the turns of the
-    turn's time divided by the keys of all clients. `daemon_us_per_key`: processor time of the daemon. The ratios
-    compare with the cheapest of the earlier rows of the series: above 1, the cost grows."""
+    """One row of the JSON: the cost of a kind of call. `p50_us` and `p99_us`: microseconds of one call. `us_per_key`:
+    10th percentile of the calls' times, which other programs disturb least, divided by the keys of a call; with several
+    clients the same of the wall time of each repetition, divided by the keys of all clients. `daemon_us_per_key`: the
+    daemon's processor time per key. The ratios compare with the cheapest of the earlier rows of the same series: above
+    1, the cost grows."""
 
     series: str
     name: str
@@ -35,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Resident bytes of a daemon beyond the arena."""
+    """Resident bytes of a daemon's process beyond the arena, before and after segments were stored."""
 
     segments: int
     empty_bytes: float
@@ -44,14 +45,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Time from the start of a daemon's process until it serves an engine."""
+    """Seconds from the start of a daemon's process until it serves an engine, for one arena size."""
 
     arena_bytes: int
     seconds: float
 
 
 class GrowthResult(msgspec.Struct, frozen=True):
-    """The JSON of `tokenlake bench growth`."""
+    """The JSON of `tokenlake bench growth`: the costs of keys, and the memory and start times of daemons."""
 
     rows: list[Row]
     memory: list[Memory]
@@ -59,7 +60,7 @@ class GrowthResult(msgspec.Struct, frozen=True):
 
 
 def tables(result: GrowthResult) -> Iterator[Table]:
-    """Tables for a terminal."""
+    """Tables of all measured costs, for a terminal."""
     table = _table("per call and per key; ratio to the cheapest earlier row", "row", "p50", "p99", *_PER_KEY)
     series = ""
     for row in result.rows:

@@ -1,4 +1,4 @@
-"""The rows of `bench growth`: what each of them measures, and the measurement."""
+"""The measurements of `bench growth`: which calls each of them makes at which daemon, and their timing."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ["HELD", "Kind", "Taken", "matches", "measure", "row_of", "stores"]
 
 KEYS: Final = (1, 128, 1024)
 MIDDLE: Final = 128
-"""Keys per call in the rows that vary the number of clients or of segments."""
+"""Number of keys per call where the number of clients or of stored segments is varied."""
 HELD: Final = 10_000
-"""Segments of the daemon in the rows that vary the keys per call or the number of clients."""
+"""Number of segments in the daemon where the keys per call or the number of clients are varied."""
 KEYS_PER_TURN: Final = 4096
-"""Number of keys, over all calls, that each row matches or stores in a turn."""
+"""Number of keys, over all calls, that each measurement matches or stores per repetition."""
 FEWEST_CALLS: Final = 4
 MOST_CALLS: Final = 200
 CLIENT_CALLS: Final = 256
-"""Calls per turn, over all clients, in the rows that vary the number of clients."""
+"""Number of calls per repetition, over all clients, where the number of clients is varied."""
 WARM_TURNS: Final = 1
 UNDISTURBED: Final = 0.1
-"""Quantile of the times of calls, or of turns, that estimates the time on a machine without other programs."""
+"""Quantile of measured times that is taken as the time on a machine without other programs."""
 
 
 @dataclass
 class Taken:
-    """Samples of one row over all counted turns: seconds of each call; per turn, wall time per key and processor time
-    of the daemon per key."""
+    """Measured times of one kind of call over all counted repetitions: seconds of each call; per repetition, wall time
+    per key and processor time of the daemon per key."""
 
     calls: list[float] = field(default_factory=list)
     per_key: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A row to measure. `run` makes the calls of a turn, of `keys` keys each, and returns the seconds of each call;
-    `together`: several client processes call at the same time."""
+    """One kind of call to measure. `run` makes the calls of one repetition, of `keys` keys each, and returns the
+    seconds of each call; `together`: several client processes call at the same time."""
 
     series: str
     name: str
@@ -68,9 +68,9 @@ class Kind:
 def matches(
     daemons: Mapping[int, GrowthDaemon], segments: Sequence[int], clients: Sequence[int], stack: ExitStack
 ) -> Iterator[Kind]:
-    """The rows to measure for matches, whose keys all belong to segments that the daemon holds. They vary the keys per
-    call, the client processes that call at the same time, and the segments that the daemon holds. The client processes
-    are started during the iteration, and end when `stack` is closed."""
+    """The kinds of matches to measure; all keys belong to segments that the daemon holds. They vary the keys per call,
+    the number of client processes that call at the same time, and the number of segments in the daemon. The client
+    processes are started during the iteration and end when `stack` is closed."""
 
     def matching(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
         client = Matching(daemon.pool, daemon.segments, seed=1)
@@ -94,7 +94,7 @@ def matches(
 
 
 def stores(daemons: Mapping[int, GrowthDaemon], segments: Sequence[int]) -> Iterator[Kind]:
-    """The rows to measure for stores. They vary the keys per call and the segments that the daemon holds. Each call
+    """The kinds of stores to measure. They vary the keys per call and the number of segments in the daemon. Each call
     stores new segments and displaces as many others, because the daemons are full."""
     fresh = itertools.count()
 
@@ -125,15 +125,16 @@ def _store(daemon: GrowthDaemon, keys: Sequence[SegmentKey]) -> float:
 
 
 def _together(threads: ThreadPoolExecutor, workers: Sequence[Worker]) -> list[float]:
-    """Make `CLIENT_CALLS` calls, divided among the clients, but at least a few per client. Returns the seconds of each
-    call."""
+    """Make `CLIENT_CALLS` matches at one daemon, divided among the client processes, but at least a few per client, all
+    clients at the same time. Returns the seconds of each call."""
     calls = max(FEWEST_CALLS, CLIENT_CALLS // len(workers))
     parts = threads.map(lambda worker: worker.call("run", keys=MIDDLE, calls=calls), workers)
     return [took for part in parts for took in part]
 
 
 def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) -> list[Row]:
-    """Run all rows in turn, `rounds` times, so that other work on the machine affects all of them."""
+    """Measure all kinds of calls alternately, `rounds` times, so that other work on the machine affects all of them
+    alike. Returns a row of the JSON for each kind."""
     taken: dict[str, Taken] = defaultdict(Taken)
     with LiveProgress(console, title, rounds + WARM_TURNS) as progress:
         for turn in range(rounds + WARM_TURNS):
@@ -151,8 +152,8 @@ def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) ->
 
 
 def row_of(kind: Kind, taken: Taken, cheapest: dict[str, tuple[float, float]]) -> Row:
-    """The row of the samples `taken`. `cheapest`: per series, the least costs of a key (wall time, processor time of
-    the daemon) in the rows so far; those of this row are added."""
+    """The row of the JSON for a kind of call with the times `taken`. `cheapest`: per series, the least costs of a key
+    (wall time, processor time of the daemon) in the rows so far; the costs of this row are added to it."""
     p50, p99 = np.quantile(taken.calls, (0.5, 0.99)).tolist()
     costs = taken.per_key if kind.together else [took / kind.keys for took in taken.calls]
     per_key, daemon_per_key = float(np.quantile(costs, UNDISTURBED)), median(taken.daemon_per_key)

@@ -1,2 +1,2 @@
-"""`bench planner`: times of every way to use a cached prefix over shaped links, and the regret of the planner's
-choices."""
+"""`tokenlake bench planner`: times of each way to use a cached prefix over links of given speed, and how much slower
+the planner's choices are than the fastest ways (regret)."""

@@ -1,4 +1,5 @@
-"""The command `bench planner`: measure the inputs of each link, then time every way of every batch."""
+"""The command `bench planner`: over each link, measures the planner's inputs and then times every way to use a cached
+prefix for every batch."""
 
 from __future__ import annotations
 
@@ -35,19 +36,20 @@ LEARNT = (
     Work(768, 96, 24, 3),
     Work(3840, 64, 12, 1),
 )
-"""Batches by which the planner's inputs are measured; none of them is among the batches that are judged."""
+"""Batches that are run to measure the planner's inputs. The planner is not judged by any of them."""
 LEARNING_TURNS = 2
 REMEMBERED = 4 * len(LEARNT)
 DOCUMENT = Work(2048, 24, 4, 1)
-"""A batch as in the second part of `tokenlake demo`: one question about a long document."""
+"""A batch as in the second part of `tokenlake demo`: one request with a question about a long document."""
 QUESTIONS = 6
 MISSES = 4
-"""Number of fetches over a newly shaped link that may miss their deadline before the daemon has measured its speed."""
+"""Maximum number of fetches over a newly shaped link that may miss their deadline before the daemon has measured the
+link's speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench planner`. Raises ConfigurationError for a value out of range."""
 
     bandwidths: str
     delays: str
@@ -57,7 +59,7 @@ class PlannerArguments:
     sharing: str
     turns: int
     minutes: float = 60.0
-    """Time limit, without the measurement of each link's inputs."""
+    """Time limit of the benchmark, which does not include the measurement of each link's inputs."""
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -73,7 +75,7 @@ class PlannerArguments:
         self.links()
 
     def links(self) -> list[Shape]:
-        """Every bandwidth with every delay."""
+        """The links to measure: every bandwidth with every delay of the command line."""
         try:
             delays = [float(part) for part in self.delays.split(",")]
         except ValueError:
@@ -82,13 +84,13 @@ class PlannerArguments:
         return [Shape(rate * 1e6, delay / 1e3) for rate in rates for delay in delays]
 
     def works(self) -> list[Work]:
-        """The grid of batches."""
+        """The batches to measure: every combination of the lengths and row counts of the command line."""
         fields = ("prefixes", "new", "decode", "sharing")
         return [Work(*each) for each in itertools.product(*(_numbers(name, getattr(self, name)) for name in fields))]
 
 
 def run_planner(arguments: PlannerArguments) -> Result:
-    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that the command line names. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     works = arguments.works()
@@ -105,7 +107,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
             rates = bench.learn_link(link)
             documents += bench.documents(link, rates)
             until = began + arguments.minutes * 60 * number / len(links)
-            # In random order, so that the batches that are left out at the time limit are a random sample.
+            # The batches run in random order, so that those that are left out at the time limit are a random sample.
             for index, work in enumerate(random.Random(number).sample(works, len(works))):
                 if index and time.monotonic() > until:
                     break
@@ -132,19 +134,21 @@ class _Bench:
         self._rig = rig
         self._model = Model.of(rig.layout, rig.attention)
         self._local_samples: deque[Timed] = deque(maxlen=REMEMBERED)
-        """The newest samples of batches whose time does not depend on a link."""
+        """The newest measured runs that read the prefix at this node or recomputed it, whose time does not depend on a
+        link."""
         self.unequal = 0
-        """Turns in which not all ways gave the same tokens."""
+        """Number of repetitions in which the ways to use the prefix did not all give the same tokens."""
 
     def learn_here(self) -> None:
-        """Measure the inputs that do not depend on a link."""
-        # The times of the first turn are not used, because it also sets up torch and the connections.
+        """Measure the planner's inputs that do not depend on a link: local reads, prefills and decode steps."""
+        # The times of the first runs are not used, because these also set up torch and the connections.
         self._turn(LEARNT[0], (PrefixUse.LOCAL, PrefixUse.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
             self._local_samples += self._turn(work, (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)).values()
 
     def learn_link(self, link: Shape) -> Rates:
-        """Shape all links as `link` and measure all inputs over it."""
+        """Give all links the bandwidth and delay of `link`, and return all inputs of the planner as measured over
+        it."""
         self._rig.shape(link)
         for _ in range(MISSES):
             if self._turn(DOCUMENT, (PrefixUse.FETCH,))[PrefixUse.FETCH].served:
@@ -157,12 +161,13 @@ class _Bench:
         return rates
 
     def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> list[Row]:
-        """Measure one batch and return two rows: for its prefix at the other node, and at this node. The planner
-        chooses by `rates` before the samples of this batch are added to them, as in an engine."""
+        """Measure one batch over the link and return two rows of the result: for its prefix at the other node, and at
+        this node. The planner chooses by `rates` before the times of this batch are added to them, as in an engine."""
         predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (OWNER, READER)]
         timed: list[Timed] = []
         for turn in range(turns):
-            # The order rotates, because the first way of a turn finds other contents in the processor's caches.
+            # The order of the ways rotates over the repetitions, because the first one finds other contents in the
+            # processor's caches.
             uses = list(PrefixUse)[turn % 4 :] + list(PrefixUse)[: turn % 4]
             taken = self._turn(work, uses)
             self.unequal += len({one.tokens for one in taken.values()}) > 1
@@ -178,8 +183,8 @@ class _Bench:
         return rows
 
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
-        """Serve the demo's documents in three ways: always fetching, always shipping queries, by the planner's
-        choice."""
+        """Serve questions about the demo's document and yield the totals of three strategies: always fetching, always
+        shipping queries, the planner's choice."""
         prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), OWNER, self._model, rates)
         taken: dict[PrefixUse, list[Timed]] = {}
         for _ in range(QUESTIONS):

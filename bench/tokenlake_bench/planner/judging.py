@@ -1,4 +1,5 @@
-"""The regret of the planner's choices, by how much they are slower than the fastest way: one row per link and batch."""
+"""Rows of `bench planner`: per link and batch the planner's choice, and its regret, by how much it is slower than the
+fastest way to use the cached prefix."""
 
 from __future__ import annotations
 
@@ -14,28 +15,31 @@ from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse
 __all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
 
 BOUND = 1.05
-"""A request with the pool should take at most this many times the time of recomputing its prefix, plus `DEADLINE_S`."""
+"""Factor of the planner's promise: a request with the pool should take at most this many times the time of recomputing
+its prefix, plus `DEADLINE_S`."""
 DEADLINE_S = 0.050
 """The constant part of a fetch's deadline: the time that a request may lose to a node that does not answer, beyond the
 predicted time of the fetch."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The planner's choice for one batch whose prefix lies at one node."""
+    """The way that the planner chooses for one batch whose prefix lies at one node, and the seconds that it
+    predicts."""
 
     chosen: PrefixUse
     seconds: dict[str, float]
-    """Predicted seconds per way, from the request to the last token."""
+    """Predicted seconds from the request to the last token, by the way to use the prefix."""
 
     @property
     def regret(self) -> float:
-        """Regret by the predicted seconds: those of the chosen way relative to those of the fastest, less 1."""
+        """Regret if the predictions were exact: predicted seconds of the chosen way divided by those of the fastest
+        way, less 1."""
         return self.seconds[self.chosen.value] / min(self.seconds.values()) - 1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The planner's choice and the measured times of one batch over one link. `here`: the prefix lies at this node,
-    else at the other one."""
+    """The planner's choice and the measured times of one batch over one link. `here`: the prefix lies at the engine's
+    node, otherwise at the other one."""
 
     megabytes_per_s: float
     delay_ms: float
@@ -47,50 +51,52 @@ class Row(msgspec.Struct, frozen=True):
     chosen: str
     best: str
     measured_ms: dict[str, float]
-    """Median over the turns, by way."""
+    """Milliseconds to the last token, median over the repetitions, by the way to use the prefix."""
     predicted_ms: dict[str, float]
     regret: float
     model_regret: float
     promise_held: bool
     unserved: int
-    """Runs in which the prefix did not arrive in the intended way; their times are included."""
+    """Number of runs in which the prefix was not used in the intended way throughout; their times are included."""
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """One way of using the pool on the demo's documents, over one link."""
+    """Totals over the questions about the demo's document over one link, all served by one strategy."""
 
     megabytes_per_s: float
     delay_ms: float
     way: str
     moved_bytes: int
     ttft_ms: float
-    """Median."""
+    """Median milliseconds to the first token."""
     ways: dict[str, int]
-    """Number of requests by the way they were served."""
+    """Number of requests by the way in which their prefix was used."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The JSON of the command. The first three fields are over rows whose prefix lies at another node."""
+    """The JSON of `bench planner`. The first three fields cover rows whose prefix lies at another node."""
 
     planner_mean_regret: float
     planner_max_regret: float
     model_regret: float
-    """The greatest `Prediction.regret` over the rows."""
+    """The greatest regret by predicted times (`Prediction.regret`) over these rows."""
     here_mean_regret: float
     here_max_regret: float
     promise_rows: int
-    """Rows, of all, in which the chosen way took at most 1.05 times recomputing plus the deadline."""
+    """Number of rows, of all, in which the chosen way took at most 1.05 times the time of recomputing the prefix plus
+    the deadline."""
     tokens_equal: bool
-    """Every way gave the same tokens in every turn."""
+    """True if every way to use the prefix gave the same tokens in every repetition."""
     unequal_turns: int
     coefficients: dict[str, dict[str, list[float]]]
-    """Per link, the planner's inputs after the link's last row."""
+    """The planner's inputs by link, as they were after the last batch measured over the link."""
     rows: list[Row]
     documents: list[Totals]
 
 
 def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates: Rates) -> Prediction:
-    """The planner's choice at the reader's node for a batch whose prefix `keys` lies at the node `at`."""
+    """The planner's choice, at the engine's node, for a batch whose prefix with the segments `keys` lies at the node
+    `at`."""
     requests = [
         Request(name=str(row), keys=tuple(keys), tokens=work.prefix + work.new, answer_tokens=work.decode)
         for row in range(work.sharing)
@@ -106,7 +112,7 @@ def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates
 
 
 def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[PrefixUse, float]:
-    """Costs of the whole prefix, by way."""
+    """Predicted cost in seconds of using the whole prefix, by way."""
     found = {PrefixUse.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
     if at == READER:
         found[PrefixUse.LOCAL] = costs.local(0)
@@ -123,8 +129,8 @@ def row_of(
     measured: Mapping[PrefixUse, Sequence[float]],
     unserved: int,
 ) -> Row:
-    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` lacks are
-    left out."""
+    """The row of one batch. `link`: (bytes per second, seconds of delay). `measured`: by way, the seconds of each
+    repetition; ways that `prediction` lacks are left out."""
     seconds = {use.value: statistics.median(measured[use]) for use in measured if use.value in prediction.seconds}
     best = min(seconds, key=lambda way: seconds[way])
     chosen = seconds[prediction.chosen.value]
@@ -153,7 +159,8 @@ def result_of(
     coefficients: dict[str, dict[str, list[float]]],
     unequal_turns: int,
 ) -> Result:
-    """The result of all rows. `rows`: at least one whose prefix is at another node and one whose prefix is here."""
+    """The result over all rows. `rows` must contain at least one whose prefix is at another node and one whose prefix
+    is at the engine's node."""
     there, here = ([row.regret for row in rows if row.here is place] for place in (False, True))
     return Result(
         planner_mean_regret=statistics.mean(there),

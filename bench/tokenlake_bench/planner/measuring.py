@@ -14,7 +14,8 @@ __all__ = ["measure"]
 
 
 def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
-    """Add samples to `rates`; runs whose prefix did not arrive in the intended way are left out.
+    """Add the times of served batches to the planner's inputs `rates`; runs that did not use the whole prefix in the
+    intended way are left out.
 
     The cost of a fetch or a query is its time minus the time of this node's own computation and reads, so samples of
     local reads and of prefills are added first.
@@ -42,9 +43,10 @@ def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
 
 
 def _own(rates: Rates, one: Timed) -> None:
-    """Add the times of forward passes that attended to the engine's own cache only."""
+    """Add to the planner's inputs the times of one run's forward passes, which attended to the engine's own cache
+    only."""
     prefill, decode = _passes(one)
-    # Prefills of several rows are left out, because no engine integration makes them.
+    # Prefills of several requests in one batch are left out, because no engine integration makes them.
     if prefill is not None and prefill.rows == 1:
         rates.prefill.add(round(prefill.tokens), round(prefill.cached), prefill.seconds, time.monotonic())
     if decode is not None:
@@ -59,7 +61,8 @@ def _queries(rates: Rates, model: Model, one: Timed, passes: Pass, own_s: float)
 
 
 def _passes(one: Timed) -> tuple[Pass | None, Pass | None]:
-    """The means of the prefills and of the decode steps of one run; None where there was none."""
+    """(mean of the prefills, mean of the decode steps) of one run's forward passes; None where the run had no such
+    pass."""
     prefills = [each for each in one.passes if each.tokens > 1]
     return mean_pass(prefills), mean_pass([each for each in one.passes if each.tokens == 1])
 

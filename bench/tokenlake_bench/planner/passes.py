@@ -1,4 +1,4 @@
-"""Times of a model's forward passes, as an engine would report them."""
+"""Measures a model's forward passes and describes them as an engine would report them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Pass", "PassClock", "mean_pass"]
 
 
 class Pass(NamedTuple):
-    """One call of the model, or the mean of several."""
+    """One forward pass of the model, or the mean of several."""
 
     rows: float
     tokens: float
-    """New tokens of each row."""
+    """Number of new tokens of each request in the batch."""
     cached: float
-    """Cached tokens of each row, before the new ones."""
+    """Number of cached tokens of each request in the batch, which precede the new ones."""
     seconds: float
 
 
 class PassClock:
-    """A context manager that records all forward passes of `model` in `passes`."""
+    """A context manager during which all forward passes of `model` are timed and recorded in `passes`."""
 
     def __init__(self, model: Any) -> None:
         self.passes: list[Pass] = []
@@ -54,7 +54,7 @@ class PassClock:
 
 
 def mean_pass(passes: Sequence[Pass]) -> Pass | None:
-    """The mean of the passes; None if there are none."""
+    """The mean of these forward passes; None if there are none."""
     if not passes:
         return None
     return Pass(*(sum(column) / len(passes) for column in zip(*passes, strict=True)))

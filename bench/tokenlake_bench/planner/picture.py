@@ -1,4 +1,4 @@
-"""The fastest way of each link and batch: predicted beside measured."""
+"""Draws the fastest way to use a cached prefix for each link and batch, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ WAYS: Final = {"fetch": "tab:blue", "ship": "tab:orange", "recompute": "tab:gray
 
 
 def plot_regions(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of the rows whose prefix lies at another node: a line per link, a column per batch; the upper half of
-    a cell shows the predicted way, the lower half the measured one, and a cross marks a regret above 10 %."""
+    """Write a picture (PNG) of the batches whose prefix lies at another node, with a line per link and a column per
+    batch. The upper half of a cell shows the way that the planner predicts to be fastest, the lower half the measured
+    one; a cross marks a regret above 10 %."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle

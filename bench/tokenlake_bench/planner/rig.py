@@ -1,4 +1,5 @@
-"""Two daemons with query engines behind shaped links, one model, and documents whose cache lies at a chosen node.
+"""The test setup of `bench planner`: two daemons with query engines, connected by links of given bandwidth and delay,
+one model, and documents whose cache lies at a chosen node.
 
 The engine is at node 1. Documents at node 0 are fetched or queried there; documents at node 1 are read in place. A
 fetched document stays at node 1 as a cached copy while there is room. So that every fetch of a document really crosses
@@ -53,22 +54,22 @@ OWNER: Final = "node0"
 READER: Final = "node1"
 SEGMENT_TOKENS: Final = 256
 CACHED_BYTES: Final = 16 << 20
-"""Bytes for cached copies at the reader's node. More than the longest document, whose end would else evict its
-beginning."""
+"""Bytes that cached copies take at the engine's node: more than the longest document has, because else the fetch of its
+end would evict its beginning."""
 MEMORY: Final = 384 << 20
 REGIONS: Final = 8
 FILLING: Final = 8
-"""Number of segments that are stored at a time to fill a node."""
+"""Number of random segments per store while a node is filled."""
 PATIENCE_S: Final = 10.0
 RETRY_S: Final = 0.1
 PATIENT_S: Final = 1.0
-"""Deadline of a match, so long that a late reply on a busy machine does not count as a miss."""
+"""Seconds that a match may take, so long that a late reply on a busy machine does not count as a miss."""
 LONGEST: Final = 4864
 SEED: Final = 5
 
 
 class PrefixUse(Enum):
-    """A way to use a cached prefix."""
+    """A way to use a cached prefix: read it at this node, fetch it, ship queries to its node, or recompute it."""
 
     LOCAL = "local"
     FETCH = "fetch"
@@ -78,40 +79,40 @@ class PrefixUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One batch."""
+    """Sizes of one batch of requests that share a cached prefix."""
 
     prefix: int
-    """Cached tokens, shared by all rows."""
+    """Number of tokens of the cached prefix, which all requests of the batch share."""
     new: int
-    """Tokens behind the prefix, of each row."""
+    """Number of prompt tokens behind the prefix, of each request."""
     decode: int
-    """Tokens that each row generates."""
+    """Number of tokens that each request generates."""
     sharing: int
-    """Number of rows."""
+    """Number of requests in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The times and bytes of one batch that was served in one way."""
+    """Times and bytes of one batch whose prefix was used in one way."""
 
     use: PrefixUse
     work: Work
     seconds: float
-    """Time to the last token."""
+    """Seconds from the start to the last token."""
     ttft_s: float
     passes: tuple[Pass, ...]
     pool_s: float
-    """Seconds of matching, fetching, copying and opening views; attention is not included."""
+    """Seconds spent in matching, fetching, copying and opening views; attention is not included."""
     moved_bytes: int
-    """Bytes between the nodes: segments, queries, outputs."""
+    """Bytes of segments, queries and outputs that moved between the nodes."""
     tokens: tuple[tuple[int, ...], ...]
     served: bool
-    """True if the whole prefix was used in the intended way."""
+    """True if the whole prefix was used in the intended way by all requests."""
 
 
 class _SaltedPool:
-    """A pool for an engine. Its keys have a salt, which changes from request to request and selects the stored copy of
-    a document. Closing it does nothing."""
+    """The pool as the engine of this benchmark sees it. All keys contain a salt, which changes from request to request
+    and so selects one of the stored copies of a document. Closing it does nothing."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -146,7 +147,8 @@ class _SaltedPool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        # Nothing is stored: segments of these prompts would never be evicted and would take the documents' slots.
+        # Nothing is stored, because segments of these prompts would never be evicted and would take the slots of the
+        # documents.
         return bytes([Code.EXISTS]) * len(keys)
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -161,7 +163,8 @@ class _SaltedPool:
 
 @dataclass
 class _Document:
-    """The salts under which one prefix is stored, by node; the salt that was used longest ago comes first."""
+    """A document, and by node the salts under which its prefix is stored there; the salt that was used longest ago
+    comes first."""
 
     tokens: list[int]
     cache: list[LayerPair]
@@ -174,7 +177,7 @@ class Rig:
     at the exit."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths`: lengths of the documents in tokens, multiples of `SEGMENT_TOKENS`."""
+        """`lengths`: lengths in tokens of the documents to store, multiples of `SEGMENT_TOKENS`."""
         if any(length % SEGMENT_TOKENS or not SEGMENT_TOKENS <= length <= LONGEST for length in lengths):
             raise ValueError(f"documents of {list(lengths)} tokens; expected multiples of 256 up to {LONGEST}")
         torch.set_num_threads(1)
@@ -195,7 +198,7 @@ class Rig:
             return _Document(tokens, alone.prefill([*tokens, 0]).cache.row(0))
 
     def draw(self, count: int) -> list[int]:
-        """Random tokens."""
+        """`count` random token ids, other ones with each call."""
         return [self._draw.randrange(TINY.vocabulary) for _ in range(count)]
 
     def __enter__(self) -> Self:
@@ -218,7 +221,7 @@ class Rig:
             via,
             query_engine="true",
             suspect_ms=str(round(PATIENT_S * 5e3)),
-            # Cached copies beyond this share take only free slots and displace no primary copy.
+            # Cached copies beyond `cached_share` take only free slots and displace no primary copy.
             cached_share=str(CACHED_BYTES / 2 / MEMORY),
         )
         self._stack.callback(self.cluster.close)
@@ -237,8 +240,8 @@ class Rig:
         self.cluster.wait_ready()
         self._writer = self._stack.enter_context(self.cluster.connect(0, self.layout))
         for document in self._documents.values():
-            # So many copies that all but the first fill the room for cached copies: a copy is evicted before it is used
-            # again.
+            # A document has so many stored copies that all but the first fill the room for cached copies: the copy that
+            # was fetched is evicted before its key is used again.
             room = CACHED_BYTES + 2 * FILLING * self.layout.segment_bytes
             document.there += [f"there {number}" for number in range(2 + room // self._nbytes(document))]
             for salt in document.there:
@@ -262,7 +265,7 @@ class Rig:
         self._engines[PrefixUse.LOCAL] = self._engines[PrefixUse.FETCH]
 
     def shape(self, shape: Shape) -> None:
-        """Shape all links from now on."""
+        """Give all links this bandwidth and delay from now on."""
         self._shaping.shape(shape)
 
     def _store(self, pool: Pool, document: _Document, salt: str) -> None:
@@ -277,7 +280,7 @@ class Rig:
         settle(self.cluster)
 
     def _fill(self, node: Node) -> None:
-        """Store random segments at the node until only the room for cached copies is free."""
+        """Store random segments at the node until it has free slots only for the cached copies of documents."""
         draw = np.random.default_rng(SEED)
         size = self.layout.segment_bytes
         noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)
@@ -298,13 +301,13 @@ class Rig:
             return bytes(lease.codes)
 
     def keys(self, work: Work) -> tuple[SegmentKey, ...]:
-        """Keys of the prefix of `work` without a salt; the salted copies of the prefix, one per repetition, differ
-        from them in the salt alone."""
+        """Keys of the prefix of the batch `work` without a salt. The copies stored under salts differ from them in the
+        salt alone."""
         return tuple(self._keys(self._documents[work.prefix], ""))
 
     def run(self, use: PrefixUse, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
-        """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies at the required
-        node."""
+        """Serve one batch and use its prefix in the way `use`; the requests' prompts end with `suffixes`. Returns the
+        times. Raises TokenLakeError where no stored copy lies at the required node."""
         document = self._documents[work.prefix]
         place = Code.LOCAL if use is PrefixUse.LOCAL else Code.REMOTE
         if use is not PrefixUse.RECOMPUTE:
@@ -370,5 +373,5 @@ class Rig:
 
 
 def _held(node: Node) -> int:
-    """Number of segments at a node."""
+    """Number of segments in the memory of a node."""
     return int(sum(value for name, value in node.metrics().items() if name.startswith("tokenlake_segments{")))

@@ -29,11 +29,12 @@ __all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
 
 CHUNK = 256 << 10
 QUEUE_S = 0.005
-"""A link stops reading when it has bytes for this many seconds at its bandwidth, as a switch whose queue is full."""
+"""Seconds of queue: a link stops reading when the bytes that it holds take this long at its bandwidth, like a switch
+whose queue is full."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The shape of all links, in each direction."""
+    """Bandwidth and delay that all links have in each direction."""
 
     bytes_per_s: float
     delay_s: float
@@ -43,7 +44,7 @@ FREE = Shape(1e12, 0.0)
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Connections to `port` are forwarded to `target`, both on loopback."""
+    """A listening port of the proxy process: connections to `port` are forwarded to `target`, both on loopback."""
 
     client: str
     server: str
@@ -52,42 +53,43 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Line:
-    """The link in one direction between two nodes: computes when its bytes may leave. Does no I/O."""
+    """Model of the link from one node to another in one direction: computes when bytes leave it. Does no I/O."""
 
     def __init__(self) -> None:
         self.shape = FREE
         self._free_at = 0.0
 
     def enter(self, nbytes: int, now: float) -> float:
-        """When the last of `nbytes` that enter now arrives at the other end."""
+        """Enter `nbytes` into the link. Returns the time at which the last of them arrives at the other end."""
         self._free_at = max(self._free_at, now) + nbytes / self.shape.bytes_per_s
         return self._free_at + self.shape.delay_s
 
     def full(self, now: float) -> bool:
-        """Whether the queue is full, so that the source must wait."""
+        """Whether the link's queue is full, so that its source must wait."""
         return self._free_at - now > QUEUE_S
 
 
 class _Flow:
-    """One direction of one connection."""
+    """One direction of one TCP connection that passes through the proxy process."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, line: Line) -> None:
         self.source, self.sink, self.line = source, sink, line
         self.waiting: deque[tuple[float, memoryview]] = deque()
-        """Chunks with the time at which each may leave. An empty chunk says that the source has ended."""
+        """Chunks of bytes that were read, each with the time at which it may be sent on. An empty chunk marks the end
+        of the source."""
         self.blocked = False
         self.ended = False
 
     def read(self, now: float) -> None:
-        """Read a chunk from the source. Raises OSError."""
-        # Chunks are so small that one does not fill the queue of a slow link.
+        """Read a chunk from the source and queue it on the link. Raises OSError."""
+        # Chunks are so small that a single one does not fill the queue of a slow link.
         size = int(min(CHUNK, max(4096.0, self.line.shape.bytes_per_s * QUEUE_S / 4)))
         part = self.source.recv(size)
         self.waiting.append((self.line.enter(len(part), now), memoryview(part)))
         self.ended = not part
 
     def write(self, now: float) -> None:
-        """Send the chunks that may leave by now. Raises OSError."""
+        """Send on the chunks whose time has come. Raises OSError."""
         self.blocked = False
         while self.waiting and self.waiting[0][0] <= now:
             at, part = self.waiting[0]
@@ -107,7 +109,7 @@ class _Flow:
 
 
 class Shaper:
-    """The loop of the process, in one thread."""
+    """The loop of the proxy process, in one thread, which moves bytes over all shaped connections."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._lines: dict[tuple[str, str], Line] = {}
@@ -121,12 +123,13 @@ class Shaper:
             self._lines[route.server, route.client] = Line()
 
     def shape(self, shape: Shape) -> None:
-        """Shape all links from now on."""
+        """Give all links this bandwidth and delay from now on."""
         for line in self._lines.values():
             line.shape = shape
 
     def run(self, orders: BinaryIO, answers: BinaryIO) -> None:
-        """Serve until `orders` ends; each line of it is a `Shape`, and is answered with an empty line."""
+        """Move bytes until the pipe `orders` ends; each line that arrives there is a `Shape` for all links and is
+        answered with an empty line."""
         descriptor = orders.fileno()
         while True:
             now = time.monotonic()
@@ -172,7 +175,7 @@ class Shaper:
         self._flows.append(_Flow(server, client, self._lines[route.server, route.client]))
 
     def _end(self, broken: _Flow) -> None:
-        """End both directions of the connection."""
+        """Close both directions of a proxied connection."""
         ends = {broken.source, broken.sink}
         for sock in ends:
             sock.close()
@@ -180,7 +183,7 @@ class Shaper:
 
 
 class Shaping:
-    """The parent's handle of the proxy process, which it starts. The caller must close it."""
+    """Handle of the proxy process, which this class starts. The caller must close it."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._process = start_child(
@@ -192,7 +195,7 @@ class Shaping:
         self.shape(FREE)
 
     def shape(self, shape: Shape) -> None:
-        """Shape all links, from the return of this call on."""
+        """Give all links this bandwidth and delay; they have it when the call returns."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(shape) + b"\n")
@@ -201,7 +204,7 @@ class Shaping:
             raise RuntimeError("the shaping process ended")
 
     def close(self) -> None:
-        """End the process, and with it all connections. Idempotent."""
+        """End the proxy process, and with it all connections through it. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
@@ -211,6 +214,6 @@ class Shaping:
 
 if __name__ == "__main__":
     shaper = Shaper(msgspec.json.decode(sys.argv[1], type=list[Route]))
-    # Read without a buffer, because `select` does not see a line that waits in a buffer of this process.
+    # Orders are read without a buffer, because `select` does not see a line that waits in a buffer of this process.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         shaper.run(orders, sys.stdout.buffer)

@@ -1,4 +1,5 @@
-"""The interface of routers: their input, their decisions, and their knowledge of the caches."""
+"""The interface of simulated routers: the requests that they get, the instances that they choose, and what they know of
+the caches."""
 
 from __future__ import annotations
 
@@ -13,25 +14,27 @@ __all__ = ["RoutedRequest", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "
 
 
 class RoutedRequest(NamedTuple):
-    """A request as it arrives; the length of its answer is not known yet."""
+    """A request as a router gets it; the length of its answer is not known yet."""
 
     number: int
-    """Position in order of arrival."""
+    """Number of the request in order of arrival."""
     tokens: int
     """Length of the prompt."""
     chain: tuple[int, ...]
-    """One id per full segment; equal ids mean equal tokens up to the segment's end."""
+    """One id per full segment of the prompt; equal ids mean equal tokens up to the segment's end."""
 
 
 class Fetch(NamedTuple):
-    """An order to copy the first `segments` segments of the prompt from instance `source` before the prefill."""
+    """A router's order to copy the first `segments` segments of the prompt from instance `source` before the
+    prefill."""
 
     source: int
     segments: int
 
 
 class Choice(NamedTuple):
-    """The instances that compute the prefill and the answer of a request, by index; equal where one computes both."""
+    """Indices of the instances that compute the prefill and the answer of a request; equal where one instance computes
+    both."""
 
     prefill: int
     decode: int
@@ -39,29 +42,30 @@ class Choice(NamedTuple):
 
 
 class Knowledge(Protocol):
-    """A router's view of the instances' caches, in segments."""
+    """What a router knows of the instances' caches, which may differ from their real content. Lengths are in
+    segments."""
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
-        """Length of the longest prefix of `chain` at each instance."""
+        """Length in segments of the longest prefix of `chain` at each instance, as far as the router knows."""
         ...
 
     def sizes(self) -> list[int]:
-        """Number of segments held by each instance."""
+        """Number of segments held by each instance, as far as the router knows."""
         ...
 
     def coldest(self, instance: int) -> Iterator[int]:
-        """Segments of an instance in the order in which they will be evicted."""
+        """Ids of the segments of an instance in the order in which they will be evicted."""
         ...
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """Report that the router sent a prompt to the instance, or had its cache copied there."""
+        """Tell this knowledge that the router sent a prompt to the instance, or had the prompt's cache copied there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Parameters of every router. Each of the `instances` has `capacity` segments of cache; ties are broken by
-    `rng`."""
+    """Constructor arguments of every router. Each of the `instances` has a cache of `capacity` segments; `rng` draws
+    among instances of equal cost."""
 
     instances: int
     capacity: int
@@ -72,24 +76,24 @@ class Fleet:
 
 
 class Router(Protocol):
-    """Chooses the instances of each request. Its methods are called in time order. Of the instances a router observes
-    the answers only."""
+    """Chooses the instances of each request. Its methods are called in time order. The only thing that a router
+    observes of the instances is their answers."""
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """Choose the instances of a request, which is sent at once."""
+        """Choose the instances of a request, to which it is then sent at once."""
         ...
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """Called when the router passes on the first token of the answer."""
+        """Tell the router that the first token of the answer passes through it."""
         ...
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """Called when the router passes on the last token of the answer, after `first_token`."""
+        """Tell the router that the last token of the answer passes through it; `first_token` was called before."""
         ...
 
 
 def least(costs: Sequence[float], among: Sequence[int], rng: random.Random) -> int:
-    """The index of `among` with the least cost; ties are drawn from `rng`."""
+    """The instance of `among` whose cost is least; `rng` draws among equal ones."""
     lowest = min(costs[index] for index in among)
     ties = [index for index in among if costs[index] == lowest]
     return ties[0] if len(ties) == 1 else rng.choice(ties)

@@ -18,12 +18,13 @@ from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 __all__ = ["TREE_TOKENS", "CacheAware", "CacheAwareSettings"]
 
 TREE_TOKENS = (1 << 24) // 4
-"""Tokens that the router remembers per worker: `max_tree_size` is 2^24 characters, about four per token."""
+"""Number of tokens that the router remembers per worker: SGLang's default `max_tree_size` is 2^24 characters, at about
+four per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareSettings:
-    """Settings of SGLang's router, with its documented defaults."""
+    """Settings of SGLang's cache-aware router, with its documented defaults."""
 
     cache_threshold: float = 0.5
     balance_abs_threshold: int = 32
@@ -31,7 +32,7 @@ class CacheAwareSettings:
 
 
 class CacheAware:
-    """A `Router`."""
+    """SGLang's cache-aware routing as a `Router`; the docstring of the module describes the rule."""
 
     def __init__(self, fleet: Fleet, settings: CacheAwareSettings | None = None) -> None:
         self._fleet = fleet

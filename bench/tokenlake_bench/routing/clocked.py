@@ -1,4 +1,4 @@
-"""An instance on a simulated clock, which calls `advance` when an event of the instance is due."""
+"""An engine instance on a simulated clock, which calls `advance` when an event of the instance is due."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["ClockedInstance"]
 
 
 class ClockedInstance:
-    """An `Instance` that the clock drives. `begin`, `first` and `ran` as in `Instance`; `finished(job, now)` is called
-    at the last token of a job."""
+    """An `Instance` that a simulated clock drives. The callbacks `begin`, `first` and `ran` are those of `Instance`;
+    `finished(job, now)` is called at the last token of a job."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ClockedInstance:
         self._instance = Instance(engine, options, begin=begin, first=first, ran=ran)
         self._finished = finished
         self._armed = math.inf
-        """Time of the next valid wake-up; others that were scheduled before and are still in the clock have no
+        """Time for which the clock has a valid call of `advance`. Other calls that were scheduled before have no
         effect."""
 
     def submit(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Runs a workload through one system: router, caches and instances on one clock."""
+"""Runs a workload through one simulated system: a router, the instances and their caches, on one clock."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from tokenlake_testing.clock import Clock
 __all__ = ["FleetOptions", "at_rate", "run_system"]
 
 _PROGRESS = 100
-"""Number of requests between two calls of `progress`."""
+"""Number of requests between two calls of the callback `progress`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Options that are equal for every system. `capacity_tokens`: KV cache of all instances together, split evenly."""
+    """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all instances
+    together, split evenly."""
 
     instances: int
     capacity_tokens: int
@@ -38,7 +39,7 @@ class FleetOptions:
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
-        """Segments per instance. Raises ConfigurationError where not one fits."""
+        """Number of cache segments of each instance. Raises ConfigurationError where not one fits."""
         segments = self.capacity_tokens // max(1, self.instances) // segment_tokens
         if segments < 1:
             smallest = self.instances * segment_tokens
@@ -47,8 +48,8 @@ class FleetOptions:
 
 
 def at_rate(accesses: Accesses, rate: float) -> Accesses:
-    """The same requests with arrival times scaled so that their recorded times give `rate` per second on average.
-    Pauses after answers stay: they do not depend on how many conversations begin per second. Raises
+    """The same requests with arrival times scaled so that on average `rate` requests per second arrive by their
+    recorded times. Pauses after answers stay: they do not depend on how many conversations begin per second. Raises
     ConfigurationError."""
     if not 0 < rate < math.inf:
         raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")
@@ -90,18 +91,18 @@ def run_system(
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request under way."""
+    """A request that has arrived and is not answered yet."""
 
     number: int
-    """Its number in the workload; `routed` is numbered in the order of arrival."""
+    """Number of the request in the workload; `routed` has its number in the order of arrival."""
     prompt: Prompt
     at_s: float
     routed: RoutedRequest
     choice: Choice
     fetched: int = 0
-    """Segments of the prompt that the prefill instance has once the copies have arrived."""
+    """Number of prompt segments that the prefill instance has once the copies from other instances have arrived."""
     moved: int = 0
-    """Number of copied segments, which are the last of the `fetched` ones."""
+    """Number of the last ones of the `fetched` segments that are copied from another instance."""
     hit_tokens: int = 0
     began_s: float = 0.0
     first_s: float = 0.0
@@ -121,7 +122,8 @@ class _Run:
         knowledge = self._caches if system.perfect else OwnRecord(instances, record)
         rng = random.Random(options.seed)
         self._router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, knowledge, rng))
-        # In `-perfect` systems the memory for requests under way is unlimited and is not taken from the caches.
+        # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
+        # from the caches.
         memory = None if system.perfect else self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
@@ -140,13 +142,13 @@ class _Run:
             for i in range(instances)
         ]
         self._held = [0] * instances
-        """By instance, the memory in tokens that requests under way take and the cache does not have."""
+        """By instance, the memory in tokens that requests under way need in addition to the segments in the cache."""
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
         self._progress: Callable[[int], None] = lambda done: None
 
     def run(self, progress: Callable[[int], None]) -> SystemRow:
-        """Run all requests to the last token."""
+        """Simulate until the last token of the last request, and return the row of the system."""
         self._progress = progress
         self._turns.start()
         self._clock.run_until(math.inf)
@@ -177,7 +179,8 @@ class _Run:
             self._progress(index)
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
-        """Copy those segments of the fetch that the source really has. Returns the seconds until they have arrived."""
+        """Copy the segments that the router ordered, as far as the source really has them. Returns the seconds until
+        they have arrived."""
         chain = request.routed.chain
         copied = min(fetch.segments, self._caches.match(chain, fetch.source))
         missing = copied - self._caches.match(chain, request.choice.prefill)
@@ -210,7 +213,7 @@ class _Run:
         request = self._requests[job.number]
         request.first_s = now
         chain, instance = request.routed.chain, request.choice.prefill
-        # The memory of the computed segments passes from the request to the cache.
+        # The memory of the computed segments now belongs to the cache, so the request no longer holds it.
         self._hold(instance, job.cached - len(chain) * self._segment)
         self._caches.keep(chain, instance)
         self._router.first_token(request.routed, request.choice, now)
@@ -258,8 +261,8 @@ class _Run:
     # -- memory
 
     def _hold(self, instance: int, tokens: int) -> None:
-        """Add `tokens` (possibly negative) to the memory that requests under way take at the instance, and resize its
-        cache to the rest."""
+        """Add `tokens` (possibly negative) to the memory that requests under way hold at the instance, and resize the
+        instance's cache to the rest."""
         self._held[instance] += tokens
         if self._system.perfect or instance not in self._caching:
             return

@@ -1,7 +1,7 @@
 """One engine instance as a queue: prompts are computed first come, first served, in chunks, together with the decoding
 batch.
 
-The caller drives it on any clock: `submit`, then `advance` whenever the time is `next_event()`.
+The caller provides the time: it calls `submit` for each request, and `advance` whenever the time is `next_event()`.
 
     waiting -> (ready, memory) -> prefill, chunk by chunk -> first token -> decoding -> finished
 
@@ -30,7 +30,7 @@ _MAX_STEPS: Final = 64
 
 
 class Steps(Protocol):
-    """Computes the durations of an engine's steps; `EngineModel` is one implementation."""
+    """Computes the duration of an engine's forward passes (steps); `EngineModel` is one implementation."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """See `EngineModel.step_s`; above 0 for a batch that is not empty."""
@@ -39,36 +39,39 @@ class Steps(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request at one instance. Times are by the caller's clock; times that are not known yet are NaN."""
+    """One request at one simulated instance. Times are those of the caller's clock; times that are not known yet are
+    NaN."""
 
     number: int
-    """The caller's identifier."""
+    """Identifier that the caller gave the request."""
     prompt: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     output: int
-    """Tokens of the answer, at least 1, the first token included."""
+    """Number of tokens of the answer, at least 1, the first token included."""
     cached: int = 0
-    """Tokens of the prompt that are cached and so not computed; `begin` may set it. A job with `handed_over` and all
-    tokens cached got its first token at another instance, and `output` counts its further tokens."""
+    """Number of prompt tokens that are cached and so not computed; the callback `begin` may set it. If the job is
+    `handed_over` and all its prompt tokens are cached, it got its first token at another instance, and `output` counts
+    the further tokens."""
     ready_s: float = 0.0
-    """Earliest time to begin."""
+    """Earliest time at which the instance may begin the request, in seconds."""
     handed_over: bool = False
     began_s: float = math.nan
     first_s: float = math.nan
     finished_s: float = math.nan
     computed: int = 0
-    """Tokens of the prompt computed so far."""
+    """Number of prompt tokens computed so far."""
 
     @property
     def new(self) -> int:
-        """Tokens of the prompt to compute: at least the last one, except for a job that was handed over."""
+        """Number of prompt tokens to compute: at least the last one, except for a job that was handed over by another
+        instance."""
         return 0 if self.handed_over else max(1, self.prompt - self.cached)
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceOptions:
-    """Limits of an instance. `memory_tokens`: bound on the tokens of prompts and answers under way, None for no bound;
-    a request that needs more runs alone. Raises ConfigurationError for a value out of range."""
+    """Limits of a simulated instance. `memory_tokens`: bound on the tokens of prompts and answers under way, None for
+    no bound; a request that needs more runs alone. Raises ConfigurationError for a value out of range."""
 
     chunk_tokens: int = 2048
     batch: int = 256
@@ -83,9 +86,9 @@ class InstanceOptions:
 
 
 class Instance:
-    """The queue and the batch of one engine instance. `begin(job, now)` is called when a job's prefill begins,
-    `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all are
-    called within `advance`, in time order."""
+    """The queue and the batch of one simulated engine instance. `begin(job, now)` is called when a job's prefill
+    begins, `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all
+    are called within `advance`, in time order."""
 
     def __init__(
         self,
@@ -103,30 +106,32 @@ class Instance:
         self._ran = ran
         self._order = itertools.count()
         self._later: list[tuple[float, int, Job]] = []
-        """Jobs that are not ready yet."""
+        """Requests whose `ready_s` is still ahead."""
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []
-        """A heap of the jobs that decode: (number of the step that finishes the job, order, job)."""
+        """A heap of the requests that decode: (number of the decode step that finishes the request, order of
+        submission, request)."""
         self._steps = 0
-        """Decode steps done."""
+        """Number of decode steps since the beginning."""
         self._context = 0
-        """Tokens that the decoding requests attend to in the next step."""
+        """Number of tokens of context that the decoding requests together attend to in the next step."""
         self._under_way = 0
-        """Tokens of prompts and answers of all jobs that began."""
+        """Number of tokens of prompts and answers of all requests that began and are not finished."""
         self._chunks: list[tuple[Job, int]] = []
         self._started_s = 0.0
         self._each_s = 0.0
         self._taken = 0
-        """Number of steps under way that are simulated as one event; 0 when idle, 1 if a step has prompt tokens."""
+        """Number of steps that the event under way simulates: 0 when the instance is idle, 1 if the step has prompt
+        tokens."""
 
     @property
     def pending(self) -> int:
-        """Number of jobs that are not finished."""
+        """Number of requests at the instance that are not finished."""
         return len(self._later) + len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def submit(self, job: Job, now: float) -> None:
-        """Add a job. `now` must not decrease, and `advance` must have been called for all events before it."""
+        """Add a request. `now` must not decrease, and `advance` must have been called for all events before it."""
         if job.ready_s > now:
             heapq.heappush(self._later, (job.ready_s, next(self._order), job))
         else:
@@ -136,13 +141,13 @@ class Instance:
             self._next_step(now)
 
     def next_event(self) -> float:
-        """The next time at which to call `advance`; infinity when nothing is under way."""
+        """Time of the instance's next event, at which `advance` must be called; infinity when nothing is under way."""
         ends = self._started_s + self._taken * self._each_s if self._taken else math.inf
         ready = self._later[0][0] if self._later else math.inf
         return min(ends, ready)
 
     def advance(self, now: float) -> list[Job]:
-        """Process everything due by `now`. Returns the jobs that finished, in order."""
+        """Process all events of the instance that are due by `now`. Returns the requests that finished, in order."""
         finished: list[Job] = []
         while (due := self.next_event()) <= now:
             while self._later and self._later[0][0] <= due:
@@ -172,8 +177,8 @@ class Instance:
             self._taken = 0
             return
         self._taken = 1 if chunks else min(_MAX_STEPS, self._decoding[0][0] - self._steps)
-        # All steps of the sequence take as long as the middle one, whose context is their mean: contexts grow by one
-        # token per request and step.
+        # All decode steps of the event take as long as the middle one, whose context is their mean: the context grows
+        # by one token per request and step.
         context = self._context + decoding * (self._taken - 1) // 2
         parts = [Chunk(new, job.prompt - job.new + job.computed, job.computed + new == job.new) for job, new in chunks]
         self._each_s = self._engine.step_s(parts, decoding, context)
@@ -195,8 +200,8 @@ class Instance:
                 self._decode(job, job.output - 1, now, finished)
 
     def _fill(self, now: float) -> list[tuple[Job, int]]:
-        """Choose the prompt tokens of the next step. A waiting job begins only when it gets tokens, so that it finds
-        every segment that earlier prompts left in the cache."""
+        """Choose the prompt tokens of the next step. A waiting request begins only when it gets tokens of the step, so
+        that it finds every segment that earlier prompts left in the cache."""
         budget = self._options.chunk_tokens - len(self._decoding)
         chunks: list[tuple[Job, int]] = []
         unfinished = iter(tuple(self._prefilling))
@@ -211,7 +216,7 @@ class Instance:
         return chunks
 
     def _admit(self, now: float) -> Job | None:
-        """Begin the next waiting job, if there is one and it fits."""
+        """Begin the waiting request that is next, if there is one and its tokens fit into the memory."""
         options = self._options
         if not self._waiting or len(self._prefilling) + len(self._decoding) >= options.batch:
             return None
@@ -231,7 +236,7 @@ class Instance:
         return job
 
     def _decode(self, job: Job, steps: int, now: float, finished: list[Job]) -> None:
-        """Add a job to the decoding batch for `steps` more tokens; a job without further tokens is finished."""
+        """Add a request to the decoding batch for `steps` more tokens; it is finished if `steps` is 0."""
         if not steps:
             self._finish(job, now, finished)
             return

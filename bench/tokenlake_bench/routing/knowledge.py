@@ -1,4 +1,4 @@
-"""Routers' knowledge of caches: exact, or only a record of the requests that were sent."""
+"""What routers know of the instances' caches: their exact content, or a record of the requests that the router sent."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ class TrackedCaches:
     def __init__(self, capacities: Sequence[int]) -> None:
         self._caches = [Lru(capacity) for capacity in capacities]
         self._promised: list[Counter[int]] = [Counter() for _ in capacities]
-        """Per instance, the number of its uncomputed prompts that contain each segment."""
+        """By instance, per segment the number of prompts with this segment that are sent to the instance and not
+        computed yet."""
         self._owners: dict[int, int] = {}
-        """By segment, a bit set of the instances that hold it or will compute it; no entry is 0."""
+        """By segment, a bit set of the instances that hold the segment or will compute it; segments without such an
+        instance have no entry."""
 
     def match(self, chain: tuple[int, ...], instance: int) -> int:
-        """Length of the longest prefix at one instance, in segments; does not count as an access."""
+        """Length in segments of the longest prefix of `chain` in the cache of one instance; does not count as an
+        access."""
         return self._caches[instance].match(chain)
 
     def holders(self, segment: int) -> tuple[int, ...]:
-        """The instances that hold the segment, ascending."""
+        """Indices of the instances whose cache holds the segment, ascending."""
         return tuple(instance for instance, cache in enumerate(self._caches) if segment in cache)
 
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
-        """Add or access all segments of the chain at the instance; the first one becomes the most recent."""
+        """Add or access all segments of a prompt at the instance; the first segment becomes the most recently used."""
         self._note_owner(chain, instance)
         self._drop(self._caches[instance].touch(chain), instance)
 
     def promise(self, chain: tuple[int, ...], instance: int) -> None:
-        """Record that the instance is about to compute the segments of the chain that it does not hold."""
+        """Record that the instance is about to compute those segments of the prompt that it does not hold."""
         self._promised[instance].update(chain)
         self._note_owner(chain, instance)
 
     def keep(self, chain: tuple[int, ...], instance: int) -> None:
-        """Record that the instance computed a chain that was promised before; the chain becomes the most recent."""
+        """Record that the instance computed a prompt that was announced by `promise`; its first segment becomes the
+        most recently used."""
         promised = self._promised[instance]
         promised.subtract(chain)
         for segment in chain:
@@ -53,11 +57,11 @@ class TrackedCaches:
         self.touch(chain, instance)
 
     def resize(self, instance: int, capacity: int) -> None:
-        """Set the number of segments that fit at one instance."""
+        """Set the number of segments that the cache of one instance may hold."""
         self._drop(self._caches[instance].resize(capacity), instance)
 
     def copies_per_segment(self) -> float:
-        """Mean number of copies over the held segments; 0 without any."""
+        """Mean number of copies of the segments that some cache holds; 0 without any."""
         held = sum(len(cache) for cache in self._caches)
         return held / len(self._owners) if self._owners else 0.0
 
@@ -84,7 +88,7 @@ class TrackedCaches:
         return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """Does nothing, because the index follows the caches themselves and not the sent prompts."""
+        """Does nothing, because this knowledge follows the caches themselves and not the sent prompts."""
 
     def _note_owner(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance
@@ -117,7 +121,7 @@ class OwnRecord(TrackedCaches):
 
 
 def _note(depths: list[int], instances: int, depth: int) -> None:
-    """Set `depths[i]` to `depth` for each instance i whose bit is set in `instances`."""
+    """Set `depths[i]` to `depth` for each instance i whose bit is set in the bit set `instances`."""
     while instances:
         bit = instances & -instances
         depths[bit.bit_length() - 1] = depth

@@ -23,15 +23,15 @@ BALANCING_THRESHOLD = 2.0
 
 
 def split(instances: int, prefill_parts: int, decode_parts: int) -> tuple[range, range]:
-    """The numbers of the prefill instances and those of the decode instances: 0 to `instances` - 1, divided in about
-    the proportion `prefill_parts` to `decode_parts`, with at least one of each kind."""
+    """(numbers of the prefill instances, numbers of the decode instances), from 0 to `instances` - 1, divided in about
+    the proportion `prefill_parts` to `decode_parts` with at least one of each kind."""
     prefill = round(instances * prefill_parts / (prefill_parts + decode_parts))
     prefill = min(max(1, prefill), instances - 1)
     return range(prefill), range(prefill, instances)
 
 
 class Mooncake:
-    """The `Router` that the docstring of this module describes."""
+    """Mooncake's conductor as a `Router`; the docstring of the module describes the rule."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Mooncake:
         self._threshold = balancing_threshold
         self._queued_s = [0.0] * fleet.instances
         self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
-        """Per instance: by request number, the expected seconds of each prefill whose first token is not out yet."""
+        """By instance and request number, the expected seconds of each prefill that has not produced its first
+        token."""
         self._contexts = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
@@ -70,7 +71,8 @@ class Mooncake:
         """See `Router`."""
         queued = self._queued[choice.prefill]
         done_s = queued.pop(request.number)
-        # The sum is reset for an empty queue, because rounding errors would make idle instances differ.
+        # The sum of expected seconds is reset when the queue is empty, because rounding errors would make idle
+        # instances differ.
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
@@ -78,8 +80,9 @@ class Mooncake:
         self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
-        """How many segments an instance that has the first `depth` segments of a prompt fetches from the instance that
-        has the most, `best`: the difference, or 0 if `best` is less than the threshold times `depth`."""
+        """Number of segments to fetch for an instance that has the first `depth` segments of a prompt, if the instance
+        with the longest prefix has `best` of them: the difference, or 0 if `best` is less than the threshold times
+        `depth`."""
         return best - depth if best >= self._threshold * depth else 0
 
     def _prefill_s(self, request: RoutedRequest, depth: int) -> float:

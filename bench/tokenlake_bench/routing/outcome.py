@@ -1,4 +1,4 @@
-"""Outcomes of requests, and the row of a system in the comparison."""
+"""Outcomes of simulated requests, and the row of a system in the comparison, which is computed from them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tokenlake_bench.engine_model import EngineModel
 __all__ = ["SLO_FACTOR", "Answered", "SystemRow", "row_of"]
 
 SLO_FACTOR: Final = 10.0
-"""A request meets its objective when both its first token and its time per further token took at most this many times
-as long as alone on an idle instance without a cache (TokenLake, arXiv 2508.17219, section 7)."""
+"""Factor of the objective of a request: its time to the first token and its time per further token must both be at most
+this many times as long as alone on an idle instance without a cache (TokenLake, arXiv 2508.17219, section 7)."""
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):
-    """One finished request. Times in seconds of the workload."""
+    """One finished request of a simulation. Times are in seconds of the workload."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     hit_tokens: int
     remote_tokens: int
-    """Those of `hit_tokens` that came from other instances."""
+    """Number of those of the `hit_tokens` that came from other instances."""
     first_s: float
     finished_s: float
 
     @property
     def ttft_s(self) -> float:
-        """Time from the arrival to the first token."""
+        """Seconds from the arrival of the request to its first token."""
         return self.first_s - self.at_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between two further tokens; 0 for an answer of one token."""
+        """Mean seconds between two tokens after the first one; 0 for an answer of one token."""
         return (self.finished_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
@@ -72,7 +72,8 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
-    """Whether a request met its objective, which is relative to the times of the same engine at batch 1."""
+    """Whether a request met its objective, which is relative to the times of the same engine when it computes the
+    request alone."""
     prompt, output = answered.prompt_tokens, answered.output_tokens
     first = answered.ttft_s <= SLO_FACTOR * engine.prefill_s(prompt)
     return first and answered.tpot_s <= SLO_FACTOR * engine.decode_s(1, prompt + output // 2)
@@ -87,8 +88,9 @@ def row_of(
     duplication: float,
     closed_loop: bool = False,
 ) -> SystemRow:
-    """The row of a system with these answers, at least one. Answers of one token have no time per further token.
-    `sent`: all bytes between the instances. `closed_loop`: there are requests that followed answers."""
+    """The row of a system in the comparison, from its answers, at least one. Answers of one token have no time per
+    further token. `sent`: all bytes between the instances. `closed_loop`: some requests waited for the answer to
+    another one."""
     met = sum(within_objective(answered, engine) for answered in answers)
     arrivals = [answered.at_s for answered in answers]
     finished_s = max(answered.finished_s for answered in answers)

@@ -23,9 +23,9 @@ from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 __all__ = ["Preble"]
 
 WINDOW_S = 180.0
-"""Length of the window over which load is counted."""
+"""Seconds of the most recent time window over which an instance's load is counted."""
 _NEW_ANSWER_WEIGHT = 0.05
-"""Weight of a new answer in the running means."""
+"""Weight of a new answer in the running means of answer length and time per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Sent:
 
 
 class Preble:
-    """A `Router`."""
+    """Preble's E2 routing as a `Router`; the docstring of the module describes the rule."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -47,7 +47,7 @@ class Preble:
         self._accesses: list[Counter[int]] = [Counter() for _ in range(fleet.instances)]
         self._segment_s = fleet.engine.prefill_s(fleet.segment_tokens)
         self._began: dict[int, float] = {}
-        """Time of the first token of each unfinished answer, by the request's number."""
+        """Time of the first token of each answer that is not finished, by number of the request."""
         self._output_tokens = 0.0
         self._token_s = 0.0
 
@@ -98,7 +98,8 @@ class Preble:
         return self._fleet.engine.prefill_s(max(1, request.tokens - cached), cached)
 
     def _eviction_s(self, instance: int, segments: int) -> float:
-        """Seconds to recompute the segments that would be evicted, weighted by their accesses per request."""
+        """Seconds to recompute the segments that the instance would evict for the prompt, each weighted by its accesses
+        per request."""
         if not self._requests[instance]:
             return 0.0
         accesses = self._accesses[instance]
@@ -109,7 +110,8 @@ class Preble:
         while self._window and self._window[0].at_s < before_s:
             sent = self._window.popleft()
             self._requests[sent.instance] -= 1
-            # Without requests the sum is set to 0, because rounding errors would make equal loads differ.
+            # The sum of loads is set to 0 when no requests are left, because rounding errors would make equal loads
+            # differ.
             busy = self._requests[sent.instance] > 0
             self._load[sent.instance] = self._load[sent.instance] - sent.seconds if busy else 0.0
             accesses = self._accesses[sent.instance]

@@ -1,4 +1,4 @@
-"""Private caches behind round robin: a load balancer that ignores caches."""
+"""Engine instances with private caches behind a round-robin load balancer, which ignores the caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RoundRobin"]
 
 
 class RoundRobin:
-    """Request i goes to instance i modulo the number of instances."""
+    """A router that sends request i to instance i modulo the number of instances."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances

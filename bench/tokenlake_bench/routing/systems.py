@@ -22,18 +22,19 @@ __all__ = ["SYSTEMS", "System", "systems_named"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One system. `phases`: the proportion of prefill instances to decode instances, None where each instance does
-    both."""
+    """A compared system. `phases`: the proportion of prefill instances to decode instances; None where each instance
+    does both."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     phases: tuple[int, int] | None = None
     record_tokens: int | None = None
-    """Tokens that a `-real` router remembers per instance; None: the capacity of the instance."""
+    """Number of tokens that the router of a `-real` system remembers per instance; None: as many as the instance's
+    cache holds."""
 
     def prefill_instances(self, instances: int) -> Sequence[int]:
-        """The instances that have caches."""
+        """Numbers of the instances that compute prefills and therefore have caches."""
         return range(instances) if self.phases is None else split(instances, *self.phases)[0]
 
 
@@ -66,8 +67,8 @@ SYSTEMS: Final[dict[str, System]] = {
 
 
 def systems_named(names: str) -> list[System]:
-    """The systems of `names`: `all`, or names separated by commas. Raises ConfigurationError for a name that is not in
-    `SYSTEMS`."""
+    """The systems of the comma-separated `names`, or all systems for `all`. Raises ConfigurationError for a name that
+    is not in `SYSTEMS`."""
     if names == "all":
         return list(SYSTEMS.values())
     chosen = []

@@ -1,1 +1,2 @@
-"""The cluster on a simulated clock: real rules (`NodeCore`), a simulated network, engines that only ask and store."""
+"""The cluster on a simulated clock: the real rules of the daemons (`NodeCore`), a simulated network, and engines that
+match, fetch and store without bytes."""

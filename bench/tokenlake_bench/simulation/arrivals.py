@@ -23,32 +23,34 @@ __all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "m
 
 _KEY_WORDS = 4
 _COPY = 1 << 40
-"""Distance between the numbers of two copies of a workload."""
+"""Distance between the segment numbers of two copies of a workload, so that they share no number."""
 _BEHIND = 1 << 56
-"""Offset below all other numbers, for the segments that follow the prefix of a flash crowd."""
+"""Offset that makes new segment numbers, apart from all others, for the segments that follow the prefix of a flash
+crowd."""
 
 
 class Arrival(NamedTuple):
-    """One request."""
+    """One request to a simulated engine."""
 
     at_s: float
     tokens: int
-    """Length of the prompt, tokens beyond the last full segment included."""
+    """Number of prompt tokens, those behind the last full segment included."""
     chain: NDArray[np.int64]
-    """Number of each full segment, in order."""
+    """Number (identifier) of each full segment of the prompt, in order."""
     output_tokens: int = 0
-    """Length of the answer; 0 where the source does not have it."""
+    """Number of tokens of the answer; 0 where the trace does not have it."""
     follows: int | None = None
     pause_s: float = 0.0
-    """Both as in `Turn`."""
+    """`follows`: number of the request whose answer this one waits for, or None. `pause_s`: seconds from that answer to
+    this request."""
 
     def arrived(self, at_s: float) -> Arrival:
-        """The request once it has arrived, which waits for no other."""
+        """This request with `at_s` as its arrival; it waits for no other request any more."""
         return self._replace(at_s=at_s, follows=None, pause_s=0.0)
 
 
 def arrivals_of(accesses: Accesses) -> list[Arrival]:
-    """The requests of a workload, in order."""
+    """The requests of a workload for the simulated engines, in order."""
     return [
         Arrival(
             prompt.at_s,
@@ -63,7 +65,8 @@ def arrivals_of(accesses: Accesses) -> list[Arrival]:
 
 
 def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
-    """The inverse of `arrivals_of`: the workload as the other systems take it."""
+    """Simulated requests as a workload of segment ids, the form that the compared systems take: the inverse of
+    `arrivals_of`."""
     return Accesses(
         segment_tokens,
         [
@@ -81,7 +84,8 @@ def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
 
 
 def keys_of(chain: NDArray[np.int64], seed: int) -> bytes:
-    """The keys of a chain, 32 bytes each, uniform over the ring; equal numbers and seeds give equal keys."""
+    """The segment keys of a prompt, 32 bytes each and uniform over the ring, made from its segment numbers; equal
+    numbers and seeds give equal keys."""
     lanes = np.arange(_KEY_WORDS, dtype=np.uint64) + np.uint64(key_of(seed & WORD))
     words: NDArray[np.uint64] = chain.astype(np.uint64)[:, None] * np.uint64(_KEY_WORDS) + lanes
     return mix64(mix64(words)).tobytes()
@@ -113,7 +117,7 @@ def merged(arrivals: Sequence[Arrival], copies: int, *, common_share: float = 0.
 class _Copied(NamedTuple):
     copy: int
     number: int
-    """Number of the request in the workload that is copied; `arrival.follows` is such a number."""
+    """Number of a request in the workload that is copied; `arrival.follows` is such a number, too."""
     arrival: Arrival
 
 
@@ -133,7 +137,8 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
         arrival = arrivals[index]
         at_s = arrival.at_s - begins_s + (end_s if index < first else 0.0)
         own = np.where(np.isin(arrival.chain, common), arrival.chain, arrival.chain + copy * _COPY)
-        # A copy that begins after a request and before the next turn has that turn first.
+        # If the copy begins after a request and before the one that follows it, the following one comes first in the
+        # copy.
         cut = arrival.follows is not None and arrival.follows < first <= index
         follows = None if cut else arrival.follows
         yield _Copied(copy, index, arrival._replace(at_s=at_s, chain=own, follows=follows))
@@ -141,7 +146,8 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
 
 def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
     """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
-    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Recorded times decide."""
+    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Whether a request comes
+    after `from_s` is decided by its recorded time."""
     draw = random.Random(seed)
     prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
     for arrival in arrivals:

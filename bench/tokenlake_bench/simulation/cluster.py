@@ -1,4 +1,4 @@
-"""Simulated nodes with an engine each."""
+"""A simulated pool: nodes with the rules of a daemon, and an engine at each node."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from tokenlake_testing.clock import Clock
 __all__ = ["BEGINS_S", "SETTLE_S", "EngineMaker", "Route", "Send", "SimulatedCluster"]
 
 BEGINS_S = 10.0
-"""The clock's time at which the workload begins: until then the nodes get to know each other."""
+"""Time of the simulated clock at which the workload begins; before it the nodes exchange their first messages."""
 GOSSIP_S = 1.0
-"""Four times a daemon's default: with few requests, reports would be most of the events."""
+"""Seconds between two gossip messages of a simulated node: four times a daemon's default, because with few requests
+these messages would be most of the events."""
 SETTLE_S = 60.0
-"""The longest time that a run goes on after the last arrival."""
+"""Maximum number of simulated seconds for which a run goes on after the last arrival."""
 EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[RequestOutcome], None]], SimulatedEngine]
-"""Makes the engine of a node: (node, options, segments it may read at a time, callback for each finished request)."""
+"""Function that makes the engine of a node from (node, options, maximum number of segments to read at a time, callback
+for each finished request)."""
 Send = Callable[[int], None]
-"""Hands a request to the engine of the node with this index."""
+"""Function that hands a request to the engine of the node with this index."""
 Route = Callable[[int, Arrival, Send], None]
-"""Chooses the node of a request: (number in the order of arrival, request, `Send`, which it calls once, now or later).
-"""
+"""Function that chooses the node of a request. Arguments: number in the order of arrival, the request, and `Send`,
+which the route calls once, now or later."""
 
 
 class SimulatedCluster:
@@ -45,7 +47,7 @@ class SimulatedCluster:
         finished: Callable[[RequestOutcome], None],
         engine: EngineMaker = SimulatedEngine,
     ) -> None:
-        """`finished` is called with each request that is done; `engine` makes the engine of each node."""
+        """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node."""
         self.options = options
         self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
         self.clock = Clock()
@@ -67,15 +69,15 @@ class SimulatedCluster:
                 if other is not node:
                     node.deliver(events.PeerUp(other.name, 1))
         share = self.nodes[0].core.config.cached_share
-        # Fetched segments have to fit among the cached copies.
+        # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
         self.engines = [engine(node, options, window, finished) for node in self.nodes]
         self.routing = 0
-        """Number of requests that arrived and are at no engine yet."""
+        """Number of requests that have arrived and that no engine has been given yet."""
 
     @property
     def now_s(self) -> float:
-        """Time of the workload: 0 when its first second begins."""
+        """Present time of the workload in seconds, which begins at 0."""
         return self.clock.now - BEGINS_S
 
     def run(
@@ -119,11 +121,11 @@ class SimulatedCluster:
             self.clock.run_until(self.clock.now + 1.0)
 
     def idle(self) -> bool:
-        """No request is under way, and no node waits for another."""
+        """Whether no request is under way and no node waits for another."""
         under_way = self.routing or any(engine.open for engine in self.engines)
         return not under_way and all(node.core.idle() for node in self.nodes)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the state of a core does not add up."""
+        """Check the state of every node's rules. Raises AssertionError when it is inconsistent."""
         for node in self.nodes:
             node.core.check_integrity()

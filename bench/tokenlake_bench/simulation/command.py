@@ -1,4 +1,5 @@
-"""The command `bench cache-hit --mode simulate`: a workload through the pool and the other systems."""
+"""The command `bench cache-hit --mode simulate`: simulates a workload through the pool and the systems that it is
+compared with."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ __all__ = ["MODEL", "SimulateArguments", "run_simulate", "simulate"]
 MODEL, GPU = "llama-3-8b", "a100-80g"
 BASELINES = "cache-aware-perfect"
 JITTER_S: Final = 3.0
-"""Traces round their times to multiples of this many seconds; an even delay up to it spreads the requests again."""
+"""Largest rounding in seconds of the times of known traces; a random delay up to it spreads the requests again."""
 BUILTIN_SEGMENT_TOKENS, BUILTIN_CAPACITY_TOKENS = 64, 24_000
 TRACE_SEGMENT_TOKENS, TRACE_CAPACITY_TOKENS = 512, 3_000_000
 NONE = "none"
@@ -85,7 +86,7 @@ class SimulateArguments:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(capacity of the whole pool, length of a segment), in tokens."""
+        """(capacity of the whole pool in tokens, length of a segment in tokens)."""
         capacity = BUILTIN_CAPACITY_TOKENS if self.trace is None else TRACE_CAPACITY_TOKENS
         segment = BUILTIN_SEGMENT_TOKENS if self.trace is None else TRACE_SEGMENT_TOKENS
         return (
@@ -94,15 +95,15 @@ class SimulateArguments:
         )
 
     def engine(self) -> EngineModel:
-        """The engine model of one instance."""
+        """The engine model that gives the times of one instance."""
         return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
 
     def systems(self) -> list[System]:
-        """The systems to compare the pool with."""
+        """The systems with which the pool is compared."""
         return [] if self.baselines == NONE else systems_named(BASELINES if self.baselines is None else self.baselines)
 
     def pool_systems(self) -> list[PoolSystem]:
-        """The forms of the pool that run."""
+        """The forms of the pool that are simulated."""
         if self.pools is None:
             real = any(not system.perfect for system in self.systems())
             return [POOLS[POOL], POOLS[POOL_REAL]] if real else [POOLS[POOL]]
@@ -112,7 +113,7 @@ class SimulateArguments:
         return chosen
 
     def workload(self, tell: Callable[[str], object]) -> tuple[str, list[Arrival]]:
-        """(name of the workload, its requests). `tell` is called with a note on malformed lines."""
+        """(name of the workload, its requests). `tell` is called with a text about malformed lines."""
         segment_tokens = self.size[1]
         if self.trace is None:
             plain = builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
@@ -122,7 +123,7 @@ class SimulateArguments:
             if note := passed_over(trace.malformed):
                 tell(note)
             name, accesses = trace.name, trace.accesses(segment_tokens)
-        # The first request arrives at time 0.
+        # All times are shifted so that the first request arrives at time 0.
         start_s = accesses.prompts[0].at_s
         arrivals = [each._replace(at_s=each.at_s - start_s) for each in arrivals_of(accesses)]
         if self.open_loop:
@@ -138,7 +139,7 @@ class SimulateArguments:
 
 @dataclass(eq=False)
 class _Study:
-    """A comparison and the results it has so far."""
+    """One run of the comparison, with the results that are finished so far."""
 
     arguments: SimulateArguments
     engine: EngineModel
@@ -152,7 +153,7 @@ class _Study:
     complete: bool = False
 
     def run(self) -> None:
-        """Run every system in turn. KeyboardInterrupt ends the run and keeps the results so far."""
+        """Simulate every system in turn. KeyboardInterrupt ends the comparison and keeps the finished results."""
         try:
             for pool in self.pools:
                 self._run_pool(pool)
@@ -200,7 +201,7 @@ class _Study:
         self.write()
 
     def result(self) -> SimulatedResult | None:
-        """The results so far; None before the first request is done."""
+        """The result of the systems that are finished; None before the first request of the pool is done."""
         if self.view is None:
             return None
         return result_of(
@@ -212,14 +213,14 @@ class _Study:
         )
 
     def write(self) -> None:
-        """Write the results so far to the JSON file, if one was asked for and there are any."""
+        """Write the results so far to the JSON file, if the command line names one and there are any."""
         if self.arguments.json_file is not None and (result := self.result()) is not None:
             write_json(result, self.arguments.json_file)
 
 
 def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedResult | None, PoolView | None]:
-    """Run the comparison, print it, and write the JSON file after every system. Returns None where nothing was done.
-    Raises TokenLakeError."""
+    """Run the comparison, print it, and write the JSON file after every system. Returns the result, or None where no
+    request was finished. Raises TokenLakeError."""
     engine, pools, systems = arguments.engine(), arguments.pool_systems(), arguments.systems()
     name, arrivals = arguments.workload(console.print)
     if arguments.trace is None:
@@ -241,7 +242,8 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
 
 
 def run_simulate(arguments: SimulateArguments) -> bool:
-    """As `simulate`, and draw the picture that was asked for. Returns False when the run was interrupted."""
+    """Run, print and write the comparison as `simulate` does, and draw the picture if the command line names one.
+    Returns False when the run was interrupted."""
     result, view = simulate(arguments, Console())
     if arguments.plot_file is not None and result is not None and view is not None:
         plot_simulated(result, view, arguments.plot_file)

@@ -1,7 +1,7 @@
 """A simulated engine: one process at one node, which serves requests concurrently.
 
-Each request takes the steps of `live_client.LiveClient` on simulated time: it matches, fetches and releases a window at
-a time, then computes and stores the rest a window at a time.
+Each request does the same as the engine of a live replay (`live_client.LiveClient`), on simulated time: it matches,
+fetches and releases a window at a time, then computes and stores the rest a window at a time.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from tokenlake_bench.simulation.options import SimulationOptions
 __all__ = ["SOCKET_S", "SimulatedEngine", "RequestOutcome", "Steps"]
 
 SOCKET_S = 20e-6
-"""Time of a message from an engine to its daemon, or back."""
+"""Seconds that a message takes from an engine to its daemon, or back."""
 RETRY_S = 0.002
 LONGEST_RETRY_S = 0.05
-"""Pause between two attempts of a store that the write budget refuses: `RETRY_S`, doubled after each refusal up to
-`LONGEST_RETRY_S`, as in the client."""
+"""Seconds between two attempts of a store that the daemon refuses because too many segments are being written:
+`RETRY_S`, doubled after each refusal up to `LONGEST_RETRY_S`, as in the client."""
 TENANT = "default"
 _Step = engine.EngineRequest | float
-"""A request to the daemon, or seconds to wait."""
+"""One action of a simulated request: a request to the daemon, or seconds to wait."""
 Steps = Generator[_Step, engine.EngineReply | None, None]
 
 
 @dataclass(slots=True, eq=False)
 class RequestOutcome:
-    """The outcome of one request. Counts are numbers of segments."""
+    """What one request found and stored in the pool. Counts are numbers of segments."""
 
     arrival: Arrival
     node: int
     answered: Callable[[], None]
-    """To be called once, with the request's answer."""
+    """A function to call once, when the request is answered."""
     hits: int = 0
-    """Segments read from the pool: the contiguous prefix."""
+    """Number of segments read from the pool, which are a contiguous prefix of the prompt."""
     remote: int = 0
-    """Segments among `hits` that came from other nodes."""
+    """Number of the `hits` that came from other nodes."""
     cut_by: Code | None = None
     stored: Counter[Code] = field(default_factory=Counter)
     read_s: float = 0.0
-    """Time from the match to the last byte of the prefix."""
+    """Seconds from the match to the last byte of the prefix."""
 
 
 class SimulatedEngine:
-    """Joins its daemon when constructed. `finished` is called with each request that is done."""
+    """A simulated engine, which joins its node's daemon when constructed. `finished` is called with the outcome of each
+    finished request."""
 
     def __init__(
         self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
@@ -67,19 +68,20 @@ class SimulatedEngine:
         self.connection = 1
         self.joined = False
         self.open = 0
-        """Number of requests under way."""
+        """Number of requests that the engine has begun and not finished."""
         node.engines[self.connection] = self
         layout = options.segment_layout
         node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
         self._beat()
 
     def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
-        """Begin a request. `answered` is called with its answer: here, when its segments are stored."""
+        """Begin a request. `answered` is called when its answer is complete, which here is when its segments are
+        stored."""
         self.open += 1
         self._advance(self._request(RequestOutcome(arrival, self._node.index, answered)), None)
 
     def hear(self, message: engine.EngineReply) -> None:
-        """A reply of the daemon left the node; it arrives after `SOCKET_S`."""
+        """Take a reply that the daemon sends now; the engine gets it after `SOCKET_S` seconds."""
         self._clock.after(SOCKET_S, self._answered, message)
 
     # -- steps
@@ -119,8 +121,8 @@ class SimulatedEngine:
         served.answered()
 
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
-        # Another engine that computes the same prefix began earlier, and its notice travels a little longer than the
-        # computation.
+        # The match waits longer than this engine would compute: another engine that computes the same prefix began
+        # earlier, and the notice that it is done arrives a little after its computation.
         in_flight_wait_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
         matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=in_flight_wait_s)
         assert isinstance(matched, engine.Matched)
@@ -168,7 +170,8 @@ class SimulatedEngine:
             first += done
 
     def _write(self, prepared: engine.Prepared, codes: bytearray) -> Steps:
-        """Compute and commit the RESERVED segments of `codes`, and replace their codes by the outcome."""
+        """Compute and commit the segments whose codes are RESERVED, and replace these codes by the results of the
+        commit."""
         reserved = tuple(at for at, code in enumerate(codes) if code == Code.RESERVED)
         if compute_s := self._compute_s(len(reserved)):
             yield compute_s

@@ -30,22 +30,22 @@ from tokenlake_bench.simulation.pools import POOLS
 __all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
 
 SHARE: Final = 0.9
-"""Share of the requests that have to meet their objective."""
+"""Share of the requests that must meet their objective at the searched rate."""
 STEP: Final = 1.05
-"""Ratio of two neighbouring rates of the search."""
+"""Ratio of two neighbouring request rates of the search."""
 VARIED: Final = (0.7, 1.3)
 LOWEST, HIGHEST = 1 / 64, 1024.0
+"""Lowest and highest request rate of the search, as multiples of the workload's own rate."""
 _HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
-"""Bounds of the search, as multiples of the workload's own rate."""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """`rates`: requests per second by system, then by varied constant ("" for the engine as fitted); 0 where no rate
-    was low enough. A rate is that of the recorded times, moved by one factor: where requests follow answers, only the
-    beginnings of the sessions move, and the pauses stay, so that a few sessions may meet it at the highest rate that is
-    tried. `shares`: the share of requests that met their objective at
-    each tried rate, in the same structure.
-    """
+    """Result of a search for the goodput, the highest rate at which enough requests meet their objective. `rates`:
+    requests per second by system, then by varied constant of the engine model ("" for the engine as fitted); 0 where no
+    rate was low enough. A rate is that of the recorded times, moved by one factor: where requests follow answers, only
+    the beginnings of the sessions move, and the pauses stay, so that a few sessions may meet it at the highest rate
+    that is tried. `shares`: the share of requests that met their objective at each tried rate, in the same
+    structure."""
 
     model: str
     gpu: str
@@ -57,8 +57,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None:
-    """The highest step at which `share_at` is at least `SHARE` while it is lower one step up; None where that is below
-    `LOWEST`. Where the share is not monotonic, the result is one such step, rather near `start`."""
+    """The highest step of the rate at which `share_at(step)` is at least `SHARE` while it is lower one step above; None
+    where that would be below the lowest rate. If the share does not fall steadily, the result is one such step, rather
+    near `start`."""
     lowest, highest = math.floor(math.log(LOWEST, STEP)), _HIGHEST_STEP
     good = bad = None
     at, stride = start, 1
@@ -82,8 +83,8 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
 
 
 def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
-    """The engine as fitted, then with each fitted constant that affects its times 30 % lower and 30 % higher. The
-    objectives are relative to the engine and vary with it."""
+    """Yield (name of the variation, engine model): the engine as fitted, then with each fitted constant that affects
+    its times 30 % lower and 30 % higher. The objectives are relative to the engine and vary with it."""
 
     def times(each: EngineModel) -> tuple[float, ...]:
         return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512)
@@ -113,7 +114,8 @@ def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, e
 def goodput(
     arguments: SimulateArguments, systems: Sequence[str], *, vary: bool, say: Callable[[str], object]
 ) -> Goodput:
-    """Search the goodput of every system. `say` is called with a line per tried rate. Raises ConfigurationError."""
+    """Search the goodput of every system with each variation of the engine. `say` is called with a line of text per
+    simulated rate. Raises ConfigurationError."""
     for name in systems:
         if name not in (*POOLS, *SYSTEMS):
             raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
@@ -141,7 +143,8 @@ def goodput(
     for varied, model in variants(engine) if vary else [("", engine)]:
         for name in systems:
             result.shares[name][varied] = []
-            # A varied constant changes the rate by little: start at the unvaried engine's rate.
+            # The search begins at the rate found for the unvaried engine, because a varied constant changes the rate by
+            # little.
             usual = result.rates[name].get("")
             start = round(math.log(usual / own_rate, STEP)) if usual else 0
             best = highest_rate(partial(share_at, name, varied, model), start)
@@ -154,7 +157,7 @@ def goodput(
 
 
 def table(result: Goodput) -> Table:
-    """A table for a terminal: a row per system, a column per variation."""
+    """The goodput as a table for a terminal: a row per system, a column per variation of the engine model."""
     shown = Table(
         title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
     )

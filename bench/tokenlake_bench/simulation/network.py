@@ -21,7 +21,7 @@ __all__ = ["Link", "Network", "NetworkShape"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two nodes: latency in seconds, bandwidth in bytes per second."""
+    """Link in one direction between two nodes: latency in seconds, bandwidth in bytes per second."""
 
     latency_s: float = 50e-6
     bandwidth: float = 12.5e9
@@ -35,36 +35,37 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class NetworkShape:
-    """`links`: the links that differ, by (sender, receiver). `usual`: every other link, and each node's own connection
-    in either direction; by default 100 Gbit/s through one switch."""
+    """The links of a simulated network. `links`: by (sender, receiver), those that differ from the usual one. `usual`:
+    every other link, and each node's own connection in either direction; by default 100 Gbit/s through one switch."""
 
     usual: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
 
 class Network:
-    """The links between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
+    """The simulated network between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
 
     def __init__(self, shape: NetworkShape, nodes: int) -> None:
         self._shape = shape
         self._sends_until = [0.0] * nodes
         self._receives_until = [0.0] * nodes
         self.messages: Counter[type] = Counter()
-        """Frames sent so far, by type of message."""
+        """Number of frames sent so far, by type of message."""
         self.transfers = 0
         self.nbytes = 0
-        """Bytes of segments sent so far."""
+        """Number of bytes of segments sent so far."""
 
     def link(self, sender: int, receiver: int) -> Link:
         """The link from one node to another."""
         return self._shape.links.get((sender, receiver), self._shape.usual)
 
     def frame(self, message: peer.PeerMessage) -> None:
-        """Count a frame that is sent now."""
+        """Count a frame that a node sends now."""
         self.messages[type(message)] += 1
 
     def transfer(self, now: float, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
-        """Queue a transfer of `nbytes`. Returns when the sender has sent the last byte and when it arrives."""
+        """Queue a transfer of `nbytes` from one node to another. Returns (time at which the sender has sent the last
+        byte, time at which it arrives)."""
         link = self.link(sender, receiver)
         took = nbytes / min(link.bandwidth, self._shape.usual.bandwidth)
         starts = max(now, self._sends_until[sender])

@@ -1,4 +1,4 @@
-"""One simulated node: the rules of a daemon, on a network and a memory of which only sizes and times exist."""
+"""One simulated node: the rules of a daemon with a network and a memory that have sizes and times but no bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tokenlake_testing.driver import NodeDriver, Pull
 __all__ = ["CHECKSUM", "Process", "SimNode"]
 
 CHECKSUM = b"checksum"
-"""The checksum of every segment and shard: segments have no bytes here."""
+"""The checksum that every segment and shard has, because simulated segments have no bytes."""
 
 
 class Process(Protocol):
-    """An engine process that joined a node."""
+    """An engine process that has joined a simulated node."""
 
     joined: bool
 
@@ -30,7 +30,7 @@ class Process(Protocol):
 
 
 class _SizedPull(Pull):
-    """A transfer whose duration the network computes from its size."""
+    """A simulated transfer of segments, whose duration the network computes from its size."""
 
     def __init__(self, source: SimNode, target: SimNode, order: instructions.StartFetch, stream: int) -> None:
         super().__init__(target.driver, order, stream)
@@ -39,7 +39,7 @@ class _SizedPull(Pull):
         self._codes = b""
 
     def begin(self) -> None:
-        """The order reached the sender."""
+        """Called when the order to send has reached the sending node."""
         if not self.returned:
             self.ask(self._source.driver)
 
@@ -71,7 +71,7 @@ class _SizedPull(Pull):
         )
 
     def _count(self, codes: bytes) -> None:
-        """A background transfer hands segments over; an engine waits for any other one."""
+        """A background transfer is a hand-over of segments; for every other transfer an engine waits."""
         order, source = self.order, self._source
         now, node, meter = source.clock.now, source.index, source.meter
         if order.background:
@@ -83,10 +83,11 @@ class _SizedPull(Pull):
 
 
 class SimNode:
-    """A `NodeDriver`, and the engines, the network and the memory that it drives."""
+    """A simulated node: the driver of its rules (`NodeDriver`), with the engines, the network and the memory that it
+    drives."""
 
     def __init__(self, index: int, nodes: int, core: NodeCore, clock: Clock, network: Network, meter: Meter) -> None:
-        """`index`: this node's number among the `nodes` of the cluster."""
+        """`index`: number of this node among the `nodes` nodes of the cluster."""
         self.index = index
         self.name = core.config.node
         self.core = core
@@ -94,7 +95,7 @@ class SimNode:
         self.network = network
         self.meter = meter
         self.engines: dict[int, Process] = {}
-        """By connection."""
+        """The engines of the node, by number of their connection."""
         self.driver = NodeDriver(core, clock, engines=self, network=self, memory=self)
         self.deliver = self.driver.deliver
         self._nodes = nodes
@@ -103,11 +104,11 @@ class SimNode:
 
     @property
     def store(self) -> SegmentStore:
-        """The segments that lie here."""
+        """The segment store of the node."""
         return self.core.store
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
-        """Learn of the other nodes. Call it before `driver.start`."""
+        """Make the other nodes known to this one. Must be called before `driver.start`."""
         others = (node for node in nodes if node is not self)
         self._peers = {other.name: (other, self.network.link(self.index, other.index)) for other in others}
 
@@ -141,12 +142,12 @@ class SimNode:
     # -- memory
 
     def stamp(self, order: instructions.Stamp) -> None:
-        """There is no memory to stamp."""
+        """Does nothing, because there is no memory whose slots have generations."""
 
     def check(self, order: instructions.CheckSlot) -> None:
-        """There are no bytes that could be wrong."""
+        """Reports the copy as right, because there are no bytes that could be wrong."""
         self.clock.after(0.0, self.deliver, events.SlotChecked(order.check, True))
 
     def replace(self, order: instructions.ReplaceRegion) -> None:
-        """There is no memory to close."""
+        """Reports the region as replaced, because there is no memory to close."""
         self.clock.after(0.0, self.deliver, events.RegionReady(order.fresh))

@@ -1,4 +1,4 @@
-"""Options of one simulated run."""
+"""Options of a simulated run of the pool."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class SimulationOptions:
 
     nodes: int
     capacity_tokens: int
-    """Tokens that the whole pool holds."""
+    """Number of tokens that the whole pool holds."""
     segment_tokens: int = 512
     layout: Layout | None = None
-    """The layout of the segments; None: `serving_layout`."""
+    """The layout of the segments; None: that of Llama-3-8B (`serving_layout`)."""
     seed: int = 0
     network: NetworkShape = field(default_factory=NetworkShape)
     rules: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `CoreConfig` that differ from their defaults."""
+    """Fields of the rules' `CoreConfig` that differ from their defaults."""
     prefill_tokens_per_s: float = 0.0
-    """Speed of an engine; 0: engines compute in no time."""
+    """Prompt tokens that an engine computes per second; 0: engines compute in no time."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.prefill_tokens_per_s < float("inf"):
@@ -41,7 +41,7 @@ class SimulationOptions:
 
     @cached_property
     def segment_layout(self) -> Layout:
-        """The layout of the segments."""
+        """The layout of the segments, with the default filled in."""
         return self.layout or serving_layout(self.segment_tokens)
 
 

@@ -1,4 +1,4 @@
-"""A picture of a simulated comparison: hit rates, requests within their objective, the load of each node over time."""
+"""Draws a simulated comparison: hit rates, requests within their objective, and the load of each node over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["plot_simulated"]
 
 
 def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
-    """Write a PNG to `path`, without a display. Raises ConfigurationError where matplotlib is missing."""
+    """Write the picture of a simulated comparison (PNG) to `path`, without a display. Raises ConfigurationError where
+    matplotlib is missing."""
     check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

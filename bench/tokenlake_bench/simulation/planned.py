@@ -26,10 +26,11 @@ __all__ = ["PlannedRoute"]
 
 
 class PlannedRoute:
-    """The route of one `PooledRun`: pass it to `PooledRun.run`. It sends each request after its lookup."""
+    """The route of one `PooledRun` that plans: pass it to `PooledRun.run`. It sends each request to an instance after a
+    lookup of the request's segments."""
 
     def __init__(self, run: PooledRun) -> None:
-        """Takes over the `first_token` and `answered` callbacks of `run`."""
+        """Replaces the callbacks `first_token` and `answered` of `run`, from which it learns of answers."""
         options = run.simulation.options
         self._run = run
         self._seed = options.seed
@@ -44,7 +45,7 @@ class PlannedRoute:
         run.answered = self._answered
 
     def __call__(self, number: int, arrival: Arrival, send: Send) -> None:
-        """A request arrives: begin its lookup."""
+        """Begin the lookup of the segments of a request that arrives; the request is sent when the lookup has ended."""
         keys = keys_of(arrival.chain, self._seed)
         request = Request(
             name=_name(arrival),
@@ -63,7 +64,7 @@ class PlannedRoute:
         send(self._indices[NodeId(start.instance)])
 
     def _owners(self, keys: Sequence[SegmentKey]) -> dict[SegmentKey, list[NodeId]]:
-        """The nodes that a lookup names now, up to the first segment without one."""
+        """By key, the nodes that own the segment at this moment, for the keys up to the first one that no node owns."""
         indices = [node.store.index(TenantId(TENANT)) for node in self._cluster.nodes]
         owners: dict[SegmentKey, list[NodeId]] = {}
         for key in keys:
@@ -81,5 +82,5 @@ class PlannedRoute:
 
 
 def _name(arrival: Arrival) -> str:
-    """Names a request while it is under way: no two arrivals are one object."""
+    """Name by which the planner knows a request while it is under way; no two requests are the same object."""
     return str(id(arrival))

@@ -1,5 +1,5 @@
-"""The pool beneath engines that take time: the nodes' `NodeCore`s and the engine instances of the other systems on one
-clock.
+"""Simulation of the pool with engines that take time to compute: the rules of the nodes (`NodeCore`) and the engine
+instances that the compared systems have, too, on one clock.
 
 ::
 
@@ -40,17 +40,17 @@ from tokenlake_bench.simulation.run import Simulation
 __all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
 
 POOL, POOL_REAL = "pool", "pool-real"
-"""`pool`: requests under way take no memory from the pool, as in the `-perfect` systems. `pool-real`: they take memory.
-"""
+"""Names of two simulated forms of the pool. `pool`: requests under way take no memory from the pool, as in the
+`-perfect` systems. `pool-real`: they take memory."""
 AHEAD = 1
-"""Requests of an instance that may have read their prefix and not begun to compute: those that read early miss what the
-requests before them are about to store."""
+"""Number of requests of an instance that may have read their prefix and not begun to compute. If more read early, they
+would miss segments that the requests before them are about to store."""
 DRAIN_S = 86_400.0
-"""The longest time that a run goes on after the last arrival."""
+"""Maximum number of simulated seconds for which a run goes on after the last arrival."""
 
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
-    """A layout whose segments have as many bytes as the model's; its other fields have no effect."""
+    """A layout whose segments have as many bytes as those of the engine's model; its other fields have no effect."""
     elements = engine.model.attention.cache_elements
     return Layout(
         model_id=engine.model.name,
@@ -74,8 +74,9 @@ def pool_options(
     seed: int,
     rules: dict[str, str],
 ) -> SimulationOptions:
-    """Options of a pool whose nodes are instances: all NICs of an instance are one connection. As a node's memory is
-    one region, it has as many slots as an instance of the other systems has cache."""
+    """Options of a simulated pool with one node per engine instance, whose network adapters together are one
+    connection. A node's memory is one region, so it has as many slots as an instance of the compared systems has cache
+    segments."""
     bandwidth = engine.gpus * engine.gpu.network_rate * engine.gpu.network_efficiency
     return SimulationOptions(
         nodes=nodes,
@@ -90,17 +91,18 @@ def pool_options(
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Memory of one request, prompt and answer: `slots` slots, or fewer where the store has no more."""
+    """The slots of the pool that one request under way takes for prompt and answer: `slots` slots, or fewer where the
+    store has no more."""
 
     slots: int
     shared: list[Segment] = field(default_factory=list)
-    """Segments of the pool, pinned."""
+    """Segments of the prompt in the pool that the request has pinned."""
     own: list[Segment] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _PooledRequest:
-    """One request at its instance."""
+    """A request at its instance, from the beginning of its read until it is answered and stored."""
 
     served: RequestOutcome
     keys: bytes
@@ -110,7 +112,8 @@ class _PooledRequest:
 
 
 class PooledEngine(SimulatedEngine):
-    """A `SimulatedEngine` whose requests pass through an instance between reading and storing."""
+    """A simulated engine at one node of the pool: each request first reads its prefix, then passes through an engine
+    instance, which takes time, and then stores its segments."""
 
     def __init__(
         self,
@@ -123,14 +126,14 @@ class PooledEngine(SimulatedEngine):
         super().__init__(node, options, window, finished)
         self._run = run
         self._requests: dict[int, _PooledRequest] = {}
-        """Requests that read or are at the instance, by number."""
+        """Requests that are reading or are at the instance, by number."""
         self._queue: deque[_PooledRequest] = deque()
         self._ahead = 0
-        """Requests that read or have read, and have not begun to compute."""
+        """Number of requests that are reading or have read their prefix, and have not begun to compute."""
         self._memory: dict[int, _Memory] = {}
-        """Memory of requests under way, by number."""
+        """Slots of the pool that each request under way takes, by number of the request."""
         self.backlog = 0
-        """Tokens of the prompts without a first token."""
+        """Number of prompt tokens of the requests that have not produced their first token."""
         memory = run.node_tokens if run.counts_memory else None
         self._instance = ClockedInstance(
             node.clock,
@@ -174,7 +177,8 @@ class PooledEngine(SimulatedEngine):
             memory = self._memory[job.number] = _Memory(-(-(job.prompt + job.output) // self._options.segment_tokens))
             self._share(memory, request.keys[: request.served.hits * KEY_BYTES])
             self._hold(memory)
-        # Reading calls the node, which may call back: it must not happen within the instance's step.
+        # The next request must not read within this call of the instance, because reading calls the node, which may
+        # call back.
         self._clock.after(0.0, self._read_ahead)
 
     def _ran(self, from_s: float, to_s: float) -> None:
@@ -191,7 +195,7 @@ class PooledEngine(SimulatedEngine):
         new = request.keys[request.served.hits * KEY_BYTES :]
         memory = self._memory.get(number)
         if memory is not None:
-            # The computed segments become the pool's: their memory changes its owner.
+            # The computed segments now take slots of the pool as segments, so the request gives back as many slots.
             self._release(memory.own, len(new) // KEY_BYTES)
         if new:
             yield from self._store(request.served, request.keys)
@@ -234,7 +238,7 @@ class PooledEngine(SimulatedEngine):
     # -- memory of requests under way
 
     def _share(self, memory: _Memory, keys: bytes) -> None:
-        """Pin those of the segments that this node has: the request computes on them."""
+        """Pin those of the segments that this node has, because the request computes with them."""
         index = self._node.store.index(TenantId(TENANT))
         for at in range(0, len(keys), KEY_BYTES):
             segment = index.get(SegmentKey(keys[at : at + KEY_BYTES]))
@@ -243,9 +247,9 @@ class PooledEngine(SimulatedEngine):
                 memory.shared.append(segment)
 
     def _hold(self, memory: _Memory) -> None:
-        """Take slots for the rest of the request out of the pool, as many as the store gives. A slot is reserved and
-        its segment discarded at once, so that it is in no index, like the slot of an evicted segment that a reader
-        still pins."""
+        """Take slots of the pool for the part of the request that is in no segment, as many as the store gives. Each
+        slot is reserved and its segment discarded at once: it is then in no index, like the slot of an evicted segment
+        that a reader still pins."""
         store, now = self._node.store, self._clock.now
         slot_bytes = self._options.segment_layout.segment_bytes
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
@@ -256,7 +260,7 @@ class PooledEngine(SimulatedEngine):
                 break
             store.discard(segment, now)
             memory.own.append(segment)
-        # On the next event the node reports the evictions to its peers.
+        # An event makes the node report the evicted segments to its peers.
         self._node.deliver(events.Tick())
 
     def _release(self, segments: list[Segment], most: int) -> None:
@@ -265,7 +269,7 @@ class PooledEngine(SimulatedEngine):
 
 
 class PooledRun:
-    """One run of a workload through the pool. Deterministic."""
+    """One run of a workload through a simulated pool. Deterministic: equal arguments give equal runs."""
 
     def __init__(self, options: SimulationOptions, engine: EngineModel, *, counts_memory: bool) -> None:
         """`counts_memory`: requests under way take memory from the pool."""
@@ -274,10 +278,11 @@ class PooledRun:
         self.answers: list[Answered] = []
         self.busy = BusyLog(options.nodes)
         self.done: list[Arrival] = []
-        """The answered requests, in order of their answers."""
+        """The answered requests, in the order in which their answers ended."""
         self.first_token: Callable[[Arrival], None] = lambda arrival: None
         self.answered: Callable[[Arrival], None] = lambda arrival: None
-        """Called with the first and with the last token of each answer."""
+        """Functions that are called with the request at the first token (`first_token`) and at the last token
+        (`answered`) of each answer."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._closed_loop = False
         self._numbers = count(1)
@@ -286,7 +291,7 @@ class PooledRun:
         self.simulation = Simulation(options, self._make)
 
     def next_number(self) -> int:
-        """A number that is never returned again."""
+        """A number that this run has not used before."""
         return next(self._numbers)
 
     def _make(
@@ -297,14 +302,14 @@ class PooledRun:
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival, send: Send) -> None:
-        """To the node with the fewest prompt tokens to compute, then the fewest requests; ties are drawn by the
-        seed."""
+        """The default route: sends each request to the node with the fewest prompt tokens to compute, then the fewest
+        requests; the seed draws among equal nodes."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
         send(self._draw.choice([node for node, load in enumerate(loads) if load == least]))
 
     def round_robin(self, number: int, arrival: Arrival, send: Send) -> None:
-        """To the nodes in turn."""
+        """A route that sends requests to the nodes in turn."""
         send(number % len(self._engines))
 
     def run(
@@ -313,15 +318,15 @@ class PooledRun:
         progress: Callable[[int], None] = lambda done: None,
         route: Route | None = None,
     ) -> None:
-        """Run to the last token. `route`: `least_loaded` by default. Raises ConfigurationError where there are no
-        requests."""
+        """Serve all requests to their last token. `route` chooses the nodes, by default `least_loaded`. Raises
+        ConfigurationError where there are no requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
         self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
         self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
 
     def row(self) -> SystemRow:
-        """The row of all answered requests; there must be at least one."""
+        """The row of the pool in the comparison, from all answered requests; there must be at least one."""
         simulation = self.simulation
         return row_of(
             self.answers,

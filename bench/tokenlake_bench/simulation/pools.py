@@ -1,4 +1,4 @@
-"""The forms of the pool that are compared, by name."""
+"""The forms of the pool that can be simulated and compared, by name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ POOL_PLANNED, POOL_PLANNED_REAL = "pool-planned", "pool-planned-real"
 
 @dataclass(frozen=True, slots=True)
 class PoolSystem:
-    """`counts_memory`: requests under way take memory from the pool. `planned`: requests go where they start soonest
-    (`planned`); otherwise to the least loaded node."""
+    """One form of the pool. `counts_memory`: requests under way take memory from the pool. `planned`: the router sends
+    a request where the planner expects it to start soonest; otherwise to the least loaded node."""
 
     name: str
     counts_memory: bool
     planned: bool
 
     def prepare(self, options: SimulationOptions, engine: EngineModel) -> tuple[PooledRun, Route | None]:
-        """A run, and the route to pass to it; None: the run's own."""
+        """(a run of this form of the pool, the route to pass to it; None for the run's default route)."""
         run = PooledRun(options, engine, counts_memory=self.counts_memory)
         return run, PlannedRoute(run) if self.planned else None
 
@@ -44,7 +44,8 @@ POOLS: Final[dict[str, PoolSystem]] = {
 
 
 def pools_named(names: str) -> list[PoolSystem]:
-    """`all`, or names separated by commas. Raises ConfigurationError for a name that is not in `POOLS`."""
+    """The forms of the pool of the comma-separated `names`, or all forms for `all`. Raises ConfigurationError for a
+    name that is not in `POOLS`."""
     if names == "all":
         return list(POOLS.values())
     chosen = []

@@ -57,24 +57,25 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolView:
-    """Figures of one run of the pool, kept after its cluster is gone."""
+    """Figures of one run of the pool that are kept after the simulated cluster is released."""
 
     measured: Measured
     totals: Totals
     sent: SendLog
     done: Accesses
-    """The answered requests, in order of arrival."""
+    """The answered requests, in the order in which they arrived."""
     seed: int
     nodes: int
     segment_tokens: int
     capacity_tokens: int
     read_s: tuple[float, float]
-    """Median and 99th percentile of the time from the match to the last byte, over requests that read something."""
+    """Median and 99th percentile of the seconds from the match to the last byte of the prefix, over the requests that
+    read something."""
     seconds: float
 
     @classmethod
     def of(cls, run: PooledRun) -> PoolView:
-        """The figures of a run at its end, or where it was interrupted."""
+        """The figures of a run of the pool at its end, or where it was interrupted."""
         simulation = run.simulation
         cluster = simulation.cluster
         seconds = max(answer.at_s for answer in run.answers)
@@ -100,7 +101,7 @@ def result_of(
     flash_at: float | None,
     complete: bool,
 ) -> SimulatedResult:
-    """Combine the pool's figures with the rows of all systems that are done."""
+    """The JSON result: combines the figures of the pool with the rows of all systems that are finished."""
     measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
     reads = view.sent.reads()
@@ -139,7 +140,7 @@ def result_of(
 
 
 def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
-    """A table of the pool alone, for a terminal."""
+    """The figures of the pool as a table for a terminal."""
     title = f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
@@ -161,7 +162,7 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
 
 
 def systems_table(result: SimulatedResult) -> Table:
-    """A table for a terminal: a row per system."""
+    """All compared systems as a table for a terminal, with a row per system."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
     title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
     table = Table(title=title, title_justify="left")

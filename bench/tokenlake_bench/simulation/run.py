@@ -1,4 +1,4 @@
-"""Runs a workload on a simulated cluster and measures it."""
+"""Runs a workload on a simulated pool and measures hits, load and messages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ __all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the finished requests. `remote_share` is the share of the hits that came from other nodes; the others
-    are own reads, which are no load. `load` and `load_floor` are defined in `balance`."""
+    """Figures of the finished requests of a simulated run. `remote_share`: share of the hits that came from other
+    nodes; the others are reads from the engine's own node, which are no load. `load` and `load_floor` are defined in
+    `balance`."""
 
     requests: int
     token_hit_rate: float
@@ -36,7 +37,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a whole run. `messages` are frames between nodes, `events` callbacks of the simulated clock,
+    """Totals of a whole simulated run. `messages` are frames between nodes, `events` callbacks of the simulated clock,
     `bytes_moved` bytes of segments sent between nodes, `duplication` copies per distinct segment at the end."""
 
     requests: int
@@ -51,12 +52,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation:
-    """One run of a workload. `cluster` may be inspected afterwards."""
+    """One run of a workload on a simulated pool. `cluster` may be inspected afterwards."""
 
     def __init__(self, options: SimulationOptions, engine: EngineMaker = SimulatedEngine) -> None:
         self.options = options
         self.done = 0
-        """Requests finished so far."""
+        """Number of requests finished so far."""
         self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
         self.cluster = SimulatedCluster(options, self._finished, engine)
@@ -71,8 +72,8 @@ class Simulation:
         route: Route | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Serve all arrivals, as `SimulatedCluster.run` does. `progress` is called once per window with the number of
-        finished requests."""
+        """Serve all requests on the simulated clock, as `SimulatedCluster.run` does. `progress` is called once per
+        window of time with the number of finished requests."""
 
         def sample() -> None:
             progress(self.done)
@@ -85,7 +86,7 @@ class Simulation:
             self._processor_s += time.process_time() - began
 
     def measure(self) -> Measured:
-        """Figures of the requests that finished so far, and of all bytes sent."""
+        """Hit rate of the requests that finished so far, and load by all bytes sent."""
         sent = self.cluster.meter.log
         return Measured(
             requests=self.done,
@@ -96,11 +97,12 @@ class Simulation:
         )
 
     def read_s(self, quantile: float) -> float:
-        """A quantile of the time from the match to the last byte of the prefix, over requests that read something."""
+        """A quantile of the seconds from the match to the last byte of the prefix, over the requests that read
+        something."""
         return float(np.quantile(np.array(self._read_s), quantile)) if self._read_s else 0.0
 
     def totals(self) -> Totals:
-        """Figures of all requests so far."""
+        """Totals of all requests so far."""
         cluster, done = self.cluster, max(1, self.done)
         return Totals(
             requests=self.done,
@@ -130,8 +132,8 @@ class Simulation:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely. A cluster consists of a few million long-lived objects; scanning them as often as Python
-    does by default takes as long as the run itself."""
+    """Context in which Python collects garbage rarely. A simulated cluster consists of a few million long-lived
+    objects; scanning them as often as Python does by default takes as long as the run itself."""
     usual = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -23,12 +23,12 @@ __all__ = ["main", "plot_series"]
 
 
 class Panel(NamedTuple):
-    """`value(result, system, row)` is plotted for each system that has one."""
+    """One panel of the picture. `value(result, system, row)` is the plotted number; None leaves the system out."""
 
     label: str
     value: Callable[[SimulatedResult, str, SystemRow], float | None]
     line: float | None = None
-    """Height of a horizontal line."""
+    """Height at which the panel has a horizontal line."""
 
 
 PANELS: Final[dict[str, tuple[Panel, ...]]] = {
@@ -45,11 +45,11 @@ PANELS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel("load CV per 10 s", lambda result, name, row: row.load_cv),
     ),
 }
-"""The panels to draw, by the field of a result on the horizontal axis."""
+"""The panels of the picture, by the field of a result that the horizontal axis shows."""
 
 
 def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> None:
-    """Write a PNG to `path`, without a display. Raises ConfigurationError."""
+    """Write the picture (PNG) to `path`, without a display. Raises ConfigurationError."""
     if over not in PANELS:
         raise ConfigurationError("over", over, " or ".join(PANELS))
     if not results:
@@ -68,7 +68,7 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
                 for result in ordered
                 if name in result.systems and (value := panel.value(result, name, result.systems[name])) is not None
             ]
-            # A system with one point among several results shows no dependence.
+            # A system that has only one point among several results is left out, because it shows no dependence.
             if len(points) >= min(2, len(ordered)):
                 axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=3 if name == POOL else 1)
         if panel.line is not None:

@@ -1,1 +1,2 @@
-"""`bench soak`: mixed load with kills and stops, every byte compared, and gauges that must stay flat."""
+"""`tokenlake bench soak`: a mixed load while processes are killed and stopped. Every byte read is compared, and gauges
+such as memory must stay flat."""

@@ -1,4 +1,5 @@
-"""The command `bench soak`: load and faults for a time, then checks of the end state, then the verdict."""
+"""The command `bench soak`: runs load and faults for a time, then checks the final state, then reports which claims
+hold."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tokenlake_bench.soak.show import claim_table, gauge_table, page
 __all__ = ["SoakArguments", "run_soak"]
 
 SAMPLES: Final = 240
-"""Maximum number of samples of a run; short runs take one per second."""
+"""Maximum number of times that gauges are sampled in a run; short runs take a sample per second."""
 DRAIN_S: Final = 60.0
 """Seconds within which all leases and reservations must have ended after the load: the duration of a lease and of a
 reservation, and time for delays of a busy machine."""
@@ -41,7 +42,7 @@ POLL_S: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class SoakArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench soak`. Raises ConfigurationError for a value out of range."""
 
     minutes: float
     seed: int
@@ -60,11 +61,11 @@ class SoakArguments:
 
     @property
     def seconds(self) -> float:
-        """Seconds of load."""
+        """Seconds for which the load runs."""
         return self.minutes * 60
 
     def command(self) -> str:
-        """The command line that repeats the run."""
+        """Text of the command line that repeats this run."""
         return (
             f"tokenlake bench soak --minutes {self.minutes:g} --seed {self.seed} --nodes {self.nodes} "
             f"--rate {self.rate:g} --fault-every {self.fault_every:g}"
@@ -72,8 +73,8 @@ class SoakArguments:
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Run the soak, print its result, and write the files that were asked for. A first interruption ends the load
-    early, a second one the checks after the load. Raises TokenLakeError."""
+    """Run the soak, print its result, and write the files that the command line names. A first interruption ends the
+    load early, a second one the checks after the load. Raises TokenLakeError."""
     console = console or Console()
     console.print(arguments.command(), soft_wrap=True)
     with (
@@ -113,7 +114,7 @@ def _interruptible(run: _Run) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """One run. Results of the checks are None until the check was made."""
+    """One run of the soak. Results of a check are None until the check was made."""
 
     arguments: SoakArguments
     fleet: Fleet
@@ -129,7 +130,7 @@ class _Run:
     trouble: list[str] = field(default_factory=list)
 
     def load(self) -> None:
-        """Load and faults, with a sample at regular times."""
+        """Run load and faults, and sample the gauges of all processes at regular times."""
         seconds = self.arguments.seconds
         order = count()
         events: list[tuple[float, int, Callable[[], None]]] = []
@@ -187,7 +188,7 @@ class _Run:
             self.trouble.append(f"refill: {error}")
 
     def result(self) -> SoakResult:
-        """The results so far."""
+        """The result of the run, from what is measured and checked so far."""
         fleet = self.fleet
         survivors = [target.name for target in fleet.targets() if not target.mortal]
         gauges, unknown = gauges_of(fleet.recorder, survivors)
@@ -272,7 +273,8 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Call `look` until all values that it returns are 0, for at most `DRAIN_S`. Returns the last values."""
+    """Call `look` repeatedly until all values that it returns are 0, for at most `DRAIN_S` seconds. Returns the last
+    values."""
     until = time.monotonic() + DRAIN_S
     while any((found := look()).values()) and time.monotonic() < until:
         time.sleep(POLL_S)

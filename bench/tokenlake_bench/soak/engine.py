@@ -32,17 +32,18 @@ CONNECT_S: Final = 60.0
 MATCH_S: Final = 0.2
 FETCH_S: Final = 1.0
 KEPT: Final = 12
-"""Maximum number of leases, views and writes that are held at a time; bounds the memory that one engine takes."""
+"""Maximum number of leases, views and writes that one engine holds at a time, which bounds the memory that it takes."""
 LONGEST_HOLD_S: Final = 15.0
-"""Longest time in seconds for which a lease or write is held: several times the duration of a lease, which a live
+"""Maximum seconds for which an engine holds a lease or a write: several times the duration of a lease, which a live
 session renews, and longer than a reservation."""
 JUNK: Final = 0xEE
-"""The byte with which slots are filled whose segment must never be read."""
+"""Byte with which an engine fills slots whose segment must never be read, so that a read of it is detected."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """Views to compare again, a lease to release late, or a write to commit or abort late: held until `until`."""
+    """Something that the engine keeps until the time `until`: views to compare again, a lease to release late, or a
+    write to commit or abort late."""
 
     until: float
     lease: Lease | None = None
@@ -52,7 +53,8 @@ class _Held:
 
 
 class SoakEngine:
-    """The actions of one engine process of one group (tenant and layout), `rate` per second on average."""
+    """The actions of one engine process that belongs to one group (tenant and layout); `rate` actions per second on
+    average."""
 
     def __init__(self, pool: Pool, seed: int, name: str, rate: float, wrong_file: Path) -> None:
         self._pool = pool
@@ -77,7 +79,7 @@ class SoakEngine:
         }
 
     def work(self, seconds: float) -> dict[str, int]:
-        """Run actions for a time. Returns their counts by name; the next call counts from 0."""
+        """Run actions for a number of seconds. Returns the counts of actions by name since the last call."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._end_due()
@@ -88,7 +90,8 @@ class SoakEngine:
         return counts
 
     def drain(self) -> dict[str, int]:
-        """Release all leases, end all writes and stay connected. Returns the counts of actions as `work`."""
+        """Release all leases and end all writes, but stay connected. Returns the counts of actions since the last
+        report."""
         while self._held:
             self._end(self._held.pop())
         counts, self._counts = self._counts, Counter()
@@ -108,7 +111,8 @@ class SoakEngine:
             self._wrong("serve", prompt, served.wrong_segments, served.wrong_bytes)
 
     def _hold(self, prompt: Prompt) -> None:
-        """Close a lease while arrays over its segments are still in use, and compare them again later."""
+        """An action: close a lease while arrays over its segments are still in use, and compare the arrays again
+        later."""
         digests = prompt.digests(self._identity)
         with self._match(prompt) as lease:
             arrays = lease.fetch(deadline_s=FETCH_S)
@@ -137,8 +141,8 @@ class SoakEngine:
         self._counts["writes aborted"] += 1
 
     def _commit_late(self, prompt: Prompt) -> None:
-        """Reserve slots and commit them later: mostly in time, sometimes after the reservation's deadline. Until then
-        the slots hold junk."""
+        """An action: reserve slots and commit them later, mostly in time, sometimes after the reservation's deadline.
+        Until then the slots hold junk."""
         digests = prompt.digests(self._identity)
         write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
         for _, slot in write.slots:
@@ -228,7 +232,8 @@ def _connect(socket: str, token: str, group: int) -> Pool:
 
 
 def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
-    """The main function of the process: connect to the daemon, which may still be starting, then serve calls."""
+    """The main function of the engine process: connect to the daemon, which may still be starting, then serve calls of
+    the soak."""
     pool = _connect(socket, token, int(group))
     engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
     serve({"work": engine.work, "drain": engine.drain})

@@ -1,4 +1,4 @@
-"""The schedule of kills and stops, drawn from a seed before the run."""
+"""The schedule of kills and stops of processes in a soak, which is drawn from a seed before the run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Final
 __all__ = ["Fault", "FaultKind", "Target", "schedule"]
 
 FIRST_S: Final = 5.0
-"""Seconds without faults at the beginning, in which processes start and fill the memory."""
+"""Seconds at the beginning of a run without faults, in which the processes start and fill the memory."""
 QUIET_S: Final = 5.0
-"""No fault ends later than this before the end of the load."""
+"""Seconds at the end of the load before which every fault has ended."""
 REST_S: Final = 10.0
-"""Least time between two faults of one process."""
+"""Minimum number of seconds between two faults of one process."""
 SHORTEST_S: Final = 0.05
 LONGEST_S: Final = 6.0
 """Longest fault in seconds: three times `lease_s` of the soak's daemons, so that the sessions of some stopped engines
@@ -24,7 +24,7 @@ have expired when the engines continue."""
 
 
 class FaultKind(StrEnum):
-    """What happens to a process."""
+    """What a fault does to its process: kill it, or stop it for a time."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
@@ -32,8 +32,8 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A process, by name. A process that is not `mortal` is stopped but never killed: it lives as long as the run, so
-    that a leak in it shows."""
+    """A process that may have faults, by name. A process that is not `mortal` is stopped but never killed: it lives as
+    long as the run, so that a leak in it shows."""
 
     name: str
     mortal: bool
@@ -41,7 +41,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of one process. `for_s`: seconds until the process is started again or continued."""
+    """One planned fault of one process. `for_s`: seconds until the process is started again or continued."""
 
     at_s: float
     target: str
@@ -50,8 +50,8 @@ class Fault:
 
 
 def schedule(targets: Sequence[Target], seconds: float, every_s: float, seed: int) -> list[Fault]:
-    """Faults in order of time, one every `every_s` seconds on average; faults of different processes may overlap.
-    Durations are drawn uniformly on a logarithmic scale."""
+    """The planned faults in order of time, one every `every_s` seconds on average; faults of different processes may
+    overlap. Durations are drawn uniformly on a logarithmic scale."""
     draw = random.Random(f"faults {seed}")
     faults: list[Fault] = []
     free_from = dict.fromkeys((target.name for target in targets), FIRST_S)

@@ -16,15 +16,15 @@ from typing import Final
 __all__ = ["FEWEST", "Flatness", "Tolerance", "flatness"]
 
 WARM_SHARE: Final = 1 / 3
-"""Share of a process's life that counts as warm-up, in which memory fills and thread pools and the allocator reach
-their size."""
+"""Share of a process's life that is left out as warm-up, in which memory fills, and thread pools and the allocator
+reach their size."""
 FEWEST: Final = 5
-"""Least number of samples in each half."""
+"""Minimum number of samples of a gauge in each half of a process's life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest growth that counts as noise: `absolute` plus `share` of the earlier median."""
+    """The largest growth of a gauge that counts as noise: `absolute` plus `share` of the earlier median."""
 
     absolute: float
     share: float = 0.0
@@ -42,12 +42,12 @@ class Flatness:
 
     @property
     def flat(self) -> bool:
-        """The later median exceeds the earlier by at most `allowed`."""
+        """Whether the later median exceeds the earlier one by at most `allowed`."""
         return self.later - self.earlier <= self.allowed
 
 
 def flatness(samples: Sequence[tuple[float, float]], tolerance: Tolerance) -> Flatness | None:
-    """Compare samples of (seconds, value) in order of time. None with too few samples."""
+    """Compare the two halves of samples of one gauge, (seconds, value) in order of time. None with too few samples."""
     if not samples:
         return None
     first, last = samples[0][0], samples[-1][0]

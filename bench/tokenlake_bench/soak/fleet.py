@@ -1,4 +1,4 @@
-"""The daemons and engines of a soak, their faults, and the samples taken of them."""
+"""The daemons and engine processes of a soak, the faults that they suffer, and the samples taken of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["EVICTED", "Fleet"]
 
 ENGINES: Final = 3
-"""Engines per node."""
+"""Number of engines per node."""
 SLOT_GROUPS: Final = ((0,), (0, 1), (2, 3))
-"""For each engine of a node, by number: the groups of its processes. An engine that is killed and started again takes
-the next group. The first engine of each node is never killed."""
+"""By number of the engine at its node: the groups (tenant and layout) of its processes. An engine that is killed and
+started again takes the next group in rotation. The first engine of each node is never killed."""
 MEMORY: Final = "8MiB"
 REGION: Final = "1MiB"
 LEASE_S: Final = "2"
 RESERVATION_S: Final = "5"
-"""Seconds of a reservation. Like `LEASE_S` so short that many deadlines are missed."""
+"""Seconds that a reservation lasts. Like `LEASE_S` it is so short that many deadlines are missed."""
 EVICTED: Final = "tokenlake_evicted_segments_total"
 
 _TRACEBACK: Final = "Traceback (most recent call last)"
@@ -50,7 +50,8 @@ tokens = ["{blue_token}"]
 
 
 class Fleet:
-    """The daemons and engines. A context manager: starts all processes, and ends them at the exit."""
+    """The daemons and engine processes of a soak. A context manager: starts all processes, and ends them at the
+    exit."""
 
     def __init__(self, nodes: int, seed: int, rate: float, directory: Path) -> None:
         config = directory / "tokenlake.toml"
@@ -60,10 +61,11 @@ class Fleet:
         self.wrong_file = directory / "wrong.jsonl"
         self.recorder = Recorder()
         self.faults: Counter[str] = Counter()
-        """Number of faults, by kind of fault and of process."""
+        """Number of faults so far, by kind of fault and of process."""
         self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
-        """Counters of the daemons, summed over all their lives as of each life's last sample."""
+        """Counters of the daemons, summed over all processes that each node had, each as of the last sample of that
+        process."""
         rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S}
         self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), **rules)
         self.engines = {
@@ -88,19 +90,19 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for engine in self.engines.values():
-            # All engines are drained at the same time, because each takes a moment.
+            # All engines are told to give back their leases at the same time, because each takes a moment.
             engine.drain()
         for engine in self.engines.values():
             engine.leave()
         self.cluster.close()
 
     def targets(self) -> list[Target]:
-        """The first daemon and the first engine of each node are not mortal."""
+        """The first daemon and the first engine of each node are never killed (not mortal)."""
         nodes = [Target(name, number > 0) for number, name in enumerate(self.nodes)]
         return nodes + [Target(name, not name.endswith(".0")) for name in self.engines]
 
     def begin(self, fault: Fault) -> None:
-        """Kill or stop the target."""
+        """Apply a fault: kill or stop its process."""
         target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
         if isinstance(target, Node) and not target.running:
             return
@@ -115,7 +117,7 @@ class Fleet:
             target.freeze()
 
     def end(self, fault: Fault) -> None:
-        """Start the target again, or continue it."""
+        """End a fault: start its process again, or continue it."""
         target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
         if fault.target in self._stopped:
             self._stopped.discard(fault.target)
@@ -125,7 +127,7 @@ class Fleet:
             target.start() if isinstance(target, Node) else target.revive()
 
     def tend(self) -> None:
-        """Restart daemons that ended without being killed, and record the end of their log."""
+        """Start daemons again that ended without being killed, and record the end of their log."""
         for name, node in self.nodes.items():
             if name not in self._down and not node.running:
                 self._ended.append(f"{name}: {node.log.read_text()[-500:]}")
@@ -133,7 +135,7 @@ class Fleet:
                 node.start()
 
     def sample(self, at_s: float) -> None:
-        """Sample the gauges of every process that runs and is not stopped (SIGSTOP)."""
+        """Take a sample of the gauges of every process that runs and is not stopped (SIGSTOP)."""
         for name, node in self.nodes.items():
             if name in self._stopped or not node.running:
                 continue
@@ -151,37 +153,38 @@ class Fleet:
                     self.recorder.add(at_s, name, pid, process_gauges(pid))
 
     def counted(self, metric: str) -> int:
-        """A counter, summed over all daemons and all their lives, as of the last samples."""
+        """Value of a counter, summed over all processes of all daemons, as of the last samples."""
         return self.counters[metric] + sum(last[metric] for last in self._last.values())
 
     def done(self) -> Counter[str]:
-        """Actions of all engines, by name."""
+        """Number of actions of all engines, by name of the action."""
         return sum((engine.done for engine in self.engines.values()), Counter())
 
     def ended(self) -> list[str]:
-        """Processes that ended without being killed, with the reason."""
+        """Processes that ended although no fault killed them, with the reason."""
         return [*self._ended, *(line for engine in self.engines.values() for line in engine.ended_by_themselves)]
 
     def failures(self) -> list[str]:
-        """Errors that daemons caught and logged: the end of each traceback."""
+        """Errors that daemons caught and logged: the end of each traceback in their logs."""
         found: list[str] = []
         for name, log in self.logs().items():
             found += (f"{name}: {_end(text)}" for text in log.split(_TRACEBACK)[1:])
         return found
 
     def logs(self) -> dict[str, str]:
-        """Logs of the daemons over all their lives."""
+        """Logs of the daemons over the whole run."""
         return {name: node.log.read_text(errors="replace") for name, node in self.nodes.items() if node.log.exists()}
 
     def drain(self, limit_s: float) -> bool:
-        """End the load. Returns False when an engine did not give back all leases and writes within `limit_s`."""
+        """Tell all engines to end their load. Returns False when one did not give back all leases and writes within
+        `limit_s`."""
         for engine in self.engines.values():
             engine.drain()
         until = time.monotonic() + limit_s
         return all(engine.drained.wait(max(0.0, until - time.monotonic())) for engine in self.engines.values())
 
     def recover(self) -> None:
-        """End the faults under way, and wait until all daemons serve. Raises Unreachable."""
+        """End the faults under way, and wait until all daemons serve. Raises Unreachable when one does not."""
         for name in sorted(self._stopped):
             (self.nodes.get(name) or self.engines[name]).thaw()
         for name in sorted(self._down):
@@ -192,31 +195,31 @@ class Fleet:
         self.cluster.wait_ready()
 
     def leave(self) -> None:
-        """End the engines' processes."""
+        """End the processes of all engines."""
         for engine in self.engines.values():
             engine.leave()
 
     def stop_others(self) -> None:
-        """End all daemons but the first."""
+        """End all daemons but the first one."""
         for node in self.cluster.nodes[1:]:
             node.stop()
 
     def slots_missing(self) -> float:
-        """Number of slots, over all nodes, that are neither free nor taken by a segment."""
+        """Number of slots over all nodes that are neither free nor taken by a segment; without a leak it is 0."""
         totals = self.cluster.totals()
         names = ("tokenlake_slots", "tokenlake_free_slots", "tokenlake_segments")
         slots, free, segments = (total(totals, name) for name in names)
         return slots - free - segments
 
     def wrong(self) -> tuple[int, int]:
-        """(segments, bytes) that differed from their expected content."""
+        """(number of segments, number of bytes) that engines read and that differed from the expected bytes."""
         if not self.wrong_file.exists():
             return 0, 0
         lines = [json.loads(line) for line in self.wrong_file.read_text().splitlines()]
         return sum(line["segments"] for line in lines), sum(line["bytes"] for line in lines)
 
     def held(self) -> dict[str, float]:
-        """Pinned and quarantined slots over all nodes, by kind."""
+        """Number of pinned and quarantined slots over all nodes, by kind."""
         pages = [held(node.metrics()) for node in self.nodes.values()]
         return {name: sum(page[name] for page in pages) for name in HELD}
 
@@ -225,7 +228,7 @@ class Fleet:
 
 
 def _end(traceback: str) -> str:
-    """The last call and the error of a traceback."""
+    """The last call and the error in the text of a traceback."""
     lines = [line for line in traceback.splitlines()[1:] if line.strip()]
     size = next((at for at, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
     return " ".join(line.strip() for line in lines[max(0, size - 2) : size + 1])

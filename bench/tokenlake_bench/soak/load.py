@@ -1,5 +1,5 @@
-"""The prompts of the engines: some share their first segments, they belong to several tenants and layouts, and they
-have far more segments than the memory holds."""
+"""The prompts of a soak's engines: some share their first segments, they belong to several tenants and layouts, and
+together they have far more segments than the memory holds."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ HEADS: Final = 10
 HEAD_SEGMENTS: Final = 4
 MOST_SEGMENTS: Final = 20
 _POPULAR: Final = 20.0
-"""Prompts are drawn with weight 1 / (rank + `_POPULAR`): some are read again soon, others long after their eviction."""
+"""Prompts are drawn with weight 1 / (rank + `_POPULAR`): some are read again soon, others only long after their
+eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Engines that share a cache: one tenant and one layout."""
+    """Engines that share a cache, because they have one tenant and one layout."""
 
     tenant: str
     layout: Layout
 
     @property
     def credential(self) -> str:
-        """The tenant's credential in the daemons' settings."""
+        """Credential of the group's tenant in the daemons' settings."""
         return f"{self.tenant}-token-0123456789"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`tokens`: one-dimensional, whole segments."""
+    """One prompt of a soak. `tokens`: one-dimensional, a whole number of segments."""
 
     number: int
     tokens: NDArray[np.uint32]
 
     @property
     def segments(self) -> int:
-        """Number of segments."""
+        """Number of segments of the prompt."""
         return len(self.tokens) // SEGMENT_TOKENS
 
     def digests(self, identity: PayloadIdentity) -> list[bytes]:
-        """The expected content of its segments: see `payload`."""
+        """What determines the expected bytes of the prompt's segments: see `payload`."""
         return identity.digests(self.tokens, SEGMENT_TOKENS)
 
 
@@ -69,15 +70,15 @@ def _layout(name: str, layers: int, kv_heads: int) -> Layout:
 
 
 SMALL: Final = _layout("soak-small", 2, 4)
-"""16 KiB per segment, 4 shards."""
+"""Layout with segments of 16 KiB and 4 shards."""
 LARGE: Final = _layout("soak-large", 4, 8)
-"""64 KiB per segment, 8 shards."""
+"""Layout with segments of 64 KiB and 8 shards."""
 GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE), Group("blue", LARGE))
 
 
 def prompt(seed: int, number: int) -> Prompt:
-    """The prompt of this number, equal in every process. Prompts whose numbers are equal modulo `HEADS` share their
-    first segments."""
+    """The prompt with this number, which is equal in every process. Prompts whose numbers are equal modulo `HEADS`
+    share their first segments."""
     head = np.random.default_rng((seed, 0, number % HEADS))
     tail = np.random.default_rng((seed, 1, number))
     segments = int(tail.integers(1, MOST_SEGMENTS - HEAD_SEGMENTS + 1))
@@ -89,13 +90,13 @@ def prompt(seed: int, number: int) -> Prompt:
 
 
 def draw_prompt(seed: int, draw: random.Random) -> Prompt:
-    """Draw a prompt, popular ones more often."""
+    """Draw a prompt; popular ones are drawn more often."""
     ranks = range(PROMPTS)
     return prompt(seed, draw.choices(ranks, [1 / (rank + _POPULAR) for rank in ranks])[0])
 
 
 def fresh_prompt(seed: int, number: int, segments: int) -> Prompt:
-    """A prompt that no engine requests."""
+    """A prompt with this number that no engine requests."""
     return Prompt(
         number,
         np.random.default_rng((seed, 2, number)).integers(0, 1 << 17, segments * SEGMENT_TOKENS, dtype=np.uint32),

@@ -25,29 +25,32 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 2
-"""Segments of a new prompt: no more than a node may keep as cached copies. With more, leased cached copies of the last
-segments could occupy the slots that the first segments need for their fetch."""
+"""Number of segments of a prompt that the check stores: no more than a node may keep as cached copies. With more,
+leased cached copies of the last segments could occupy the slots that the first segments need for their fetch."""
 LIMIT_S: Final = 15.0
-"""Deadline of one prompt in seconds. A store is delayed while the bound on segments being written is reached, or
-while a region changes its tenant."""
+"""Seconds within which one prompt must be stored and read back. A store is delayed while the bound on segments being
+written is reached, or while a region changes its tenant."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
-"""Numbers of the first new prompt of `refill` and of `displace`, so far apart that no prompt is used twice."""
+"""Number of the first new prompt that `refill` uses, and of the first one of `displace`, so far apart that no prompt is
+used twice."""
 
 
 @dataclass
 class Refilled:
-    """Number of segments that were to be stored, that were stored and read back, and bytes that were wrong."""
+    """Result of the check after the load: numbers of segments that were to be stored, that were stored and read back,
+    and of bytes that were wrong."""
 
     asked: int = 0
     stored: int = 0
     wrong_bytes: int = 0
     stuck: str = ""
-    """The outcome of the first prompt that could not be stored and read back."""
+    """Outcome of the first prompt that could not be stored and read back."""
 
 
 def refill(cluster: Cluster, seed: int) -> Refilled:
-    """Store prompts of all groups through every node. Raises TokenLakeError when a daemon does not answer."""
+    """Store new prompts of all groups through every node, and read each back. Raises TokenLakeError when a daemon does
+    not answer."""
     result = Refilled()
     for group in GROUPS:
         with ExitStack() as stack:
@@ -68,7 +71,8 @@ def displace(node: Node, seed: int) -> int:
             before = [prompt(seed, number) for number in range(PROMPTS)]
             before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
             for each in before:
-                # The policy of eviction would keep the valuable ones of them.
+                # The earlier segments get a low priority, because the eviction policy would otherwise keep the valuable
+                # ones of them.
                 pool.hint(pool.prefix(each.tokens).keys, Hints(priority=-1))
             _store_many([pool], seed, _DISPLACE, slots, Refilled())
             stayed += len({key for each in before for key in _found(pool, each)})
@@ -79,7 +83,7 @@ def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, res
     clients = [LiveClient(pool, seed, window=1) for pool in pools]
     for number in range(-(-segments // SEGMENTS)):
         if not _store_one(clients[number % len(clients)], seed, first + number, result):
-            # The further prompts would probably fail too, and each would take until its deadline.
+            # The check ends here, because further prompts would probably fail too, each of them only at its deadline.
             return
 
 
@@ -90,7 +94,7 @@ def _found(pool: Pool, prompt: Prompt) -> list[SegmentKey]:
 
 
 def _store_one(client: LiveClient, seed: int, number: int, result: Refilled) -> bool:
-    """Serve the prompt repeatedly until all of it is read back, as an engine does. False at the deadline."""
+    """Serve the prompt repeatedly, as an engine does, until all of it was read back. Returns False at the deadline."""
     tokens = fresh_prompt(seed, number, SEGMENTS).tokens
     until = time.monotonic() + LIMIT_S
     result.asked += SEGMENTS

@@ -14,8 +14,8 @@ from tokenlake_bench.soak.gauges import Life, Recorder
 __all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
-"""Resident memory may grow by this much: the allocator keeps freed memory per thread, and a read of the metrics page or
-several restarts move the median by about 1 MiB without a leak."""
+"""Growth of resident memory that counts as noise. Without a leak the median moves by about 1 MiB, because the allocator
+keeps freed memory per thread, when the metrics page is read, and after several restarts."""
 DAEMON: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
@@ -35,7 +35,7 @@ and again after each restart of its daemon."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """One claim about the run. `holds`: None where the run was too short to decide; the soak has then not passed."""
+    """One claim about a soak. `holds`: None where the run was too short to decide; the soak has then not passed."""
 
     text: str
     found: str
@@ -43,8 +43,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Gauge(msgspec.Struct, frozen=True, kw_only=True):
-    """One gauge of one process that lived as long as the run: medians of the earlier and the later half after warm-up,
-    the allowed difference, and the smallest growth per hour that the comparison detects."""
+    """The comparison of one gauge of one process that lived as long as the run: medians of the earlier and the later
+    half after warm-up, the allowed difference, and the smallest growth per hour that the comparison detects."""
 
     process: str
     gauge: str
@@ -74,12 +74,13 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Every claim holds."""
+        """True if every claim about the soak holds."""
         return all(claim.holds for claim in self.claims)
 
 
 def gauges_of(recorder: Recorder, survivors: Iterable[str]) -> tuple[list[Gauge], list[str]]:
-    """Gauges of the processes that lived as long as the run; and the names of gauges with too few samples."""
+    """(comparisons of the gauges of the processes that lived as long as the run, names of gauges with too few
+    samples)."""
     gauges: list[Gauge] = []
     unknown: list[str] = []
     for name in survivors:
@@ -104,7 +105,7 @@ def gauges_of(recorder: Recorder, survivors: Iterable[str]) -> tuple[list[Gauge]
 
 
 def flat_claims(gauges: list[Gauge], unknown: list[str]) -> list[Claim]:
-    """One claim per gauge: it does not grow in any process that lived as long as the run."""
+    """One claim per gauge: that it does not grow in any process that lived as long as the run."""
     claims = []
     for name in DAEMON:
         of_kind = [gauge for gauge in gauges if gauge.gauge == name]
@@ -125,7 +126,7 @@ NAMES: Final = {
 
 
 def format_value(gauge: str, value: float) -> str:
-    """The value in the gauge's unit."""
+    """Text of a value in the unit of its gauge."""
     return format_bytes(value) if gauge == "memory" else f"{value:,.0f}"
 
 
@@ -137,7 +138,7 @@ def _growth(gauge: Gauge) -> str:
 def series_of(
     recorder: Recorder, survivors: Iterable[str], most: int = 60
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Samples of the survivors, thinned to at most `most` each."""
+    """Samples of the processes that lived as long as the run, at most `most` evenly chosen ones per gauge."""
     return {
         life.name: {gauge: _thin(values, most) for gauge, values in life.samples.items()}
         for life in _first_lives(recorder.lives, survivors)

@@ -1,4 +1,4 @@
-"""The result of a soak for a terminal, and as a page of the documentation."""
+"""Shows the result of a soak on a terminal, and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = {True: "holds", False: "FAILS", None: "UNDECIDED"}
 
 
 def claim_table(result: SoakResult) -> Table:
-    """One line per claim, with the verdict in the title."""
+    """A table with one line per claim; the title says whether the soak passed."""
     verdict = "passed" if result.passed else "FAILED"
     cut = ", interrupted" if result.interrupted else ""
     table = Table(title=f"soak of {format_duration(result.seconds)}{cut}: {verdict}", title_justify="left")
@@ -29,7 +29,7 @@ def claim_table(result: SoakResult) -> Table:
 
 
 def gauge_table(gauges: Sequence[Gauge]) -> Table:
-    """One line per gauge of each process that lived as long as the run."""
+    """A table with one line per gauge of each process that lived as long as the run."""
     table = Table(title="medians after warm-up", title_justify="left")
     table.add_column("process")
     for title in _GAUGE_COLUMNS[1:]:
@@ -48,7 +48,7 @@ def _gauge_row(gauge: Gauge) -> tuple[str, ...]:
 
 
 def page(result: SoakResult, command: str) -> str:
-    """A Markdown page: the tables with explanations."""
+    """The result of a soak as a Markdown page: the tables with explanations."""
     verdict = "every claim holds" if result.passed else "a claim fails"
     lines = [
         _HEAD.format(command=command),

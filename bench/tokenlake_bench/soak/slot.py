@@ -1,4 +1,4 @@
-"""A place in the fleet for one engine: its process is started again after a kill, and the work of all its processes is
+"""The place of one engine in a soak: its process is started again after a kill, and the counts of all its processes are
 summed up."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tokenlake_bench.transfer.worker import Worker
 __all__ = ["EngineSlot"]
 
 SLICE_S: Final = 1.0
-"""Seconds of work between two reports of an engine process; a killed process loses its counts since the last report."""
+"""Seconds of work between two reports of an engine process; a killed process loses its counts since its last report."""
 END_S: Final = 120.0
 
 
 class EngineSlot(threading.Thread):
-    """A thread that runs engine processes one after the other, until `leave`. `groups`: the groups of these processes,
-    in rotation."""
+    """A thread that runs the processes of one engine one after the other, until `leave`. `groups`: tenants and layouts
+    of these processes, in rotation."""
 
     def __init__(
         self, name: str, socket: Path, groups: tuple[int, ...], seed: int, rate: float, wrong_file: Path
@@ -33,7 +33,7 @@ class EngineSlot(threading.Thread):
         self.done: Counter[str] = Counter()
         self.lives = 0
         self.ended_by_themselves: list[str] = []
-        """Reasons of processes that ended without being killed."""
+        """Reasons for which processes ended without being killed."""
         self.drained = threading.Event()
         self._socket = socket
         self._groups = groups
@@ -50,49 +50,51 @@ class EngineSlot(threading.Thread):
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while there is no process."""
+        """Id of the present process; None while there is none."""
         with self._lock:
             return None if self._worker is None else self._worker.pid
 
     def kill(self) -> None:
-        """kill -9; the next life begins after `revive`."""
+        """Kill the process (kill -9); the next one starts after `revive`."""
         self._may_start.clear()
         with self._lock:
             self._killed = self._worker is not None
             self._send(signal.SIGKILL)
 
     def revive(self) -> None:
-        """Start the next life, after `kill`."""
+        """Start the next process, after `kill`."""
         self._may_start.set()
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Stop the process with SIGSTOP."""
         with self._lock:
             self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Continue the process with SIGCONT."""
         with self._lock:
             self._send(signal.SIGCONT)
 
     def drain(self) -> None:
-        """End the load. The process goes on, and `drained` is set when it has given back all leases and writes."""
+        """End the load. The process goes on, and the event `drained` is set when it has given back all leases and
+        writes."""
         self._ending.set()
         self._may_start.set()
 
     def leave(self) -> None:
-        """End the process and the thread."""
+        """End the engine's process and the thread."""
         self.drain()
         self._leaving.set()
         self.thaw()
         self.join(END_S)
 
     def run(self) -> None:
-        """The thread."""
+        """The main function of the thread: start processes and collect their reports, until `leave`."""
         while not self.drained.is_set():
             self._may_start.wait()
             if self._ending.is_set() and self.lives:
-                # The process was killed and not started again before the load ended: it has nothing to give back.
+                # The process was killed and not started again before the load ended, so it has no leases or writes to
+                # give back.
                 self.drained.set()
                 return
             worker = self._start()
@@ -125,7 +127,7 @@ class EngineSlot(threading.Thread):
         return worker
 
     def _send(self, number: signal.Signals) -> None:
-        # `_worker` is cleared before the process is reaped, so that no other process can have its id yet.
+        # `_worker` is cleared before the process is reaped, because another process can have the same id from then on.
         if self._worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._worker.pid, number)

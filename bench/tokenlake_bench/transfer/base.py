@@ -1,4 +1,4 @@
-"""The rows of the benchmark, the sizes of segments, and the interface of the measured systems."""
+"""The measurements of `bench transfer`, the sizes of segments, and the interface of the measured systems."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["FAST", "HASH_MANY", "HASH_NEW", "MATCH", "MATCH_KEYS", "SIZES", "WIN
 
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
-"""Number of sets of segments (windows) that the rows use in rotation: 9 x 128 MiB, so that the next window is in no
-processor cache."""
+"""Number of equal sets of segments (windows) that successive calls use in rotation: 9 x 128 MiB, so that the next set
+is in no processor cache."""
 FAST: Final = 20
-"""Number of calls per turn in a row whose calls take well under a millisecond."""
+"""Number of calls per repetition of a measurement whose calls take well under a millisecond."""
 
 HASH_MANY: Final = "hash_32k_tokens"
 HASH_NEW: Final = "hash_256_tokens"
@@ -26,8 +26,8 @@ WIRE_CEILING: Final = "tcp_loop"
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A row to measure. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
-    that bounds its rate."""
+    """A kind of call to measure. `nbytes`: bytes moved per call, 0 for calls that have no rate; `ceiling`: name of the
+    machine's own rate (of `Ceilings`) that bounds the rate of this call."""
 
     name: str
     nbytes: int = 0
@@ -36,7 +36,7 @@ class RowKind:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Segments of one size. `count`: segments of a call that moves many."""
+    """A segment size to measure. `count`: number of segments in those calls that move many segments."""
 
     label: str
     segment_bytes: int
@@ -44,21 +44,21 @@ class Size:
 
     @property
     def many(self) -> str:
-        """Label of a call with `count` segments in the names of rows."""
+        """Part of a measurement's name for calls that move `count` segments of this size."""
         return f"{self.count}x{self.label}"
 
     @property
     def one(self) -> str:
-        """Label of a call with one segment in the names of rows."""
+        """Part of a measurement's name for calls that move one segment of this size."""
         return f"1x{self.label}"
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one set of segments."""
+        """Bytes of one set of segments, called a window."""
         return self.count * self.segment_bytes
 
     def transfer_rows(self) -> list[RowKind]:
-        """Rows that move segments of this size, in the order in which they run."""
+        """Kinds of calls that move segments of this size, in the order in which they run."""
         many, one, whole, single = self.many, self.one, self.window_bytes, self.segment_bytes
         return [
             RowKind(f"lease_{many}"),
@@ -72,32 +72,32 @@ class Size:
         ]
 
     def key_rows(self) -> list[RowKind]:
-        """Rows whose cost depends on the number of keys, and not on the size of segments. They are measured only with
-        the size that has `MATCH_KEYS` segments per call."""
+        """Kinds of calls whose cost depends on the number of keys and not on the size of segments. They are measured
+        only with the size that has `MATCH_KEYS` segments per call; for other sizes the list is empty."""
         if self.count != MATCH_KEYS:
             return []
         return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
 
     def rows(self) -> list[RowKind]:
-        """All rows of this size."""
+        """All kinds of calls that are measured with this size."""
         return [*self.key_rows(), *self.transfer_rows()]
 
 
 SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
-"""Both move 128 MiB per call."""
+"""The measured segment sizes; a call with many segments moves 128 MiB with either."""
 
 
 class System(Protocol):
-    """A system to measure: the pool, another store, or the machine itself."""
+    """A system that `bench transfer` measures: the pool, another store, or the machine itself."""
 
     name: str
 
     def rows(self) -> Sequence[str]:
-        """The rows that `sample` knows."""
+        """Names of the kinds of calls that this system can make."""
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Make one or several calls of a row and compare their bytes. Returns the seconds of each call. `turn` chooses
-        the window."""
+        """Make one or several calls of the kind `row` and compare their bytes. Returns the seconds of each call.
+        `turn`, the number of the repetition, chooses the set of segments."""
 
     def close(self) -> None:
-        """End its processes. Idempotent."""
+        """End the processes of the system. Idempotent."""

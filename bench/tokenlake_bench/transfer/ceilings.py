@@ -1,4 +1,4 @@
-"""The machine's own rates, measured in the same turns as the other systems."""
+"""The machine's own rates of copies and transfers, measured alternately with the systems."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STOP_S = 5.0
 
 
 class Ceilings:
-    """The machine as a `System`: numpy copies between windows, and bare transfers over TCP from `sendmsg` in another
-    process to `recv_into` in this one."""
+    """The machine's own rates as a `System`: numpy copies within memory, and bare transfers over TCP from `sendmsg` in
+    another process to `recv_into` in this one."""
 
     name = "ceiling"
 
@@ -60,16 +60,17 @@ class Ceilings:
 
 
 def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """Copy segment by segment, as the pool's rows do."""
+    """The bytes are copied segment by segment, as the pool's calls copy them."""
     for into, segment in zip(target, source, strict=True):
         np.copyto(into, segment)
 
 
 class _Wire:
-    """A second process that sends one window per request byte."""
+    """A second process that sends 128 MiB of segments (one window) for each byte that it receives."""
 
     def __init__(self, windows: Windows) -> None:
-        """Forks the sender, which so shares the pages of the source. Must be called before any thread is started."""
+        """Forks the sending process, which so shares the pages of the source memory. Must be called before any thread
+        is started."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._process = multiprocessing.get_context("fork").Process(
                 target=_send_windows, args=(server.getsockname()[1], windows.source), daemon=True
@@ -83,13 +84,13 @@ class _Wire:
         _receive(self._sock, memoryview(bytearray(1)))
 
     def receive(self, window: int, target: NDArray[np.uint8]) -> None:
-        """Receive a window into `target`, one segment at a time."""
+        """Receive one window of segments into `target`, one segment at a time."""
         self._sock.sendall(bytes([window]))
         for segment in target:
             _receive(self._sock, segment.data)
 
     def close(self) -> None:
-        """Close the connection, with which the other process ends."""
+        """Close the connection, at whose end the sending process ends."""
         self._sock.close()
         self._process.join(STOP_S)
         if self._process.is_alive():
@@ -107,8 +108,8 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
-    """The main function of the second process, until the connection ends. The first byte that it sends signals that it
-    is ready."""
+    """The main function of the sending process: serve until the connection ends. The first byte that it sends signals
+    that it is ready."""
     end_with_parent()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)

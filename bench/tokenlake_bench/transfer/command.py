@@ -1,4 +1,4 @@
-"""The command `bench transfer`: runs the systems alternately, then writes tables, JSON and a picture."""
+"""The command `bench transfer`: measures the systems alternately, then writes tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from tokenlake_bench.transfer.windows import Windows
 __all__ = ["TransferArguments", "run_transfer"]
 
 WARM_TURNS = 1
-"""Number of turns at the beginning that warm up and are not counted."""
+"""Number of repetitions at the beginning that warm up and are not counted."""
 REST_S = 0.05
-"""Seconds of pause before each sample. This process has used processor time to compare bytes, and a peer's process has
-waited: with few processors the scheduler would without the pause delay this process while the clock runs."""
+"""Seconds of pause before each measured call. This process has used processor time to compare bytes, and a peer's
+process has waited: with few processors the scheduler would, without the pause, delay this process while the clock
+runs."""
 
 Taken = dict[str, dict[str, list[float]]]
-"""Seconds of the samples, by system and row."""
+"""Measured seconds of calls, by system and kind of call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferArguments:
-    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command `bench transfer`. Raises ConfigurationError for a value out of range."""
 
     against: str
     sizes: str
@@ -59,26 +60,26 @@ class TransferArguments:
         check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
-        """The peers to run, by name."""
+        """Names of the peers (other stores) to measure."""
         return [name for name in self.against.split(",") if name]
 
     def measured(self) -> list[Size]:
-        """The sizes to run."""
+        """The segment sizes to measure."""
         return [size for size in SIZES if size.label in self.sizes.split(",")]
 
 
 @dataclass
 class TransferResult:
-    """Results of `run_transfer`."""
+    """The JSON of `bench transfer`."""
 
     rows: list[Row] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons why peers did not run, by peer and size."""
+    """Reasons why peers could not be measured, by peer and segment size."""
 
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
-    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that the command line names. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
     for size in arguments.measured():
@@ -96,7 +97,7 @@ def run_transfer(arguments: TransferArguments) -> TransferResult:
 
 
 def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, console: Console) -> None:
-    """Run the pool with each peer in turn, or alone."""
+    """Measure the pool alternately with each peer, or alone if no peer runs."""
     modes = [mode for name in arguments.peers() for mode in PEERS[name]]
     ours: dict[str, list[float]] = defaultdict(list)
     theirs: list[Row] = []
@@ -137,9 +138,9 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
 def take_turns(
     kinds: Sequence[RowKind], machine: System, systems: Sequence[System], rounds: int, report: Callable[[int], None]
 ) -> Taken:
-    """In each turn, run each row of each system once, and before each row with a ceiling the machine's row. The system
-    that begins alternates, so that no system always finds the processor's caches as the same other system left them.
-    The first turns warm up and are not counted."""
+    """Measure each kind of call of each system once per repetition, and before each call whose rate has a bound the
+    machine's own copy or transfer. The order of the systems alternates, so that no system always finds the processor's
+    caches as the same other system left them. The first repetitions warm up and are not counted."""
     taken: Taken = {system.name: defaultdict(list) for system in (machine, *systems)}
     for turn in range(rounds + WARM_TURNS):
         order = systems if turn % 2 else systems[::-1]

@@ -1,4 +1,4 @@
-"""The daemons of the pool's rows: one alone, and a pair of an owner and a reader."""
+"""The daemons with which the pool is measured: one alone, and a pair of an owner and a reader of segments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ __all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 
 START_S = 60.0
 HEADER = 1 << 20
-"""Bytes of a region in addition to the segments of a window."""
+"""Bytes of a region of the arena that are not taken by one window (set) of segments."""
 ALONE_WINDOWS = 2 * WINDOWS + 2
-"""Windows that fit into a node's memory: those that are read, and as many for stores, with 2 to spare."""
+"""Number of windows (sets of segments) that fit into a node's memory: those that are read, and as many for stores, with
+2 to spare."""
 WRITER_WINDOWS = ALONE_WINDOWS
 READER_WINDOWS = 5
-"""Windows that fit into the reader's memory: so few that a fetched window is evicted before it is read again."""
+"""Number of windows (sets of segments) that fit into the reader's memory: so few that a fetched one is evicted before
+it is read again."""
 READER_CACHED = "0.45"
 
 
 def layout_of(size: Size) -> Layout:
-    """A layout with segments of the given size: 256 tokens, 32 layers, 8 KV heads."""
+    """A layout whose segments have the given size in bytes: 256 tokens, 32 layers, 8 KV heads."""
     dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
     return Layout(
         model_id=f"bench-{size.label}",
@@ -64,11 +66,11 @@ class Daemons:
                     "memory": str(windows[name] * region),
                     "region-size": str(region),
                     "listen": f"127.0.0.1:{port}",
-                    # So long that a peer on a machine that stalls is not taken for dead.
+                    # A peer that does not answer counts as dead only after a long time, because this machine may stall.
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
-                    # With the default share the reader would keep no cached copies once primary copies fill its memory;
-                    # the rows need cached copies in every turn.
+                    # With the default share the reader would keep no cached copies once primary copies fill its memory,
+                    # and every repetition reads cached copies.
                     "cached-share": READER_CACHED if name == "reader" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
@@ -77,7 +79,7 @@ class Daemons:
         }
 
     def start(self, name: str, peers: int = 0) -> Pool:
-        """Start the node. Returns a client of it once it serves and is connected with `peers` other nodes."""
+        """Start the node and return a client of it, once it serves and is connected with `peers` other nodes."""
         node = self.nodes[name]
         node.start()
         until = time.monotonic() + START_S
@@ -91,7 +93,7 @@ class Daemons:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all clients and end all daemons. Idempotent."""
         for node in self.nodes.values():
             node.stop()
         self._directory.cleanup()

@@ -24,7 +24,8 @@ from tokenlake_client import Pool
 __all__ = ["Load"]
 
 STORED_AT_A_TIME = 16
-"""Segments per store: far below the number of segments being written at which a daemon refuses stores."""
+"""Number of segments per store of the load, far below the number of segments being written at which a daemon refuses
+stores."""
 BETWEEN_STORES_S = 0.01
 SETTLE_S = 0.05
 PATIENCE_S = 1.0
@@ -32,10 +33,11 @@ CALL_S = 2.0
 
 
 class Load:
-    """A context manager: the load runs while the context is open."""
+    """A load from a separate process, as a context manager: it runs while the context is open."""
 
     def __init__(self, socket: Path, label: str) -> None:
-        """`socket`: socket of the daemon; its peer has the segments that the load fetches, those that the rows read."""
+        """`socket`: local socket of the daemon. The load fetches segments that another node owns and that the measured
+        calls read, too."""
         self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
         self._worker.call("ready")
 
@@ -48,7 +50,7 @@ class Load:
             raise TokenLakeError(f"the load did not run: {done[0]} fetches, {done[1]} stores")
 
     def close(self) -> None:
-        """End the process."""
+        """End the process of the load."""
         self._worker.close()
 
 
@@ -64,16 +66,16 @@ class _Running:
             threading.Thread(target=self._repeat, args=(number, step), daemon=True).start()
 
     def ready(self) -> None:
-        """Answers the first call, once the process is connected to the daemon."""
+        """Does nothing; it is called first, so that its answer shows that the process is connected to the daemon."""
 
     def go(self) -> None:
-        """Returns when both loads have begun."""
+        """Start the fetches and the stores. Returns when both have begun."""
         self._done = [0, 0]
         self._on.set()
         time.sleep(SETTLE_S)
 
     def stop(self) -> list[int]:
-        """Stop the load. Returns the numbers of fetches and stores completed since `go`."""
+        """Stop the load. Returns (number of fetches, number of stores) completed since `go`."""
         self._on.clear()
         for _ in range(2):
             self._idle.acquire()

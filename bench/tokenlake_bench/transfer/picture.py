@@ -1,4 +1,4 @@
-"""A picture of the rows."""
+"""Draws the measured rates and times of all systems."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["plot_rows"]
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: rates of all systems with their ceilings, and times of the rows without a rate. Raises
-    ConfigurationError where matplotlib is missing."""
+    """Write a picture (PNG): rates of all systems with the machine's own rates, and times of the calls that move no
+    bytes. Raises ConfigurationError where matplotlib is missing."""
     check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

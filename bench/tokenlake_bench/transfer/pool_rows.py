@@ -1,5 +1,5 @@
-"""The pool's rows. The time of a call begins with the keys and ends when the bytes are there: it includes the match,
-but not the comparison of bytes and the release."""
+"""Measurements of the pool's calls. The time of a call begins with the keys and ends when the bytes are there: it
+includes the match, but not the comparison of bytes and the release."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ T = TypeVar("T")
 PROMPT_TOKENS = 32_768
 VOCABULARY = 128_256
 PAUSE_S = 0.001
-"""Pause between calls of a row that takes well under a millisecond, in which the daemon handles the release."""
+"""Seconds of pause between calls that take well under a millisecond, in which the daemon handles the release of the
+lease."""
 PATIENCE_S = 5.0
 MATCH_S = 1.0
 FETCH_S = 10.0
-"""Deadline of a fetch in seconds; long, because the benchmark measures the time of a call and not whether it meets a
+"""Seconds that a fetch may take; many, because the benchmark measures the time of a call and not whether it meets a
 deadline."""
 
 
@@ -41,7 +42,7 @@ class PoolRows:
     name = "tokenlake"
 
     def __init__(self, size: Size, windows: Windows) -> None:
-        """Starts the daemons and stores the segments that the rows read."""
+        """Starts the daemons and stores the segments that the measured calls read."""
         self._size = size
         self._windows = windows
         self._stored = 0
@@ -61,8 +62,8 @@ class PoolRows:
         self._open.callback(daemons.close)
         self._alone = self._open.enter_context(daemons.start("alone"))
         writer = self._open.enter_context(daemons.start("writer"))
-        # Every slot that the stores of the rows will take is written once, so that no page is touched for the first
-        # time while the clock runs.
+        # Every slot that the measured stores will take is written once, so that no page is touched for the first time
+        # while the clock runs.
         for number in range(ALONE_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
@@ -73,11 +74,11 @@ class PoolRows:
         if self._size.key_rows():
             # The reader becomes the owner of these segments, because it has more free memory than the writer.
             self._prepare(self._reader, self._near, 0)
-            # The segments stay leased while the rows run, so that segments of the load do not displace them.
+            # These segments stay leased during the measurement, so that segments of the load do not displace them.
             self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
             self._load = Load(daemons.nodes["reader"].socket, self._size.label)
             self._open.callback(self._load.close)
-        # Fetch every window once, so that the reader's memory is mapped before the clock runs.
+        # Every window (set of segments) is fetched once, so that the reader's memory is mapped before the clock runs.
         for keys in self._sets:
             with self._reader.match(keys, deadline_s=MATCH_S) as lease:
                 lease.fetch(deadline_s=FETCH_S)
@@ -194,13 +195,13 @@ class PoolRows:
     def _fetch_single(self, turn: int) -> list[float]:
         window = self._remote_window(turn)
         taken = self._fetch(window, 0, 1)
-        # The other segments of the window are fetched, too, so that windows are cached and evicted as a whole.
+        # The other segments of the set are fetched, too, so that each set (window) is cached and evicted as a whole.
         with self._reader.match(self._sets[window], deadline_s=MATCH_S) as lease:
             lease.fetch(deadline_s=FETCH_S)
         return taken
 
     def _remote_window(self, turn: int) -> int:
-        """A window of which the reader has cached nothing."""
+        """The number of a window (set of segments) of which the reader's node has no cached copy."""
         for number in range(turn, turn + WINDOWS):
             with self._reader.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
                 if lease.codes.count(Code.REMOTE) == self._size.count:

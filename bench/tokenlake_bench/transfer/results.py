@@ -1,4 +1,4 @@
-"""From samples to rows: quantiles, rates, ceilings, and ratios to other stores."""
+"""From measured seconds to the rows of the result: quantiles, rates, bounds, and ratios to other stores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 __all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
 
 Samples = Mapping[str, Sequence[float]]
-"""Seconds of each call, by row."""
+"""Measured seconds of each call, by name of the kind of call."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. `name`: for a peer, preceded by the peer's name and a slash. `ratio`: `gbps` divided by
-    `ceiling_gbps`, the machine's own rate in the same turns. All three are None where a call moves no bytes."""
+    """One row of the JSON of `bench transfer`, for one kind of call of one system. `name`: for a peer it begins with
+    the peer's name and a slash. `gbps`: rate at the median time, `ceiling_gbps`: the machine's own rate measured in the
+    same repetitions, `ratio`: the first divided by the second. All three are None where a call moves no bytes."""
 
     name: str
     p50_us: float
@@ -31,9 +32,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on the ratio of the pool's `row` to `peer_row` of `peer`. If the names of several peers begin with
-    `peer`, the fastest of these peers counts. `least` bounds the ratio of rates from below, `most` the ratio of times
-    from above."""
+    """A required bound on the ratio of the pool's measurement `row` to `peer_row` of `peer`. If the names of several
+    peers begin with `peer`, each of them is compared and the fastest counts. `least` bounds the ratio of rates from
+    below, `most` the ratio of times from above."""
 
     row: str
     peer: str
@@ -44,8 +45,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A row of the pool beside one of a peer. `ratio`: the pool's rate divided by the peer's if `rate`, else the pool's
-    time divided by the peer's."""
+    """One measurement of the pool compared with one of a peer. `ratio`: the pool's rate divided by the peer's if
+    `rate`, else the pool's time divided by the peer's."""
 
     row: str
     peer: str
@@ -56,14 +57,14 @@ class Comparison:
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio is within the target; None without a target."""
+        """Whether the ratio is within the required bound; None if none is required."""
         if self.target is None:
             return None
         return self.ratio >= (self.target.least or 0.0) and self.ratio <= (self.target.most or math.inf)
 
 
 def _targets() -> list[Target]:
-    """The targets for the ratios to other stores."""
+    """The required bounds on the ratios of the pool's times and rates to those of other stores."""
     targets = [
         Target(MATCH, "mooncake", MATCH, most=0.6),
         Target(f"{MATCH}_remote", "mooncake", MATCH, most=1.2),
@@ -81,7 +82,7 @@ TARGETS = _targets()
 
 
 def bounds() -> dict[str, tuple[float, float]]:
-    """Upper bounds in microseconds for rows whose target is absolute: (p50, p99)."""
+    """Upper bounds on the pool's own times in microseconds, by kind of call: (p50, p99)."""
     return {
         HASH_MANY: (600.0, math.inf),
         f"{MATCH}_under_load": (math.inf, 3000.0),
@@ -90,7 +91,8 @@ def bounds() -> dict[str, tuple[float, float]]:
 
 
 def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: str | None = None) -> Row:
-    """The row of one system. `ceilings`: samples, from the same turns, of the machine's own copies and transfers."""
+    """The row of one kind of call of one system. `ceilings`: seconds of the machine's own copies and transfers, from
+    the same repetitions."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     name = kind.name if system is None else f"{system}/{kind.name}"
     if not kind.nbytes or kind.ceiling is None:
@@ -101,9 +103,9 @@ def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: s
 
 
 def compare(kind: RowKind, ours: Samples, peer: str, theirs: Samples) -> list[Comparison]:
-    """Compare the pool's row `kind` with rows of `peer`: those that targets for this row and peer name or, if the peer
-    has none of these, its row of the same name. Empty if it has no such row either. The samples of the pool (`ours`)
-    and of the peer (`theirs`) must come from the same turns of the benchmark."""
+    """Compare the pool's measurements of the kind `kind` with those of `peer` that the required bounds name or, if they
+    name none, with the peer's measurement of the same name. Empty if the peer has no such measurement. The seconds of
+    the pool (`ours`) and of the peer (`theirs`) must come from the same repetitions of the benchmark."""
     named = [t for t in TARGETS if t.row == kind.name and peer.startswith(t.peer) and t.peer_row in theirs]
     if not named and kind.name in theirs:
         return [_comparison(kind, ours, peer, theirs, kind.name, None)]

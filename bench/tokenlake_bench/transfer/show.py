@@ -1,4 +1,4 @@
-"""Tables of the results for a terminal."""
+"""Shows the results of `bench transfer` as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["comparison_table", "row_table"]
 
 
 def row_table(rows: Sequence[Row]) -> Table:
-    """One line per row."""
+    """A table with one line per kind of call of each system."""
     table = Table(title="per call; ceiling: the machine's own rate in the same turns", title_justify="left")
     table.add_column("row", min_width=max(len(row.name) for row in rows))
     for title in ("p50", "p99", "GB/s", "ceiling", "ratio", "target"):
@@ -34,7 +34,7 @@ def row_table(rows: Sequence[Row]) -> Table:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """The pool beside its peers."""
+    """A table of the pool's measurements beside those of its peers."""
     table = Table(title="the pool / the peer, medians of the same turns", title_justify="left")
     table.add_column("row", min_width=max(len(item.row) for item in comparisons))
     table.add_column("peer", min_width=max(len(item.peer) for item in comparisons))

@@ -1,4 +1,4 @@
-"""Memory with known bytes, already mapped: the segments to store, and the buffers to read into."""
+"""Memory with known bytes for `bench transfer`, already mapped: the segments to store, and the buffers to read into."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SEED: Final = 7
 
 
 class Windows:
-    """The memory `source` and `target`, each [WINDOWS, count, segment_bytes]. All pages are touched; every segment of
-    `source` differs from every other in each of its words."""
+    """The arrays `source` and `target`, each of the shape [WINDOWS, count, segment_bytes]. All pages are touched; every
+    segment of `source` differs from every other in each of its words."""
 
     def __init__(self, size: Size) -> None:
         shape = (WINDOWS, size.count, size.segment_bytes)
         self.source: NDArray[np.uint8] = np.empty(shape, np.uint8)
         memory = mmap.mmap(-1, self.source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Excluded from forks: after one, the next write to each page would copy the page.
+        # The memory is excluded from forks: after a fork, the next write to each page would copy the page.
         memory.madvise(mmap.MADV_DONTFORK)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self.target: NDArray[np.uint8] = np.frombuffer(memory, np.uint8).reshape(shape)
@@ -34,7 +34,8 @@ class Windows:
 
 
 def fill_windows(source: NDArray[np.uint8]) -> None:
-    """Fill `source` [windows, count, segment_bytes] with bytes that are the same in every process."""
+    """Fill the array `source` of shape [windows, count, segment_bytes] with bytes that are the same in every
+    process."""
     page = np.random.default_rng(_SEED).integers(0, 1 << 63, source.shape[-1] // 8, dtype=np.uint64)
     segments = source.reshape(-1, source.shape[-1]).view(np.uint64)
     for number, segment in enumerate(segments):
@@ -42,7 +43,7 @@ def fill_windows(source: NDArray[np.uint8]) -> None:
 
 
 def keys_of(label: str, number: int, count: int) -> list[SegmentKey]:
-    """Keys of one window, which are hashes and so spread evenly over the ring."""
+    """Segment keys of one window (set of segments). They are hashes and so spread evenly over the ring."""
     return [
         SegmentKey(hashlib.blake2b(f"{label}/{number}/{index}".encode(), digest_size=32).digest())
         for index in range(count)
@@ -50,5 +51,5 @@ def keys_of(label: str, number: int, count: int) -> list[SegmentKey]:
 
 
 def segment_names(label: str, number: int, count: int) -> list[str]:
-    """Names of one window's segments, for stores that have names instead of hashes."""
+    """Names of the segments of one window (set), for stores that have names instead of hashes."""
     return [f"{label}/{number}/{index}" for index in range(count)]

@@ -1,4 +1,5 @@
-"""A child process that serves calls given as JSON lines: the load beside a row, and the clients of peers.
+"""A child process that serves calls given as JSON lines, for a benchmark that started it: a load on a daemon during a
+measurement, or the client of another store.
 
 ::
 
@@ -32,7 +33,7 @@ STOP_S = 10.0
 
 
 class Worker:
-    """The parent's handle of the child process."""
+    """Handle of the child process, in the process that starts it."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **(environment or {})},
-                # A process group of its own: one signal ends the process and the servers that it started.
+                # The child gets a process group of its own, so that one signal ends it and the servers that it started.
                 start_new_session=True,
             )
         assert self._process.stdout is not None
@@ -89,7 +90,7 @@ class Worker:
                 pipe.close()
         if not self._ended:
             self._ended = True
-            # The group is killed before the process is reaped, because its id may belong to another process afterwards.
+            # The group is killed before the process is reaped, because afterwards another group may have the same id.
             self._wait_for_exit()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -123,7 +124,8 @@ class Worker:
 
 def serve(calls: Mapping[str, Callable[..., object]]) -> None:
     """Serve calls in the child process until its standard input ends."""
-    # Replies use a copy of the descriptor of standard output, because libraries print to standard output.
+    # Replies use a copy of the descriptor of standard output, because libraries print to standard output, which then
+    # goes to the log.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for line in sys.stdin:

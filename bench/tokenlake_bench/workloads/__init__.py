@@ -1,4 +1,5 @@
-"""Synthetic workloads: generators whose lengths, sharing and skew are parameters (`docs/simulation.md`)."""
+"""Synthetic workloads: generators of traces whose lengths, sharing of prefixes and skew are parameters
+(`docs/simulation.md`)."""
 
 from tokenlake_bench.workloads.arrivals import bursts, poisson, read_azure
 from tokenlake_bench.workloads.base import TraceLine

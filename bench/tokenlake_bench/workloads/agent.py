@@ -22,8 +22,8 @@ __all__ = ["AgentSettings", "agent_sessions"]
 
 
 class AgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters; their defaults are fitted to the published sessions. `rate` is reached once the first sessions have
-    ended."""
+    """Parameters of the workload of coding-agent sessions; their defaults are fitted to the published sessions. `rate`
+    is reached once the first sessions have ended."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 20_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 0.5

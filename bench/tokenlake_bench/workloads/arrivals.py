@@ -22,7 +22,7 @@ AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Endless times in seconds, `rate` per second."""
+    """Endless times in seconds of a Poisson process, `rate` per second on average."""
     rng = random.Random(seed)
     at_s = 0.0
     while True:
@@ -54,7 +54,8 @@ def bursts(shape: Sequence[float], rate: float, seed: int) -> Iterator[float]:
 
 
 def read_azure(path: Path | str) -> tuple[list[float], list[TraceError]]:
-    """(seconds of each arrival since the first, errors of the malformed lines that were skipped).
+    """Read arrival times from a CSV file. Returns (seconds of each arrival since the first, errors of the malformed
+    lines that were skipped).
 
     Plain or compressed (`.csv`, `.csv.zst`). Raises TraceError for a file that cannot be read, lacks the columns, goes
     back in time, or has more malformed lines than `MALFORMED_SHARE`.
@@ -90,7 +91,7 @@ def _check_header(path: Path, text: bytes) -> None:
 
 
 def _seconds(path: Path, number: int, text: bytes) -> float:
-    """The time of one line, in seconds of a clock without a time zone."""
+    """The time on one line of the file, in seconds of a clock without a time zone."""
     try:
         [fields] = csv.reader([text.decode()])
     except (UnicodeDecodeError, csv.Error, ValueError) as error:
@@ -102,7 +103,7 @@ def _seconds(path: Path, number: int, text: bytes) -> float:
             raise TraceError(path, f"expected a number of tokens, got '{field[:32]}'", number, name)
     stamp, _, fraction = fields[0].partition(".")
     try:
-        # The file has seven digits of a second, one more than datetime reads.
+        # The last digit is cut off, because the file has seven digits of a second, one more than datetime reads.
         whole = datetime.fromisoformat(stamp)
         return (whole - datetime(1970, 1, 1)).total_seconds() + float(f"0.{fraction or 0}")
     except (ValueError, TypeError):

@@ -1,4 +1,5 @@
-"""Common parts of the generators: lines of a trace, growing texts, distributions, and sessions on one time line."""
+"""Common parts of the workload generators: lines of a trace, growing texts, distributions, and sessions on one time
+line."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Sigma = Annotated[float, Meta(ge=0, le=5)]
-"""Sigma of a lognormal distribution: the standard deviation of the logarithm."""
+"""Parameter sigma of a lognormal distribution: the standard deviation of the logarithm."""
 
 _NO_BLOCKS: Final[tuple[int, ...]] = ()
 
 
 class TraceLine(msgspec.Struct, frozen=True, gc=False):
-    """A request in Mooncake's format; `timestamp` in ms."""
+    """One request as a line of Mooncake's format; `timestamp` in ms."""
 
     timestamp: int
     input_length: int
@@ -46,7 +47,7 @@ class TraceLine(msgspec.Struct, frozen=True, gc=False):
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of every generator. Lengths are in tokens, times in seconds."""
+    """Parameters that every workload generator has. Lengths are in tokens, times in seconds."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 10_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 3.4
@@ -59,7 +60,7 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Turn(NamedTuple):
-    """A request of a session, `gap_s` after the previous one."""
+    """A request of a generated session, which arrives `gap_s` seconds after the previous one."""
 
     gap_s: float
     input_length: int
@@ -68,38 +69,39 @@ class Turn(NamedTuple):
 
 
 class Draw:
-    """Seeded draws and unique block ids."""
+    """Source of seeded random draws and of unique block ids for one generated workload."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self._ids = itertools.count()
 
     def blocks(self, count: int) -> list[int]:
-        """New ids, never returned before."""
+        """`count` new block ids that were never returned before."""
         return list(itertools.islice(self._ids, count))
 
     def text(self, begins_with: Sequence[int] = _NO_BLOCKS) -> Text:
-        """A new text that begins with the given full blocks."""
+        """A new text that begins with the given full blocks and can grow."""
         return Text(self, begins_with)
 
     def lognormal(self, median: float, sigma: float) -> float:
-        """A lognormal draw; its mean is median x exp(sigma^2 / 2)."""
+        """Draw a lognormal number with this median; its mean is median x exp(sigma^2 / 2)."""
         return median * math.exp(self.rng.gauss(0.0, sigma))
 
     def length(self, median: float, sigma: float, longest: int) -> int:
-        """A lognormal number of tokens, 1 to `longest`."""
+        """Draw a lognormal number of tokens, from 1 to `longest`."""
         return min(longest, max(1, round(self.lognormal(median, sigma))))
 
 
 class Text:
-    """A text that grows: full blocks keep their ids."""
+    """A text that grows by tokens; its full blocks keep their ids."""
 
     def __init__(self, draw: Draw, begins_with: Sequence[int]) -> None:
         self._draw = draw
         self._blocks = list(begins_with)
 
     def hash_ids(self, length: int) -> list[int]:
-        """Ids of the blocks that have the first `length` tokens. A last block that is not full gets a new id."""
+        """Ids of the blocks that contain the first `length` tokens of the text. A last block that is not full gets a
+        new id."""
         full, rest = divmod(length, BLOCK_TOKENS)
         if full > len(self._blocks):
             self._blocks += self._draw.blocks(full - len(self._blocks))
@@ -107,9 +109,9 @@ class Text:
 
 
 def lay_out(requests: int, starts: Iterator[float], session: Callable[[], Iterator[Turn]]) -> list[TraceLine]:
-    """The first `requests` turns of sessions that begin at `starts` (seconds, not decreasing), in time order.
+    """The first `requests` requests, in order of time, of sessions that begin at `starts` (seconds, not decreasing).
 
-    The first turn of a session comes `gap_s` after the session's start.
+    The first request of a session comes `gap_s` after the session's start.
     """
     lines: list[TraceLine] = []
     order = itertools.count()

@@ -29,7 +29,7 @@ def workload() -> None:
 
 
 def run_workload(name: str, out: Path, arrivals: Path | None, values: dict[str, object]) -> None:
-    """Write the file and print its statistics. Raises TokenLakeError."""
+    """Generate the workload, write the file and print its statistics. Raises TokenLakeError."""
     console = Console()
     check_target(out)
     shape, malformed = read_azure(arrivals) if arrivals is not None else (None, [])
@@ -77,7 +77,7 @@ def _command(generator: Generator) -> click.Command:
 
 
 def _description(declared: object) -> str:
-    """The description of the outermost annotation that has one."""
+    """The description of a parameter: that of the outermost of its nested type annotations that has one."""
     while get_origin(declared) is Annotated:
         inner, *metas = get_args(declared)
         for meta in reversed(metas):

@@ -30,8 +30,8 @@ __all__ = ["ConversationSettings", "conversations"]
 
 
 class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters. Their defaults are fitted to the requests of Mooncake's trace, which were grouped into conversations
-    by the blocks that they share."""
+    """Parameters of the workload of conversations. Their defaults are fitted to the requests of Mooncake's trace, which
+    were grouped into conversations by the blocks that they share."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 12_000
     system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks that all prompts begin with.")] = 1
@@ -59,7 +59,7 @@ class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def turns_mean(self) -> float:
-        """Mean number of requests of a conversation, if none ends because its prompt is too long."""
+        """Mean number of requests of a conversation, if no conversation ends early because its prompt is too long."""
         return zipf_mean(self.turns_exponent, self.most_turns)
 
 

@@ -18,11 +18,12 @@ from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLi
 __all__ = ["RagSettings", "questions"]
 
 _DRAWS: Final = 20
-"""Maximum number of draws per retrieved document, until one is drawn that the request does not have yet."""
+"""Maximum number of draws for each retrieved document, until one is drawn that the request does not have yet."""
 
 
 class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prompt is the system prompt, the documents in the order in which they were retrieved, and the question."""
+    """Parameters of the workload of questions. A prompt is the system prompt, the documents in the order in which they
+    were retrieved, and the question."""
 
     system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks that all prompts begin with.")] = 1
     documents: Annotated[Count, Meta(description="Number of documents.")] = 10_000
@@ -41,7 +42,7 @@ class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def turns_mean(self) -> float:
-        """1, because a session is a single question."""
+        """The number of requests of a session: 1, because a session is a single question."""
         return 1.0
 
 
@@ -57,7 +58,8 @@ def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> lis
     known: dict[tuple[int, ...], list[int]] = {(): system}
 
     def blocks(path: tuple[int, ...], end: int) -> list[int]:
-        """Ids of the full blocks up to the end of the path's last document."""
+        """Block ids of the full blocks up to the end of the last document of `path`, the sequence of retrieved
+        documents."""
         found = known.get(path)
         if found is None:
             before = blocks(path[:-1], end - lengths[path[-1]])

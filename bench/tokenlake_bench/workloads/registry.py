@@ -1,4 +1,4 @@
-"""The generators by name, and the construction of a trace from settings given as text or numbers."""
+"""The workload generators by name, and the construction of a trace from settings given as text or numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["GENERATORS", "Generator", "generate", "generator_named", "settings_o
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A generator. `lines` makes a trace from settings of the type `settings`, a `Draw`, and the times at which
-    sessions begin."""
+    """A workload generator. `lines` makes the lines of a trace from settings of the type `settings`, a source of draws
+    (`Draw`), and the times at which sessions begin."""
 
     name: str
     summary: str
@@ -45,14 +45,15 @@ GENERATORS: Final[dict[str, Generator]] = {
 
 
 def generator_named(name: str) -> Generator:
-    """The generator of this name. Raises ConfigurationError for a name that is not in `GENERATORS`."""
+    """The workload generator of this name. Raises ConfigurationError for a name that is not in `GENERATORS`."""
     if name not in GENERATORS:
         raise ConfigurationError("workload", name, " or ".join(GENERATORS))
     return GENERATORS[name]
 
 
 def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSettings:
-    """Validated settings; text is converted to numbers. Raises a ConfigurationError that names the field."""
+    """The settings of a generator, validated; text is converted to numbers. Raises a ConfigurationError that names the
+    field."""
     try:
         return msgspec.convert(dict(values), generator.settings, strict=False)
     except msgspec.ValidationError as error:
@@ -62,7 +63,7 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
             unknown = [name for name in values if name not in generator.settings.__struct_fields__]
             if unknown:
                 raise ConfigurationError(unknown[0], values[unknown[0]], _known(generator)) from None
-            # The settings themselves check conditions over two fields, with the message `field: expected`.
+            # Conditions over two fields are checked by the settings themselves, with the message `field: expected`.
             field, _, expected = expected.partition(": ")
         raise ConfigurationError(field, values.get(field), expected) from None
 
@@ -70,8 +71,9 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
 def generate(
     name: str, values: Mapping[str, object] | None = None, *, shape: Sequence[float] | None = None
 ) -> list[TraceLine]:
-    """The lines of a trace in time order. `values`: settings that differ from the defaults. `shape`: arrival times
-    whose bursts the starts of sessions take (`arrivals.bursts`); None: a Poisson process. Raises ConfigurationError."""
+    """The lines of a generated trace in order of time. `values`: settings that differ from the defaults. `shape`:
+    arrival times whose bursts the starts of sessions imitate (`arrivals.bursts`); None: a Poisson process. Raises
+    ConfigurationError."""
     generator = generator_named(name)
     settings = settings_of(generator, values or {})
     rate = settings.rate / settings.turns_mean

@@ -1,4 +1,4 @@
-"""The statistics of a trace that papers usually publish."""
+"""Computes the statistics of a trace that papers usually publish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["TraceStatistics", "statistics_of"]
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens; shares from 0 to 1. Blocks that are not full count as blocks, but are never found."""
+    """Statistics of a trace. Lengths are in tokens, shares from 0 to 1. Blocks that are not full count as blocks, but
+    are never found in a cache."""
 
     requests: int
     duration_s: float
@@ -37,7 +38,7 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def statistics_of(lines: Sequence[TraceLine]) -> TraceStatistics:
-    """Statistics of at least one line, in time order."""
+    """Compute the statistics of a trace from its lines, at least one, in order of time."""
     inputs = np.array([line.input_length for line in lines])
     uses = Counter(block for line in lines for block in line.hash_ids)
     counts = np.sort(np.fromiter(uses.values(), dtype=np.int64))[::-1]
@@ -59,7 +60,7 @@ def statistics_of(lines: Sequence[TraceLine]) -> TraceStatistics:
 
 
 def _found(lines: Sequence[TraceLine]) -> int:
-    """Number of full blocks found, summed over the prompts."""
+    """Number of full blocks that a cache that never evicts would find as longest prefixes, summed over the prompts."""
     seen: set[int] = set()
     found = 0
     for line in lines:

@@ -23,7 +23,8 @@ __all__ = ["ToolAgentSettings", "tool_calls"]
 
 
 class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the tool calls. The conversations beside them have the defaults of `ConversationSettings`."""
+    """Parameters of the workload of tool calls. The conversations beside them have the defaults of
+    `ConversationSettings`."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 24_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 6.95
@@ -42,7 +43,7 @@ class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def turns_mean(self) -> float:
-        """1, because a session is a single tool call."""
+        """The number of requests of a session: 1, because a session is a single tool call."""
         return 1.0
 
 

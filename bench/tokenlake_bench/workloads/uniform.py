@@ -14,8 +14,8 @@ __all__ = ["UniformSettings", "uniform_prompts"]
 
 
 class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters. With r requests and p prefixes an infinite cache finds (r - p (1 - (1 - 1/p)^r)) / r of the prefixes'
-    tokens, because it misses each prefix that occurs once."""
+    """Parameters of the workload of equally popular prefixes. With r requests and p prefixes an infinite cache finds (r
+    - p (1 - (1 - 1/p)^r)) / r of the prefixes' tokens, because it misses each prefix that occurs once."""
 
     prefixes: Annotated[Count, Meta(description="Number of prefixes, equally popular.")] = 1_000
     prefix_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks of a prefix.")] = 4
@@ -24,12 +24,12 @@ class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def turns_mean(self) -> float:
-        """1, because a session is a single prompt."""
+        """The number of requests of a session: 1, because a session is a single prompt."""
         return 1.0
 
 
 def uniform_prompts(settings: UniformSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """The requests in time order. `starts` gives their times."""
+    """The requests of the workload in order of time. `starts` gives their times."""
     prefixes = [draw.blocks(settings.prefix_blocks) for _ in range(settings.prefixes)]
     length = settings.prefix_blocks * BLOCK_TOKENS + settings.own_tokens
 

@@ -14,8 +14,8 @@ __all__ = ["check_target", "write_lines"]
 
 
 def check_target(path: Path) -> None:
-    """Raises ConfigurationError for a file name that `read_mooncake` would not read, or a directory that does not
-    exist."""
+    """Check the path before a trace is generated. Raises ConfigurationError for a file name that `read_mooncake` would
+    not read, or for a directory that does not exist."""
     if not path.name.endswith((".jsonl", ".jsonl.zst")):
         raise ConfigurationError("out", str(path), "a file name ending in .jsonl or .jsonl.zst")
     if not path.parent.is_dir():
@@ -23,7 +23,7 @@ def check_target(path: Path) -> None:
 
 
 def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
-    """Write, or replace, the file. Raises ConfigurationError where it cannot be written."""
+    """Write the lines of a trace to the file, or replace it. Raises ConfigurationError where it cannot be written."""
     check_target(path)
     data = msgspec.json.Encoder().encode_lines(lines)
     if path.suffix == ".zst":

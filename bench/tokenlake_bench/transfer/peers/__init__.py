@@ -1,4 +1,5 @@
-"""Other stores, each in a process of its own that also starts its servers."""
+"""Other stores that the pool is compared with, each measured in a process of its own that also starts the store's
+servers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ PEERS = {
     "redis": ("redis",),
     "lmcache": ("lmcache",),
 }
-"""Modes of each peer, by its name on the command line."""
+"""The modes in which each peer is measured, by the peer's name on the command line."""
 
 
 def start_peer(mode: str, size: Size, python: Path | None) -> PeerProcess:
-    """Start the process of a peer in one of its modes. `python`: an interpreter that has the peer's packages and
+    """Start the client process of a peer in one of its modes. `python`: an interpreter that has the peer's packages and
     TokenLake; None: this one. Raises `Unreachable`, which names the missing package or server."""
     return PeerProcess(mode, size, str(python or sys.executable))

@@ -1,4 +1,4 @@
-"""The rows of a store with names, gets and puts; `Store` holds the differences between peers."""
+"""Measurement of a store that has names, gets and puts; a `Store` contains the parts that differ between peers."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ from tokenlake_testing.ports import free_port
 __all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
 KEPT_STORES = WINDOWS
-"""Stored segments are removed after this number of further stores, so that stores rotate over as much memory as those
-of the pool."""
+"""Number of further stores after which stored segments are removed, so that the stores use as much memory in rotation
+as those of the pool."""
 FILLERS = WINDOWS + 2
-"""Number of windows that fill a peer's memory in addition to the windows that are read."""
+"""Number of windows (sets of segments) that fill a peer's memory in addition to those that are read."""
 START_S = 30.0
 PAUSE_S = 0.001
 """Seconds of pause between two calls, the same as between the pool's matches."""
 
 
 class Store(Protocol):
-    """A peer's client. Its attributes name the rows by the path of the bytes: `fetch_many` is "fetch_tcp" for a peer
-    over TCP, "copy" for one with shared memory."""
+    """A client of a peer. Its attributes name the measurements after the path of the bytes: `fetch_many` is "fetch_tcp"
+    for a peer over TCP, "copy" for one with shared memory."""
 
     fetch_many: str
     fetch_one: str
     source: NDArray[np.uint8]
-    """[WINDOWS, count, segment_bytes]; puts read it."""
+    """Array from which puts read, with the shape [WINDOWS, count, segment_bytes]."""
     target: NDArray[np.uint8]
-    """[WINDOWS, count, segment_bytes]; gets write it."""
+    """Array into which gets write, with the shape [WINDOWS, count, segment_bytes]."""
 
     def exist(self, names: Sequence[str]) -> int:
-        """Number of names that the store has, in one batch."""
+        """Number of these names that the store has, asked in one batch."""
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Store segments of a window of `source`, in one batch. Raises RuntimeError."""
+        """Store segments of window number `window` of `source` under these names, in one batch. Raises RuntimeError."""
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
-        """Read into a window of `target` from segment `start` on, in one batch. Raises RuntimeError."""
+        """Read the segments of these names into a window of `target`, from segment `start` on, in one batch. Raises
+        RuntimeError."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the names, in one batch."""
+        """Remove the segments of these names, in one batch."""
 
 
 class _Rows:
@@ -67,13 +68,14 @@ class _Rows:
         store.target[:] = 1
         for window in range(WINDOWS):
             store.put(segment_names("read", window, size.count), window)
-        # The memory is filled once, so that no page of it is touched for the first time while the clock runs.
+        # The peer's memory is filled once, so that none of its pages is touched for the first time while the clock
+        # runs.
         fillers = [segment_names("old", number, size.count) for number in range(FILLERS)]
         for number, names in enumerate(fillers):
             store.put(names, number % WINDOWS)
         for names in fillers:
             store.remove(names)
-        # Read every window once before the clock runs, because a process maps shared pages at its first access.
+        # Every window is read once before the clock runs, because a process maps shared pages at its first access.
         for window in range(WINDOWS):
             store.get(segment_names("read", window, size.count), window)
         self.rows: dict[str, Callable[[int], list[float]]] = {
@@ -124,7 +126,7 @@ class _Rows:
 
 
 def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
-    """The main function of the process: `python -m MODULE MODE SIZE`."""
+    """The main function of the client process: `python -m MODULE MODE SIZE`."""
     size = next(size for size in SIZES if size.label == sys.argv[2])
     rows: dict[str, Callable[[int], list[float]]] = {}
 
@@ -135,7 +137,8 @@ def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
     try:
         serve({"start": start, "sample": lambda row, turn: rows[row](turn)})
     finally:
-        # Kills the process group: the peer's servers, and this process, whose client may have threads that never end.
+        # Kills the process group, which contains the peer's servers and this process, whose client may have threads
+        # that never end.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -25,13 +25,13 @@ REPLY: Final = struct.Struct("9i")
 PUT, GET, EXIST = 1, 2, 3
 SUCCESS: Final = 200
 BINARY: Final = 4
-"""The server's memory format for plain bytes."""
+"""Number by which LMCache's server knows the memory format of plain bytes."""
 UINT8: Final = 6
 
 
 class LMCacheStore:
-    """One connection to the server. A batch of requests with small replies is sent as a whole before the replies are
-    read."""
+    """One connection to LMCache's server. A batch of requests with small replies is sent as a whole before the replies
+    are read."""
 
     fetch_many = "fetch_tcp"
     fetch_one = "fetch"
@@ -68,7 +68,7 @@ class LMCacheStore:
             self._receive(self.target[window, index].data)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Does nothing: the server has no such call, so that stored segments stay, as they do in normal use of it."""
+        """Does nothing: the server has no call that removes segments, so they stay, as they do in normal use of it."""
 
     def _reply(self) -> tuple[int, ...]:
         head = bytearray(REPLY.size)
@@ -85,7 +85,7 @@ class LMCacheStore:
 
 
 def _request(command: int, name: str, length: int = 0) -> bytes:
-    # The fields of a key are: model @ world size @ worker @ hash of the chunk @ dtype.
+    # The server's key has the fields: model @ world size @ worker @ hash of the chunk @ dtype.
     digest = int.from_bytes(name.encode(), "big")
     key = f"bench@1@0@{digest:x}@uint8".encode()
     return REQUEST.pack(command, length, BINARY, UINT8, 0, length, 0, 0, 0, key.ljust(150))

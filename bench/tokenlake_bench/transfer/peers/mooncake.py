@@ -26,11 +26,12 @@ TCP = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
 
 class MooncakeStore:
-    """The client. In both modes the stored segments are in a process `mooncake_client`, as on a node where they outlive
-    the engines."""
+    """A client of Mooncake's store. In both modes the stored segments are in a process `mooncake_client`, as on a node
+    where they outlive the engines."""
 
     def __init__(self, size: Size, *, shared: bool) -> None:
-        """`shared`: put and get use memory that is shared with the process of the segments; else TCP."""
+        """`shared`: True if put and get use memory that is shared with the process that has the segments; otherwise
+        they use TCP."""
         self.fetch_many = "copy" if shared else "fetch_tcp"
         self.fetch_one = "copy" if shared else "fetch"
         self._size = size
@@ -79,7 +80,7 @@ class MooncakeStore:
 
 
 def _start_servers(package: Path, segment_bytes: int) -> tuple[int, int]:
-    """The ports of the master and of the node's process."""
+    """Starts Mooncake's master and the process of the node. Returns the ports of both."""
     master, node = free_port(), free_port()
     process = server(
         str(package / "mooncake_master"),
@@ -88,8 +89,8 @@ def _start_servers(package: Path, segment_bytes: int) -> tuple[int, int]:
         f"-metrics_port={free_port()}",
         "-rpc_thread_num=2",
         "-default_kv_lease_ttl=600000",
-        # Evictions begin only when the memory is full: the segments to read were stored first and would be evicted
-        # first.
+        # Evictions begin only when the memory is full, because the segments to read were stored first and would be
+        # evicted first.
         "-eviction_high_watermark_ratio=1.0",
     )
     wait_for_port(master, process)

@@ -1,4 +1,4 @@
-"""A peer as a `System`."""
+"""A peer (another store), measured through its client process, as a `System`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["PeerProcess"]
 
 
 class PeerProcess:
-    """The client of a peer in another process, which started the peer's servers."""
+    """The client of a peer that runs in another process, which also started the peer's servers."""
 
     def __init__(self, mode: str, size: Size, python: str) -> None:
-        """Raises `Unreachable` when the peer does not start here."""
+        """Starts the client process. Raises `Unreachable` when the peer does not start on this machine."""
         self.name = mode
         module = f"tokenlake_bench.transfer.peers.{mode.partition('-')[0]}"
         self._worker = Worker(module, mode, size.label, python=python)

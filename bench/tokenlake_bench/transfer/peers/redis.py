@@ -16,9 +16,9 @@ __all__ = ["RedisStore"]
 
 
 class RedisStore:
-    """The client of a server that writes nothing to disk. SETs are sent in one pipeline, GETs one by one, which was
-    faster than the other variants that were tried, such as MSET and MGET. As for every peer, a get ends when its bytes
-    are in the target."""
+    """A client of a Redis server that writes nothing to disk. SETs are sent in one pipeline and GETs one by one, which
+    was faster than the other variants that were tried, such as MSET and MGET. As for every peer, a get ends when its
+    bytes are in the target array."""
 
     fetch_many = "fetch_tcp"
     fetch_one = "fetch"
