@@ -97,7 +97,7 @@ class Lease:
 
     @property
     def local_hits(self) -> int:
-        """Number of leased segments that are in this node's arena now."""
+        """Number of this lease's segments that were in this node's arena when the lease was granted or last fetched."""
         return self._item_codes.count(Code.LOCAL)
 
     def nodes(self) -> list[str]:

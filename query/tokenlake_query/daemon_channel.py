@@ -46,8 +46,8 @@ class DaemonChannel:
         self._sending = threading.Lock()
 
     def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
-        """Block until the daemon sends a message. Returns the message and the connection that was sent with it, or
-        None. Exits the process when the channel has ended, and with status 1 after a message that cannot be decoded."""
+        """Block until the daemon sends a message; returns (message, connection sent with it, or None without one).
+        Exits the process with status 0 when the channel has ended, and 1 after a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
             if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):

@@ -46,7 +46,8 @@ class Share(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The places of a view's segments: each segment is either local or in one share."""
+    """The places of a view's segments: each segment is either in this node's memory (`local`), or in the `Share` of one
+    other node, whose query engine attends to it."""
 
     local: Segments
     shares: tuple[Share, ...]

@@ -69,8 +69,8 @@ class Corruption:
         self._report(("node", node), self._context.ready(TenantId(message.tenant), keys))
 
     def engine_reports(self, process: Process, message: engine.Corrupt) -> None:
-        """Handle a report of an engine of this node: it read a leased segment in the shared memory, and the checksum
-        was wrong."""
+        """An engine of this node reports that a leased segment had a wrong checksum when it read the shared memory. The
+        segment is queued for a check, and is dropped only if the check finds wrong bytes."""
         lease = process.session.leases.get(LeaseId(message.lease))
         if lease is not None and message.index < len(lease.segments):
             self._report(("tenant", process.session.tenant), [lease.segments[message.index]])

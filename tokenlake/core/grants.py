@@ -244,7 +244,8 @@ class Grants:
         lease.coming[index] = lease.coming.get(index, 0) + 1
 
     def item_settled(self, session: SessionGrants, lease: Lease, index: int) -> None:
-        """Count the end of a fetch of the item at `index`, whatever its outcome."""
+        """One fetch fewer is under way for the item at `index`, whatever its outcome. After the item's last fetch it no
+        longer counts as a slot that the session expects."""
         lease.coming[index] -= 1
         if not lease.coming[index]:
             del lease.coming[index]

@@ -248,7 +248,7 @@ class Serving:
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]
     ) -> tuple[int, AccessRecord, float]:
         """Returns three fields of `LookupReply`: the number of keys up to the last one whose segment this node has or
-        remembers, the last access of that segment, and the seconds since then."""
+        remembers, the `AccessRecord` of the request that accessed that segment last, and the seconds since then."""
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1

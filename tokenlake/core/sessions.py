@@ -119,8 +119,8 @@ class Sessions:
         return session
 
     def gone(self, connection: ConnectionId) -> None:
-        """Give back all leases and writes of a process that is dead or said `Bye`; slots that no other process holds
-        become free."""
+        """Give back all leases and writes of a process that is dead or said `Bye`. Where no other process holds them,
+        leased segments lose the lease's pin and stay cached, and segments that were not committed are discarded."""
         process = self._processes.pop(connection, None)
         if process is None:
             return

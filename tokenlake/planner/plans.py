@@ -25,7 +25,7 @@ class QueryPlan(msgspec.Struct, frozen=True):
     """Node of the first instance that runs the batch. The ways to use the sequences are chosen for this node."""
     decisions: tuple[Decision, ...]
     seconds: float
-    """Expected cost of the decisions, from the prefill to the last decode step."""
+    """Expected seconds that the batch's `decisions` cost in total, from its prefill to its last decode step."""
 
 
 class TransferPlan(msgspec.Struct, frozen=True):

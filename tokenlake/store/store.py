@@ -349,7 +349,8 @@ class SegmentStore:
         return {at: data for at, data in (self._learned | live).items() if data}
 
     def exchange_among(self, nodes: int) -> None:
-        """Set how many nodes, this one included, merge each other's statistics of the eviction policy."""
+        """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
+        learns may adapt its rate to this number, because each node sees only a part of the requests."""
         self._exchanging = nodes
         for pool in self._pools.values():
             pool.retention.exchange_among(nodes)

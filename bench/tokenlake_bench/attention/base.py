@@ -1,5 +1,5 @@
-"""The interface of one measurement of `bench attention`, and the row of the JSON result that is computed from its
-times."""
+"""Two types of `bench attention`: `Case`, the interface of one measurement, and `Row`, the row of the JSON result that
+is computed from the measurement's times."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ end would evict its beginning."""
 MEMORY: Final = 384 << 20
 REGIONS: Final = 8
 FILLING: Final = 8
-"""Number of random segments per store while a node is filled."""
+"""Number of random segments that one `store_all` call writes while a node is filled."""
 PATIENCE_S: Final = 10.0
 RETRY_S: Final = 0.1
 PATIENT_S: Final = 1.0

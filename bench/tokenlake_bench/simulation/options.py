@@ -17,7 +17,8 @@ __all__ = ["SimulationOptions", "serving_layout"]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """Raises ConfigurationError for a value out of range."""
+    """Options of a simulation. Raises `ConfigurationError` for a `prefill_tokens_per_s` that is negative or not finite,
+    and for a name in `rules` that is no field of `CoreConfig`."""
 
     nodes: int
     capacity_tokens: int

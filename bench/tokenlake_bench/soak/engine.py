@@ -34,8 +34,8 @@ FETCH_S: Final = 1.0
 KEPT: Final = 12
 """Maximum number of leases, views and writes that one engine holds at a time, which bounds the memory that it takes."""
 LONGEST_HOLD_S: Final = 15.0
-"""Maximum seconds for which an engine holds a lease or a write: several times the duration of a lease, which a live
-session renews, and longer than a reservation."""
+"""Maximum of the random seconds for which an engine of the soak holds a lease or a write. It is longer than a lease
+lasts without renewal (a live session renews it), and longer than the daemon lets a write stay open."""
 JUNK: Final = 0xEE
 """Byte with which an engine fills slots whose segment must never be read, so that a read of it is detected."""
 

@@ -54,7 +54,7 @@ class Size:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one set of segments, called a window."""
+        """Bytes of one window: the `count` segments that one call moves, in calls that move many segments."""
         return self.count * self.segment_bytes
 
     def transfer_rows(self) -> list[RowKind]:

@@ -60,7 +60,7 @@ class Ceilings:
 
 
 def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """The bytes are copied segment by segment, as the pool's calls copy them."""
+    """Copy the segments of `source` to `target` one by one, as the pool's calls copy them."""
     for into, segment in zip(target, source, strict=True):
         np.copyto(into, segment)
 

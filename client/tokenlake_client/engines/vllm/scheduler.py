@@ -162,7 +162,8 @@ class SchedulerSide:
         not loaded are counted when the request gets its blocks, because vLLM may ask again until then."""
         total, start = state.request.num_tokens, state.local
         found = max(start, loadable_until(lookup.hits, total, self._segment, self._block))
-        # The number of hits leaves out the segments that an earlier call for this lookup has released.
+        # `lookup.hits` still counts the segments that an earlier call of this method released (vLLM may ask again);
+        # `lookup.owners` has only those that are still leased, so it limits the load.
         until = max(start, min(found, len(lookup.owners) * self._segment))
         stop = self._costs.cheapest_stop(lookup.owners, start, until, total) if self._settings.weigh_loads else until
         if stop < found:
