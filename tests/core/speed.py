@@ -20,7 +20,7 @@ from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, SendToPeer
 from tokenlake.store import Segment
 from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 SLOT_BYTES = 1 << 20
@@ -77,6 +77,9 @@ def remote_match() -> None:
     took: dict[str, list[float]] = {}
     for name, other in (("a", "b"), ("b", "a")):
         _pump(cores, name, events.PeerUp(other, 1), took)
+    # Tell "a" which segments "b" owns.
+    for turn in range(32):
+        _pump(cores, "a", events.PeerSent("b", peer.Owned("red", join_keys(prompt(f"turn {turn}", KEYS)))), took)
     took.clear()
     for turn in range(TURNS):
         [matched] = _pump(cores, "a", events.Requested(1, engine.Match(turn, HELD, 0.0, False)), took)

@@ -103,7 +103,7 @@ def a_peer_restarted(count: int) -> Longest:
 
 
 def a_peer_was_lost(count: int) -> Longest:
-    """Cached copies of segments that the peer owned become primary copies."""
+    """The node owns the segments of which it has cached copies of the peer's from now on, and tells stand-ins."""
     node = Longest(count)
     fill(node, count, Kind.CACHED)
     node.longest_s = 0.0

@@ -131,7 +131,7 @@ def census(node: Node) -> float:
     return total(node, "tokenlake_processes")
 
 
-IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "bytes on offer")
+IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "offers")
 """Maps of the rules that are empty when no request is under way."""
 
 

@@ -2,7 +2,7 @@
 
 A match builds the access record of its request (`access_of_match`). A store that follows the match attaches the same
 record to the segments that it writes (`RecentMatches`). A read touches the copies of this node at once, and reports the
-reads of cached copies and replicas to the owners of the primary copies in batches (`Touches`).
+reads of cached copies to the owners of the segments in batches (`Touches`).
 """
 
 from __future__ import annotations

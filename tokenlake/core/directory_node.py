@@ -254,12 +254,14 @@ class DirectoryNode:
             if segment.owned:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            packed_keys = join_keys(keys)
-            kept_by = self._peers.directory_nodes(packed_keys)
-            pairs = self._context.ring.candidates(packed_keys)
-            its_keys = [key for key, pair, now in zip(keys, pairs, kept_by, strict=True) if node in (pair[0], now)]
-            own = self._tell(its_keys, lambda packed, tenant=tenant: wire.Owned(tenant, packed))  # type: ignore[misc]
-            self.owned(self._context.node, tenant, own)
+            pairs = self._context.ring.candidates(join_keys(keys))
+            by_keeper: dict[NodeId, list[SegmentKey]] = {}
+            for key, (first, _), keeper in zip(keys, pairs, self._peers.keepers(pairs), strict=True):
+                if node in (first, keeper):
+                    by_keeper.setdefault(keeper, []).append(key)
+            self.owned(self._context.node, tenant, by_keeper.pop(self._context.node, []))
+            for keeper, its_keys in by_keeper.items():
+                self._peers.tell(keeper, wire.Owned(tenant, join_keys(its_keys)))
 
     # -- checks
 

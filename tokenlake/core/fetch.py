@@ -13,7 +13,7 @@
         v
     answered at the latest at the deadline; late bytes never reach a slot that has a new owner
 
-Transfers that no engine waits for (pushes, replicas) are cut into pieces and limited to a share of all received bytes
+Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
 """
 
@@ -77,7 +77,7 @@ def deadline_s(predicted_s: float) -> float:
 
 
 class BackgroundLimit:
-    """Limits background transfers (pushes, replicas) to a share of the received bytes while engines fetch.
+    """Limits background transfers (hand-overs) to a share of the received bytes while engines fetch.
 
     While no engine fetches, background transfers are limited in number only. Otherwise each fetched byte earns a credit
     in background bytes.

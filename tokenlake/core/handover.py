@@ -10,8 +10,8 @@
                 OfferReply: the copies here become cached copies of the new owner, evicted first
 
 Engines that compute on some nodes only would else fill the memory of these and leave that of the others unused. Where
-the load is even, nothing is handed over. A push is an offer that the receiver pulls, so that bytes between nodes have
-one path, one deadline and one checksum.
+the load is even, hardly anything is handed over. The receiver pulls what it is offered, so that bytes between nodes
+have one path, one deadline and one checksum.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ for a hand-over to it."""
 LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
-OFFERED_BYTES = 8 << 30
-"""Maximum bytes of segments that this node offers to other nodes at a time, though always one write; the segments of
-further writes stay here."""
+MAX_OFFERS = 8
+"""Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
 GRACE_S = 1.0
 """Seconds added to the deadline of an offer, because the receiver may pull the segments that other nodes offered
 first."""
@@ -68,8 +67,8 @@ class Handover:
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
-        self._on_offer = 0
-        """Bytes of the segments in offers that are not answered yet."""
+        self._offers = 0
+        """Offers that are not answered yet."""
 
     def start(self) -> None:
         """Begin to compare the memory of the nodes once per gossip interval."""
@@ -88,10 +87,11 @@ class Handover:
     def committed(self, segments: Sequence[Segment]) -> None:
         """Handle the commit of a write: if another node is clearly emptier, offer it those of the READY `segments`, in
         prompt order, that this node owns."""
+        if self._offers >= MAX_OFFERS or max(self._leads.values(), default=0.0) < CLEARLY:
+            return
         segments = [segment for segment in segments if segment.owned]
-        nbytes = sum(segment.slot_bytes for segment in segments)
-        node = self._emptiest() if segments and max(self._leads.values(), default=0.0) >= CLEARLY else None
-        if node is None or (self._on_offer and self._on_offer + nbytes > OFFERED_BYTES):
+        node = self._emptiest() if segments else None
+        if node is None:
             return
         first = segments[0]
         make = partial(
@@ -103,9 +103,9 @@ class Handover:
             shards=len(first.checksums) // CHECKSUM_BYTES,
             hints=first.hints,
         )
-        self._on_offer += nbytes
-        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, nbytes))
-        self._peers.call(node, make, wait_s, partial(self._answered, node, segments, nbytes), proves_life=False)
+        self._offers += 1
+        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, first.slot_bytes * len(segments)))
+        self._peers.call(node, make, wait_s, partial(self._answered, node, segments), proves_life=False)
 
     def _emptiest(self) -> NodeId | None:
         """Returns the emptiest usable node, if this node is full and that one has been clearly emptier for long; else
@@ -117,8 +117,8 @@ class Handover:
         lasting = [(lead, node) for lead, node in leads if min(lead, self._leads.get(node, 0.0)) >= CLEARLY]
         return max(lasting, key=lambda each: each[0])[1] if lasting else None
 
-    def _answered(self, node: NodeId, segments: Sequence[Segment], nbytes: int, reply: Reply | None) -> None:
-        self._on_offer -= nbytes
+    def _answered(self, node: NodeId, segments: Sequence[Segment], reply: Reply | None) -> None:
+        self._offers -= 1
         if not isinstance(reply, wire.OfferReply) or len(reply.codes) != len(segments):
             return
         # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
@@ -161,7 +161,7 @@ class Handover:
             (key, depth, partial(arrived, index))
             for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
         ]
-        # No engine waits for a push: half of the grace is left for the answer to travel before the offer expires.
+        # No engine waits for these segments: half of the grace is left for the answer, before the offer expires.
         predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
         self._transfers.bring(
             node,
@@ -187,4 +187,4 @@ class Handover:
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
-        return {"bytes on offer": self._on_offer}
+        return {"offers": self._offers}

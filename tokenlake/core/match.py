@@ -315,7 +315,7 @@ class Matches:
             directory_node = search.directory_nodes[index]
             asked.add((index, directory_node))
             calls.setdefault(directory_node, []).append(index)
-        return {node: sorted(set(indices)) for node, indices in calls.items()}
+        return {node: sorted(indices) for node, indices in calls.items()}
 
     def _neighbours(self, search: _Search) -> tuple[dict[int, NodeId], int]:
         """Returns (node by index of each missing key, index of the last key with a known owner). The node is the owner

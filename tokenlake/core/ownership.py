@@ -34,7 +34,7 @@ __all__ = ["Ownership"]
 
 DUPLICATES = Metric("tokenlake_duplicate_commits_total", "Segments of this node that another node owned before")
 
-ADOPT_SLOTS = 512
+ADOPT_SLOTS = 160
 """Slots that are examined at once, before other events are handled, when this node looks for segments of a lost
 owner."""
 _CACHED, _PRIMARY = Kind.CACHED, Kind.PRIMARY

@@ -144,9 +144,12 @@ class Peers:
     def directory_nodes(self, keys: bytes) -> list[NodeId]:
         """Returns, for each of the concatenated `keys`, the node that keeps its directory entry now: the first
         candidate of the key, or the second while the first cannot be reached."""
+        return self.keepers(self._context.ring.candidates(keys))
+
+    def keepers(self, candidates: Iterable[tuple[NodeId, NodeId]]) -> list[NodeId]:
+        """Returns `directory_nodes` of keys with these candidates (`Ring.candidates`)."""
         away = [peer.node for peer in self._peers.values() if not peer.reachable]
-        pairs = self._context.ring.candidates(keys)
-        return [other if first in away else first for first, other in pairs] if away else [pair[0] for pair in pairs]
+        return [other if first in away else first for first, other in candidates]
 
     def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
         """Returns the keys grouped by the node that keeps their directory entries now; their order is kept."""

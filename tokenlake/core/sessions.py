@@ -20,7 +20,7 @@ __all__ = ["Process", "Session", "Sessions"]
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
 
-SLICE = 1024
+SLICE = 192
 """Segments of a dead process that are given back at once before other events are handled; at least one lease or
 write."""
 

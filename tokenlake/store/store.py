@@ -489,7 +489,7 @@ class SegmentStore:
         """Returns the segment to evict for a new one of `kind`; None when all are pinned.
 
         A new primary copy displaces a cached one only where these are beyond their budget: otherwise the segments that
-        other nodes push here would evict those that the engines of this node read, and each read would transfer them
+        other nodes hand over would evict those that the engines of this node read, and each read would transfer them
         again.
         """
         room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]

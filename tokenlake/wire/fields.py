@@ -26,7 +26,6 @@ __all__ = [
     "Share",
     "SlotBytes",
     "Statistics",
-    "Version",
     "RetentionValue",
 ]
 
@@ -70,9 +69,6 @@ Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 
 Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
 """Statistics of one pool, as an eviction policy saves them."""
-
-Version = Annotated[int, Meta(ge=0)]
-"""Version of a message that replaces earlier ones; 0: none was sent yet."""
 
 RetentionValue = Annotated[float, Meta(ge=0, le=1e9)]
 """Retention value: the eviction policy's value of keeping a segment."""

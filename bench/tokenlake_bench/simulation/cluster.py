@@ -75,11 +75,6 @@ class SimulatedCluster:
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""
 
-    @property
-    def now_s(self) -> float:
-        """Present time of the workload in seconds, which begins at 0."""
-        return self.clock.now - BEGINS_S
-
     def run(
         self,
         arrivals: Iterable[Arrival],
