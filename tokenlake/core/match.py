@@ -139,6 +139,15 @@ class _Found:
         gaps = (index for index, (segment, owner) in enumerate(places) if segment is None and owner is None)
         return next(gaps, limit)
 
+    def set_codes_behind(self, gap: int, answered: set[int]) -> None:
+        """Set the code MISSING for the keys behind `gap`, the index of the first missing segment, whose directory nodes
+        have not `answered`."""
+        codes = self.codes
+        if gap < len(codes) and codes[gap] != _UNKNOWN:
+            for index in range(gap + 1, len(codes)):
+                if codes[index] == _UNKNOWN and index not in answered:
+                    codes[index] = _MISSING
+
 
 @dataclass(eq=False, slots=True)
 class _Match:
@@ -197,13 +206,11 @@ class _Search:
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
 
-    def known_owner(self, index: int) -> NodeId | None:
-        """Returns the node where the segment is leased, else the owner that a directory node named, unless that one has
-        denied a lease; None if neither is known."""
-        leased, named = self.found.owners[index], self.found.named.get(index)
-        if leased is not None or named is None:
-            return leased
-        return None if (index, named[1]) in self.denied else named[1]
+    def named_owner(self, index: int) -> NodeId | None:
+        """Returns the owner that a directory node named for a segment that is not leased yet, unless that owner has
+        denied a lease; else None."""
+        named = self.found.named.get(index)
+        return None if named is None or (index, named[1]) in self.denied else named[1]
 
 
 class Matches:
@@ -270,7 +277,11 @@ class Matches:
         if known is not None:
             search.found.accesses.append((own[known[0]], *known[1:]))
         for index, (code, owner) in zip(own, answers, strict=True):
-            self._heard(search, index, here, code, owner)
+            search.answered.add(index)
+            if owner is None:
+                search.found.codes[index] = code
+            else:
+                search.found.named[index] = (here, owner)
         self._continue(search)
 
     def _continue(self, search: _Search) -> None:
@@ -292,44 +303,39 @@ class Matches:
         keys after the last one with a known owner are looked up both at that owner, which mostly has some of them, and
         at their directory nodes.
         """
-        found, asked, first_round = search.found, search.asked, not search.rounds
-        missing: list[int] = []
-        for index in search.directory_nodes:
-            if found.segments[index] is None and found.owners[index] is None:
-                if index in search.answered and search.known_owner(index) is None:
+        found, asked, directory_nodes = search.found, search.asked, search.directory_nodes
+        answered, first_round = search.answered, not search.rounds
+        # (index, its owner, or else that of the nearest segment with a known owner: an earlier one if there is one)
+        missing: list[tuple[int, NodeId | None]] = []
+        nearest: NodeId | None = None
+        last = -1
+        for index in directory_nodes:
+            owner = found.owners[index]
+            if owner is None and found.segments[index] is None:
+                owner = search.named_owner(index)
+                if owner is None and index in answered:
                     break
-                missing.append(index)
-        neighbours, last = self._neighbours(search)
+                missing.append((index, owner or nearest))
+            if owner is not None:
+                if nearest is None:
+                    # The keys before the first known owner, and this one if it is not leased.
+                    missing = [(each, owner) for each, _ in missing]
+                nearest, last = owner, index
         calls: dict[NodeId, list[int]] = {}
         to_directory: list[int] = []
-        for index in missing:
-            node = search.known_owner(index) or neighbours.get(index)
+        for index, node in missing:
             if node is not None and (index, node) not in asked:
                 asked.add((index, node))
                 calls.setdefault(node, []).append(index)
                 if not (first_round and index > last):
                     continue
-            if index not in search.answered and (index, search.directory_nodes[index]) not in asked:
+            if index not in answered and (index, directory_nodes[index]) not in asked:
                 to_directory.append(index)
         for index in _probes(to_directory) if first_round else to_directory:
-            directory_node = search.directory_nodes[index]
+            directory_node = directory_nodes[index]
             asked.add((index, directory_node))
             calls.setdefault(directory_node, []).append(index)
         return {node: sorted(indices) for node, indices in calls.items()}
-
-    def _neighbours(self, search: _Search) -> tuple[dict[int, NodeId], int]:
-        """Returns (node by index of each missing key, index of the last key with a known owner). The node is the owner
-        of the nearest earlier segment whose owner is known, else of the first later one. ({}, -1) where no owner is
-        known."""
-        owners = {index: owner for index in search.directory_nodes if (owner := search.known_owner(index)) is not None}
-        if not owners:
-            return {}, -1
-        nearest = next(iter(owners.values()))
-        neighbours: dict[int, NodeId] = {}
-        for index in search.directory_nodes:
-            nearest = owners.get(index, nearest)
-            neighbours[index] = nearest
-        return neighbours, next(reversed(owners))
 
     def _hurry(self, search: _Search, number: int) -> None:
         """Lookups that were sent together have taken `PART_OF_DEADLINE`: send the next ones without the answers that
@@ -532,7 +538,7 @@ class Matches:
             self._recheck(search)
             self._leave_out_dropped(found)
             self._report_stale(search)
-            self._set_codes_behind_the_gap(search)
+            found.set_codes_behind(found.prefix(len(match.keys)), search.answered)
         limit = self._grants.may_lease(session, found.segments, len(session.processes)) if match.process.alive else 0
         hits = found.prefix(limit) if search is not None else limit
         if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
@@ -575,15 +581,6 @@ class Matches:
                 self._directory_node.gone(search.tenant, keys, owner)
             else:
                 self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
-
-    def _set_codes_behind_the_gap(self, search: _Search) -> None:
-        """Set the code MISSING for the keys behind the first missing segment whose directory nodes were not asked."""
-        codes = search.found.codes
-        gap = search.found.prefix(len(codes))
-        if gap < len(codes) and codes[gap] != _UNKNOWN:
-            for index in search.directory_nodes:
-                if index > gap and codes[index] == _UNKNOWN and index not in search.answered:
-                    codes[index] = _MISSING
 
     def _count(self, match: _Match, result: MatchResult) -> None:
         """Count the tokens of the match that this node has or no node has. Tokens leased at other nodes are counted
