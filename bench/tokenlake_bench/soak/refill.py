@@ -74,12 +74,18 @@ def displace(node: Node, seed: int) -> int:
                 # The earlier segments get a low priority, because the eviction policy would otherwise keep the valuable
                 # ones of them.
                 pool.hint(pool.prefix(each.tokens).keys, Hints(priority=-1))
-            _store_many([pool], seed, _DISPLACE, slots, Refilled())
+            # The tenant may get another region meanwhile, and then has more slots than before.
+            result = Refilled()
+            while result.asked == result.stored < slots:
+                _store_many([pool], seed, _DISPLACE + result.asked, slots - result.stored, result)
+                slots = _slots(node.metrics(), group)
             stayed += len({key for each in before for key in _found(pool, each)})
     return stayed
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:
+    """Store new prompts of `segments` segments in all, through the pools in turn, and read each back. `first`: number
+    of the first prompt. The outcome is added to `result`."""
     clients = [LiveClient(pool, seed, window=1) for pool in pools]
     for number in range(-(-segments // SEGMENTS)):
         if not _store_one(clients[number % len(clients)], seed, first + number, result):
