@@ -291,12 +291,25 @@ def test_peer_leases_of_a_tenant_leave_room_for_another() -> None:
     """Leases of one tenant's segments do not count against another tenant, whose lookups would be answered with
     UNKNOWN."""
     cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
-    keys = placed(cluster, 0, 1, 3)
+    keys = placed(cluster, 0, 1, 4)
     for tenant in ("red", "blue"):
         store(cluster, cluster.join(0, tenant=tenant), keys)
-    lent = []
-    for call, tenant in enumerate(("red", "red", "blue")):
-        cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(call, tenant, join_keys(keys))))
-        lent.append(said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL))
-    assert lent == [3, 1, 3]
+    lookups = [("red", keys[:3]), ("red", keys[:3]), ("red", keys[2:]), ("blue", keys[:3])]
+    # Two leases on the same slots count once.
+    assert [leased(cluster, *lookup) for lookup in lookups] == [3, 3, 1, 3]
     cluster.check()
+
+
+def test_leases_on_the_same_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "READERS_PER_SLOT", 2)
+    cluster, _, key = scene()
+    half_of_the_slots = 6
+    lent = [leased(cluster, "red", [key]) for _ in range(2 * half_of_the_slots + 1)]
+    assert lent == [1] * 2 * half_of_the_slots + [0]
+    cluster.check()
+
+
+def leased(cluster: Cluster, tenant: str, keys: Sequence[SegmentKey]) -> int:
+    """Number of segments that node 0 leases to node 2."""
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(0, tenant, join_keys(keys))))
+    return said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL)

@@ -58,7 +58,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             "in addition",
             why="other sessions can always lease some slots",
         ),
-    ] = 0.75
+    ] = 0.95
     session_reserve_share: Annotated[
         float,
         Setting(

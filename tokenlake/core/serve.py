@@ -46,6 +46,8 @@ DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while th
 PEER_LEASE_SHARE = 0.5
 """Share of a pool's capacity (in slots) that all other nodes together may lease; the rest is left for the engines of
 this node."""
+READERS_PER_SLOT = 64
+"""Maximum mean number of leases of other nodes on each slot that they may lease; a bound on the memory for leases."""
 SLICE = 1024
 """Segments whose leases are released at once before other events are handled; at least one lease."""
 FAN_OUT = 2
@@ -197,8 +199,6 @@ class _PeerLease:
 
     node: NodeId
     segments: list[Segment]
-    counts: Counter[PoolId]
-    """Number of leased segments in each pool of slots."""
     timer: Timer
 
 
@@ -212,8 +212,12 @@ class Serving:
         self._directory_node = directory_node
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
+        self._readers: dict[Segment, int] = {}
+        """Number of leases of other nodes on each segment that has any."""
         self._leased: Counter[PoolId] = Counter()
-        """Number of pins that leases of other nodes hold in each pool of slots."""
+        """Number of such segments in each pool of slots."""
+        self._pins = 0
+        """Number of pins that leases of other nodes hold, in all pools."""
         self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
         """The send under way on each bulk connection: (node whose engine reads the segments, or None for a background
         transfer; the segments)."""
@@ -286,32 +290,43 @@ class Serving:
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
-        """Returns those found segments that other nodes may still lease; the codes of the others become UNKNOWN."""
+        """Returns those found segments that other nodes may still lease; the codes of the others become UNKNOWN. A
+        segment that another node leases already takes no further slot."""
         leased = [segment for segment in found if segment is not None]
-        rooms = {pool: self._room(pool) for pool in dict.fromkeys(map(_pool, leased))}
+        rooms = {pool: self._room(pool, len(leased)) for pool in dict.fromkeys(map(_pool, leased))}
         if all(len(leased) <= room for room in rooms.values()):
             return leased
         leased.clear()
         for index, segment in enumerate(found):
-            if segment is not None and rooms[segment.pool] > 0:
-                rooms[segment.pool] -= 1
+            if segment is None:
+                continue
+            fresh = segment not in self._readers
+            if rooms[segment.pool] >= fresh:
+                rooms[segment.pool] -= fresh
                 leased.append(segment)
-            elif segment is not None:
+            else:
                 codes[index] = Code.UNKNOWN
         return leased
 
-    def _room(self, pool: PoolId) -> int:
-        """Returns how many further segments of `pool` other nodes may lease."""
-        return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) - self._leased[pool]
+    def _room(self, pool: PoolId, wanted: int) -> int:
+        """Returns how many further slots of `pool` other nodes may lease; -1 if they have so many leases that not even
+        `wanted` more on slots that are leased already are granted."""
+        limit = int(PEER_LEASE_SHARE * self._context.store.capacity(pool))
+        return limit - self._leased[pool] if self._pins + wanted <= READERS_PER_SLOT * limit else -1
 
     # -- leases
 
     def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
-        counts = Counter(map(_pool, segments))
-        self._leased += counts
-        self._leases[lease] = _PeerLease(node, segments, counts, self._expire_later(lease))
+        self._pins += len(segments)
+        readers = self._readers
+        for segment in segments:
+            before = readers.get(segment, 0)
+            readers[segment] = before + 1
+            if not before:
+                self._leased[segment.pool] += 1
+        self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
 
     def _expire_later(self, lease: LeaseId) -> Timer:
@@ -333,7 +348,15 @@ class Serving:
             return
         del self._leases[lease_id]
         lease.timer.cancel()
-        self._leased -= lease.counts
+        self._pins -= len(lease.segments)
+        readers = self._readers
+        for segment in lease.segments:
+            left = readers[segment] - 1
+            if left:
+                readers[segment] = left
+            else:
+                del readers[segment]
+                self._leased[segment.pool] -= 1
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
@@ -411,6 +434,8 @@ class Serving:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
-        leased = Counter(map(_pool, itertools.chain.from_iterable(lease.segments for lease in self._leases.values())))
-        assert self._leased == leased
+        readers = Counter(itertools.chain.from_iterable(lease.segments for lease in self._leases.values()))
+        assert self._readers == readers
+        assert self._leased == Counter(map(_pool, readers))
+        assert self._pins == readers.total()
         self._fan_out.check_integrity()

@@ -123,7 +123,7 @@ class SimulatedEngine:
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
         # The match waits longer than this engine would compute: another engine that computes the same prefix began
         # earlier, and the notice that it is done arrives a little after its computation.
-        in_flight_wait_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
+        in_flight_wait_s = 1.5 * self._prefill_s(len(keys) // KEY_BYTES)
         matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=in_flight_wait_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
@@ -179,6 +179,10 @@ class SimulatedEngine:
         assert isinstance(committed, engine.Committed)
         for at, code in zip(reserved, committed.codes, strict=True):
             codes[at] = code
+
+    def _prefill_s(self, segments: int) -> float:
+        """Returns the seconds that this engine takes to compute the first `segments` segments of a prompt."""
+        return self._compute_s(segments)
 
     def _compute_s(self, segments: int) -> float:
         rate = self._options.prefill_tokens_per_s

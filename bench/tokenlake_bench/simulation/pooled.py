@@ -153,6 +153,10 @@ class PooledEngine(SimulatedEngine):
         self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
+    def _prefill_s(self, segments: int) -> float:
+        """See `SimulatedEngine`. No other request is computed at the same time."""
+        return self._run.engine.prefill_s(segments * self._options.segment_tokens)
+
     def _read_ahead(self) -> None:
         while self._queue and self._ahead < AHEAD:
             self._ahead += 1
