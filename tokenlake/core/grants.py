@@ -195,8 +195,8 @@ class Grants:
 
     def fetch_room(self, session: SessionGrants) -> int:
         """Returns how many more slots of this node the session may take for segments that it fetches. Fetches may use
-        half, rounded up, of the slots that are left for no match, so that a session whose local items fill its share can
-        still fetch the remote ones."""
+        half (rounded up) of the slots that are left for no match, so that a session whose local items fill its share
+        can still fetch the remote ones."""
         leased, everything = self._share(session, self._context.config.session_lease_share), self._share(session, 1.0)
         limit = everything - (everything - leased) // 2
         return max(0, limit - session.pinned - session.coming)
