@@ -81,7 +81,7 @@ class PrefillFit(Fit):
         super().__init__((0.0, 0.0, 0.0, prefix_s))
 
     def add(self, new: int, prefix: int, seconds: float, now: float) -> None:
-        """Add one prefill that ran alone on its processor."""
+        """Add the measured seconds of one prefill that ran alone on its processor."""
         self.add_step([(new, prefix)], seconds, now)
 
     def add_step(self, parts: Sequence[tuple[int, int]], seconds: float, now: float) -> None:

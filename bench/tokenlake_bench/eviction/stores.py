@@ -180,8 +180,8 @@ class NodeStores:
         return access_after([], len(chain), hits)
 
     def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """What the nodes' eviction policies remember of an evicted segment: (position, access record, seconds since the
-        access) per node that remembers it."""
+        """Returns the last access of an evicted segment, for each node whose eviction policy remembers it: (position,
+        access record, seconds since the access)."""
         told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
         return [each for each in told if each is not None]
 

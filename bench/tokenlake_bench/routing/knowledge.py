@@ -1,4 +1,4 @@
-"""What routers know of the instances' caches: their exact content, or a record of the requests that the router sent."""
+"""Routers' knowledge of the instances' caches: their exact content, or a record of the requests sent."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Cohort:
 
 
 class Record(PolicyState):
-    """What the policy knows about one segment: a stored one, or one that was evicted or refused (then the record is a
+    """The policy's knowledge of one segment: a stored one, or one that was evicted or refused (then the record is a
     ghost)."""
 
     __slots__ = ("access", "accesses", "cohort", "counted", "gone")
