@@ -43,6 +43,7 @@ __all__ = [
     "Prepared",
     "QueryOpened",
     "Region",
+    "RegionClosed",
     "Release",
     "AttendedInPlace",
     "Welcome",
@@ -258,6 +259,14 @@ class Region(_Message, frozen=True, tag=18):
     slot_bytes: SlotBytes
 
 
+class RegionClosed(_Message, frozen=True, tag=31):
+    """Sent to each process that opened a region when the region is given to another tenant: its memory is freed, and
+    the process holds no grant in it. `id` is 0, because the message answers no request."""
+
+    id: int
+    region: Index
+
+
 class Bye(_Message, frozen=True, tag=19):
     """This process holds no grant any more and has unmapped the regions. Not answered."""
 
@@ -383,6 +392,7 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
+    | RegionClosed
     | Located
     | QueryOpened
     | Explained
