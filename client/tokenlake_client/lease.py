@@ -112,17 +112,17 @@ class Lease:
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(
-        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None
+        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
     ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
         The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
         Segments at other nodes are transferred to this node first.
 
-        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one. Raises
-        `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one, of at
+        most `at_most_s` unless that is 0. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
-        stop = self._make_local(start, stop, deadline_s)
+        stop = self._make_local(start, stop, deadline_s, at_most_s)
         arrays = self._map(start, stop) if start < stop else []
         if self._state.verify:
             for at, array in enumerate(arrays):
@@ -182,20 +182,22 @@ class Lease:
             return
         self._grants.release(self._hold, start, stop)
 
-    def _make_local(self, start: int, stop: int, deadline_s: float | None) -> int:
+    def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
         if self._item_codes.count(Code.LOCAL, start, stop) < stop - start:
-            reply = self._fetch(start, stop, deadline_s)
+            reply = self._fetch(start, stop, deadline_s, at_most_s)
             self._record(start, stop, reply.codes, reply.slots, reply.checksums)
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
 
-    def _fetch(self, start: int, stop: int, deadline_s: float | None) -> Fetched:
+    def _fetch(self, start: int, stop: int, deadline_s: float | None, at_most_s: float) -> Fetched:
         self._grants.sweep()
         link = self._grants.current(self.link)
         verify, limit_s = self._state.verify, link.deadlines.fetch_s if deadline_s is None else deadline_s
-        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request))
+        pending = link.channel.begin(
+            lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request, at_most_s)
+        )
         if limit_s:
             return link.expect(link.channel.wait(pending, limit_s + link.deadlines.grace_s), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)
