@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from tokenlake.errors import ProtocolRefused
+from tokenlake.errors import LimitReached, ProtocolRefused
 from tokenlake.wire import FrameDecoder
 
 __all__ = ["FrameConnection"]
@@ -51,6 +51,7 @@ class FrameConnection:
         *,
         max_unsent: int = MAX_UNSENT_BYTES,
         pause_bytes: int = 0,
+        charge: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`on_frame(body)` handles a frame. It may return an iterator that does a part of the work at each step; the
@@ -59,7 +60,9 @@ class FrameConnection:
 
         `max_unsent`: limit of the unsent bytes, beyond which the connection closes. `pause_bytes`: above 0, no frame is
         handled while more bytes than this are unsent, so that the other side, which does not read, causes no further
-        answers. Not for a connection whose two sides both pause: each could wait for the other."""
+        answers. Not for a connection whose two sides both pause: each could wait for the other. `charge(nbytes)` is
+        called when the connection keeps `nbytes` more, or fewer if negative, of unsent answers and of frames that are
+        not whole; it raises `LimitReached` for more than may be kept, and the connection closes."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
@@ -67,6 +70,8 @@ class FrameConnection:
         self._loop = loop
         self._max_unsent = max_unsent
         self._pause_bytes = pause_bytes
+        self._charge = charge
+        self._charged = 0
         self._clock = clock
         self._decoder = FrameDecoder(max_frame)
         self._bodies: Iterator[bytes] = iter(())
@@ -119,6 +124,7 @@ class FrameConnection:
         self._unsent_descriptors += len(kept)
         if self._unsent_bytes > self._max_unsent:
             self.close(f"the other side left {self._unsent_bytes} bytes unread")
+        self._settle()
 
     def _writable(self) -> None:
         until = self._clock() + TURN_S
@@ -141,6 +147,7 @@ class FrameConnection:
             return
         if not self._unsent:
             self._loop.remove_writer(self.sock)
+        self._settle()
         if self._waiting and not self._paused:
             self._turn_soon()
 
@@ -175,18 +182,35 @@ class FrameConnection:
                     body = next(self._bodies, None)
                     if body is None:
                         self._wait(False)
-                        return
+                        break
                     self._work = self.on_frame(body) or iter(())
                 if not self._open:
                     return
                 if self._clock() >= until:
+                    self._wait(True)
                     self._turn_soon()
                     break
-            self._wait(True)
+            else:
+                self._wait(True)
+            self._settle()
         except ProtocolRefused as error:
             if self.on_broken is not None:
                 self.on_broken(error)
             self.close(str(error))
+
+    def _settle(self) -> None:
+        """Charge the bytes that the connection keeps now."""
+        if self._charge is None or not self._open:
+            return
+        kept = self._unsent_bytes + len(self._decoder)
+        if kept == self._charged:
+            return
+        try:
+            self._charge(kept - self._charged)
+        except LimitReached as error:
+            self.close(str(error))
+        else:
+            self._charged = kept
 
     def _turn_soon(self) -> None:
         """Take another turn after the callbacks that are due now."""
@@ -227,6 +251,8 @@ class FrameConnection:
                 os.close(descriptor)
         self._unsent.clear()
         self._bodies, self._work = iter(()), iter(())
+        if self._charge is not None:
+            self._charge(-self._charged)
         self.on_closed(reason)
 
 
