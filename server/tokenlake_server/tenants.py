@@ -30,6 +30,15 @@ class Tenants:
         self.query_credential = secrets.token_hex(32)
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
 
+    @property
+    def count(self) -> int:
+        """The number of tenants."""
+        return len(self._tenants)
+
+    def user(self, uid: int) -> int:
+        """The user id, or -1 for all users that may not use this daemon."""
+        return uid if uid in self._allowed else -1
+
     def is_query_engine(self, token: str | None) -> bool:
         """True when `token` is the credential of this daemon's query engine."""
         credential = (token or "").partition(":")[0]
