@@ -264,13 +264,12 @@ class PeerConnections:
     def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
         line. Peers repeat their attempts, so a refusal that was left out is logged later."""
-        # Name and reason may come from a process that has not proven its identity. Unprintable characters are replaced,
-        # so that it cannot forge lines of the log; names of nodes that are not peers share one entry of the map, so
-        # that it cannot make the map grow.
+        # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
+        # share one entry of the map, so that the map cannot grow.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None:
             name = f"{name} (not proven)"
-        line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
+        line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
