@@ -6,6 +6,7 @@ It uses reader and writer callbacks of the loop, because asyncio's transports ca
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ MAX_UNSENT_BYTES = 16 << 20
 """Limit of the unsent bytes of a connection: it is closed when its other side leaves more than this unread, so that
 memory is bounded."""
 
+Unsent = tuple[bytes | memoryview, tuple[int, ...]]
+"""The unsent bytes of a frame, and the descriptors that are sent with the first of them, which the connection owns."""
+
 
 class FrameConnection:
     """A socket of the control loop that sends and receives frames; it owns the socket `sock`. Callbacks run on the
@@ -35,16 +39,19 @@ class FrameConnection:
         on_frame: Callable[[bytes], None],
         on_closed: Callable[[str], None],
         on_broken: Callable[[ProtocolRefused], None] | None = None,
+        *,
+        max_unsent: int = MAX_UNSENT_BYTES,
     ) -> None:
         """`on_broken(error)` is called before the connection closes because a frame exceeds `max_frame`; it may send
-        the reason to the other side."""
+        the reason to the other side. `max_unsent`: limit of the unsent bytes, beyond which the connection closes."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.on_broken = on_broken
         self._loop = loop
+        self._max_unsent = max_unsent
         self._decoder = FrameDecoder(max_frame)
-        self._unsent: deque[bytes | memoryview] = deque()
+        self._unsent: deque[Unsent] = deque()
         self._unsent_bytes = 0
         self._open = True
         sock.setblocking(False)
@@ -55,59 +62,47 @@ class FrameConnection:
         `descriptors` are sent with the frame's first byte and stay the caller's."""
         if not self._open:
             return
-        if descriptors:
-            self._send_with(frame, descriptors)
-            return
+        sent = 0
         if not self._unsent:
             try:
-                sent = self.sock.send(frame)
+                sent = _send(self.sock, frame, descriptors)
             except BlockingIOError:
-                sent = 0
+                pass
             except OSError as error:
                 self.close(f"write failed: {error}")
                 return
             if sent == len(frame):
                 return
             self._loop.add_writer(self.sock, self._writable)
-            self._keep(memoryview(frame)[sent:])
-        else:
-            self._keep(frame)
-
-    def _send_with(self, frame: bytes, descriptors: Sequence[int]) -> None:
-        # A frame with descriptors is not queued: the connection is closed when the socket's buffer is full, that is,
-        # when the other side does not read its replies.
         try:
-            if self._unsent:
-                raise BlockingIOError
-            sent = socket.send_fds(self.sock, [frame], list(descriptors))
+            kept = () if sent else _duplicates(descriptors)
         except OSError as error:
-            self.close(f"a descriptor could not be sent: {error}")
+            self.close(f"a descriptor could not be kept until the other side reads: {error}")
             return
-        if sent < len(frame):
-            self._loop.add_writer(self.sock, self._writable)
-            self._keep(memoryview(frame)[sent:])
-
-    def _keep(self, data: bytes | memoryview) -> None:
-        self._unsent.append(data)
-        self._unsent_bytes += len(data)
-        if self._unsent_bytes > MAX_UNSENT_BYTES:
+        self._unsent.append((memoryview(frame)[sent:] if sent else frame, kept))
+        self._unsent_bytes += len(frame) - sent
+        if self._unsent_bytes > self._max_unsent:
             self.close(f"the other side left {self._unsent_bytes} bytes unread")
 
     def _writable(self) -> None:
         try:
             while self._unsent:
-                sent = self.sock.send(self._unsent[0])
+                data, descriptors = self._unsent[0]
+                sent = _send(self.sock, data, descriptors)
                 self._unsent_bytes -= sent
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = memoryview(self._unsent[0])[sent:]
-                    return
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if sent < len(data):
+                    self._unsent[0] = memoryview(data)[sent:], ()
+                    break
                 self._unsent.popleft()
         except BlockingIOError:
-            return
+            pass
         except OSError as error:
             self.close(f"write failed: {error}")
             return
-        self._loop.remove_writer(self.sock)
+        if not self._unsent:
+            self._loop.remove_writer(self.sock)
 
     def _readable(self) -> None:
         try:
@@ -144,5 +139,26 @@ class FrameConnection:
             return
         self.detach()
         self.sock.close()
+        for _, descriptors in self._unsent:
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._unsent.clear()
         self.on_closed(reason)
+
+
+def _send(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
+    """Send some of `data`, with `descriptors` beside the first byte. Returns the number of bytes that were sent."""
+    return socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
+
+
+def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
+    """Duplicates of the descriptors, for a frame that is sent later. Raises OSError and keeps none when the process has
+    no descriptor left."""
+    made: list[int] = []
+    try:
+        made.extend(map(os.dup, descriptors))
+    except OSError:
+        for descriptor in made:
+            os.close(descriptor)
+        raise
+    return tuple(made)
