@@ -44,7 +44,7 @@ MAX_HANDSHAKES_OF_SOURCE = 64
 MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
-"""Least seconds between two lines of the log about refusals of the same node."""
+"""Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
