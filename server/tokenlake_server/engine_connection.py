@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.config import format_size
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
@@ -19,16 +19,17 @@ from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.layout import Layout
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import agree, engine, pack_frame
+from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake_server.connected_process import ConnectedProcess
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.tenants import Tenants
 
-__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "MAX_KEYS", "EngineConnection", "keys_over_limit"]
+__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
 
 HELLO_S = 10.0
 """Seconds after which a connection without a `Hello` is closed."""
-MAX_KEYS = 1 << 16
-"""Limit of the segments in one request of an engine."""
+PAUSE_BYTES = 512 << 10
+"""Bytes of unread answers beyond which no further request of an engine's process is handled."""
 MAX_IN_FLIGHT = 1024
 """Limit of the unanswered requests on one connection of an engine."""
 
@@ -42,10 +43,11 @@ class EngineConnection:
         sock: socket.socket,
         max_frame: int,
         loop: asyncio.AbstractEventLoop,
-        on_frame: Callable[[EngineConnection, bytes], None],
+        on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
-        """`on_frame(connection, body)` is called for each frame; `on_closed(connection, reason)` once, when the socket
+        """`on_frame(connection, body)` is called for each frame, and returns the rest of its work, if any (as of
+        `FrameConnection`); `on_closed(connection, reason)` once, when the socket
         is closed."""
         self.number = number
         self.origin = number
@@ -75,6 +77,7 @@ class EngineConnection:
             lambda body: on_frame(self, body),
             lambda reason: self._on_closed(reason, on_closed),
             lambda error: self.refuse(0, error),
+            pause_bytes=PAUSE_BYTES,
         )
         self._deadline = loop.call_later(HELLO_S, self.close, f"no Hello within {HELLO_S:.0f} s")
 
@@ -160,11 +163,9 @@ class EngineConnection:
 def keys_over_limit(message: engine.EngineRequest) -> str:
     """A text about the limit that the number of segments in a request exceeds; empty when the number is within the
     limit."""
-    keys = 0
+    keys, name, limit = 0, "max_keys", MAX_KEYS
     if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
         keys = len(message.keys) // KEY_BYTES
-    elif isinstance(message, engine.Commit):
-        keys = len(message.indices)
-    if keys > MAX_KEYS:
-        return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
-    return ""
+    elif isinstance(message, engine.Fetch):
+        keys, name, limit = message.stop - message.start, "max_fetched", MAX_FETCHED
+    return f"{keys} segments in one request; limit '{name}' is {limit}" if keys > limit else ""

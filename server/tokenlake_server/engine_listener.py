@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
+from tokenlake.core.pieces import LONG, LongRequest
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
@@ -158,27 +159,28 @@ class EngineListener:
 
     # -- requests
 
-    def _received(self, connection: EngineConnection, body: bytes) -> None:
+    def _received(self, connection: EngineConnection, body: bytes) -> Iterator[None] | None:
+        """Handle a request. Returns the rest of the work on it, or None when nothing is left."""
         try:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
         except ProtocolRefused as error:
             connection.refuse(0, error)
-            return
+            return None
         own = self._requests.get(type(message))
         if own is None:
-            self._pass_on(connection, message)
-            return
+            return self._pass_on(connection, message)
         try:
             own(connection, message)
         except OSError as error:
             # The daemon has no descriptor left. It replies, because the engine would take a silent daemon for frozen.
             reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
+        return None
 
-    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
-        """Hand a request to the rules, unless it exceeds a limit."""
+    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> Iterator[None] | None:
+        """Hand a request to the rules, unless it exceeds a limit. Returns the rest of the work on it."""
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
             kind = type(message).__name__
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
@@ -188,13 +190,21 @@ class EngineListener:
             # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
-                return
+                return None
         else:
             if reason := connection.limit_reached(message):
                 connection.fail(number, LimitReached, reason)
-                return
+                return None
             connection.begin_request()
+        if isinstance(message, LONG):
+            return self._in_pieces(connection, message)
         self._driver.handle(events.Requested(connection.number, message))
+        return None
+
+    def _in_pieces(self, connection: EngineConnection, message: LongRequest) -> Iterator[None]:
+        for piece in self._driver.core.pieces(connection.number, message):
+            self._driver.handle(events.Requested(connection.number, piece))
+            yield
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)

@@ -1,6 +1,9 @@
 """A socket of the control loop that receives and sends frames and never blocks.
 
 It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
+
+The connections of a loop take turns. A turn of a connection handles frames for at most `TURN_S`. The frames that are
+left are handled in its next turns, and nothing more is read from the socket until then.
 """
 
 from __future__ import annotations
@@ -8,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import FrameDecoder
@@ -19,9 +23,14 @@ __all__ = ["FrameConnection"]
 READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
 costs more than the read."""
+TURN_S = 0.001
+"""Seconds after which a turn of a connection ends. It ends between two frames, or two parts of the work on one frame,
+so it lasts longer by at most one of them."""
 MAX_UNSENT_BYTES = 16 << 20
 """Limit of the unsent bytes of a connection: it is closed when its other side leaves more than this unread, so that
 memory is bounded."""
+MAX_UNSENT_DESCRIPTORS = 8
+"""Number of unsent descriptors from which on a connection with a `pause_bytes` handles no further frames."""
 
 Unsent = tuple[bytes | memoryview, tuple[int, ...]]
 """The unsent bytes of a frame, and the descriptors that are sent with the first of them, which the connection owns."""
@@ -36,26 +45,52 @@ class FrameConnection:
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
         max_frame: int,
-        on_frame: Callable[[bytes], None],
+        on_frame: Callable[[bytes], Iterator[None] | None],
         on_closed: Callable[[str], None],
         on_broken: Callable[[ProtocolRefused], None] | None = None,
         *,
         max_unsent: int = MAX_UNSENT_BYTES,
+        pause_bytes: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`on_broken(error)` is called before the connection closes because a frame exceeds `max_frame`; it may send
-        the reason to the other side. `max_unsent`: limit of the unsent bytes, beyond which the connection closes."""
+        """`on_frame(body)` handles a frame. It may return an iterator that does a part of the work at each step; the
+        next frame is handled after its last step. `on_broken(error)` is called before the connection closes because a
+        frame exceeds `max_frame`; it may send the reason to the other side.
+
+        `max_unsent`: limit of the unsent bytes, beyond which the connection closes. `pause_bytes`: above 0, no frame is
+        handled while more bytes than this are unsent, so that the other side, which does not read, causes no further
+        answers. Not for a connection whose two sides both pause: each could wait for the other."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.on_broken = on_broken
         self._loop = loop
         self._max_unsent = max_unsent
+        self._pause_bytes = pause_bytes
+        self._clock = clock
         self._decoder = FrameDecoder(max_frame)
+        self._bodies: Iterator[bytes] = iter(())
+        """The frames that were read and are not handled yet."""
+        self._work: Iterator[None] = iter(())
+        """The rest of the work on the last frame."""
+        self._waiting = False
+        """True while frames may be left for a later turn; nothing is read from the socket meanwhile."""
+        self._scheduled = False
         self._unsent: deque[Unsent] = deque()
         self._unsent_bytes = 0
+        self._unsent_descriptors = 0
         self._open = True
         sock.setblocking(False)
         loop.add_reader(sock, self._readable)
+
+    @property
+    def max_frame(self) -> int:
+        """Limit of the bytes of a frame that this side accepts."""
+        return self._decoder.max_frame
+
+    @max_frame.setter
+    def max_frame(self, value: int) -> None:
+        self._decoder.max_frame = value
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send the frame; the part that does not fit into the socket's buffer is queued. Does nothing once closed.
@@ -81,15 +116,18 @@ class FrameConnection:
             return
         self._unsent.append((memoryview(frame)[sent:] if sent else frame, kept))
         self._unsent_bytes += len(frame) - sent
+        self._unsent_descriptors += len(kept)
         if self._unsent_bytes > self._max_unsent:
             self.close(f"the other side left {self._unsent_bytes} bytes unread")
 
     def _writable(self) -> None:
+        until = self._clock() + TURN_S
         try:
-            while self._unsent:
+            while self._unsent and self._clock() < until:
                 data, descriptors = self._unsent[0]
                 sent = _send(self.sock, data, descriptors)
                 self._unsent_bytes -= sent
+                self._unsent_descriptors -= len(descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if sent < len(data):
@@ -103,6 +141,15 @@ class FrameConnection:
             return
         if not self._unsent:
             self._loop.remove_writer(self.sock)
+        if self._waiting and not self._paused:
+            self._turn_soon()
+
+    @property
+    def _paused(self) -> bool:
+        """True while the other side has to read answers before further frames of it are handled."""
+        if not self._pause_bytes:
+            return False
+        return self._unsent_bytes > self._pause_bytes or self._unsent_descriptors >= MAX_UNSENT_DESCRIPTORS
 
     def _readable(self) -> None:
         try:
@@ -115,15 +162,51 @@ class FrameConnection:
         if not data:
             self.close("closed by the other side")
             return
+        self._bodies = self._decoder.feed(data)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Handle the frames that were read. Those that are left when the turn ends are handled in later turns."""
+        until = self._clock() + TURN_S
         try:
-            for body in self._decoder.feed(data):
-                self.on_frame(body)
+            while not self._paused:
+                if next(self._work, self) is self:
+                    # The work on the last frame is complete.
+                    body = next(self._bodies, None)
+                    if body is None:
+                        self._wait(False)
+                        return
+                    self._work = self.on_frame(body) or iter(())
                 if not self._open:
                     return
+                if self._clock() >= until:
+                    self._turn_soon()
+                    break
+            self._wait(True)
         except ProtocolRefused as error:
             if self.on_broken is not None:
                 self.on_broken(error)
             self.close(str(error))
+
+    def _turn_soon(self) -> None:
+        """Take another turn after the callbacks that are due now."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._scheduled = False
+        if self._open:
+            self._turn()
+
+    def _wait(self, waiting: bool) -> None:
+        """Record whether frames are left for a later turn: the socket is read only when none are."""
+        if waiting is not self._waiting:
+            self._waiting = waiting
+            if waiting:
+                self._loop.remove_reader(self.sock)
+            else:
+                self._loop.add_reader(self.sock, self._readable)
 
     def detach(self) -> tuple[socket.socket, bytes]:
         """Remove the callbacks. Returns the socket, which is the caller's from now on, and the bytes that were read and
@@ -143,6 +226,7 @@ class FrameConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._unsent.clear()
+        self._bodies, self._work = iter(()), iter(())
         self.on_closed(reason)
 
 

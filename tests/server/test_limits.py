@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
 import socket
 from collections.abc import Iterator
@@ -31,7 +33,8 @@ from tokenlake.identity import NodeId
 from tokenlake.layout import Layout
 from tokenlake.ring import Ring
 from tokenlake.wire import Code, engine, pack_frame
-from tokenlake_server.engine_connection import MAX_IN_FLIGHT, MAX_KEYS
+from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
+from tokenlake_server.engine_connection import MAX_IN_FLIGHT
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -132,10 +135,90 @@ def test_requests_in_flight_are_bounded() -> None:
 def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(4, 1).tokens).keys * (MAX_KEYS + 1)
-        for ask in (pool.match, pool.store):
-            with pytest.raises(LimitReached, match="'max_keys' is 65536"):
-                ask(keys)
+        with pytest.raises(LimitReached, match="'max_keys' is 1024"):
+            pool.store(keys)
+        with Raw(cluster.nodes[0].socket) as raw:
+            raw.send(hello())
+            raw.reply()
+            raw.send(engine.Match(2, b"".join(keys), 0.1))
+            failed = raw.reply()
+            assert isinstance(failed, engine.Failed)
+            assert (failed.kind, "'max_keys' is 1024" in failed.reason) == (LimitReached.__name__, True)
         assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
+
+
+def test_a_match_of_more_keys_than_one_request_has_finds_the_first_ones() -> None:
+    prompt = Prompt(6, 4)
+    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        keys = pool.prefix(prompt.tokens).keys
+        with pool.match([*keys, *[keys[0]] * MAX_KEYS], deadline_s=PATIENT_S) as lease:
+            assert lease.hits == MAX_KEYS
+            assert lease.codes == bytes([Code.LOCAL]) * MAX_KEYS + bytes([Code.SESSION_LIMIT]) * len(keys)
+
+
+def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
+    """The daemon refuses the frame before it decodes the ranges. It once spent seconds on one."""
+    with Raw(cluster.nodes[0].socket) as raw:
+        raw.send(hello())
+        raw.reply()
+        raw.send(engine.Release(((1, 0, 1),) * 250_000))
+        failed = raw.reply()
+        assert isinstance(failed, engine.Failed)
+        assert f"length <= {MAX_RANGES}" in failed.reason
+        assert raw.closed()
+
+
+def test_a_client_gives_back_more_ranges_than_one_release_has() -> None:
+    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+        prompt, node = Prompt(7, 1), cluster.nodes[0]
+        store(pool, prompt)
+        leases = [pool.match(pool.prefix(prompt.tokens).keys * 1024, deadline_s=PATIENT_S) for _ in range(3)]
+        # The arrays over every second segment keep it leased, so that no two released ranges touch.
+        arrays = [lease.fetch(at, at + 1) for lease in leases for at in range(0, 1024, 2)]
+        with pool._grants.lock:
+            for lease in leases:
+                pool._grants._give_back(lease._hold, 0, lease._hold.release(0, 1024))
+            assert len(pool._grants._releases) > MAX_RANGES
+        pool._grants.sweep()
+        del arrays
+        gc.collect()
+        pool._grants.sweep()
+        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "all are given back")
+        assert pool.connected
+
+
+def test_an_engine_with_unread_answers_opens_a_region() -> None:
+    """The answers fill the socket's buffer, so that the descriptor has to wait. The daemon once closed
+    the connection."""
+    prompt = Prompt(8, 1)
+    with (
+        daemons(1, "64MiB", "16MiB") as cluster,
+        cluster.connect(0, LAYOUT) as pool,
+        Raw(cluster.nodes[0].socket) as raw,
+    ):
+        store(pool, prompt)
+        raw.send(hello())
+        raw.reply()
+        # Each answer has a byte for each key.
+        keys, matches = random.Random(8).randbytes(32 * MAX_KEYS), 400
+        for number in range(2, 2 + matches):
+            raw.send(engine.Match(number, keys, 0.1))
+        raw.send(engine.OpenRegion(1000, 0))
+        raw.send(engine.Heartbeat(1001))
+        wait_until(lambda: cluster.nodes[0].metrics()["tokenlake_match_requests_total"] >= matches, "all are answered")
+        received, descriptors = b"", list[int]()
+        while len(descriptors) < 1:
+            part, found, _, _ = socket.recv_fds(raw.sock, 1 << 16, 4)
+            assert part, "the daemon closed the connection"
+            received, descriptors = received + part, descriptors + found
+        while not received.endswith(pack_frame(engine.HeartbeatReply(1001, True))):
+            part = raw.sock.recv(1 << 16)
+            assert part
+            received += part
+        assert len(received) > 256 << 10
+        assert os.fstat(descriptors[0]).st_size >= 16 << 20
+        os.close(descriptors[0])
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:

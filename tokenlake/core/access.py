@@ -31,6 +31,8 @@ computes at a time."""
 MAX_REPORTED = 4096
 """Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
 not reported."""
+TOUCHED = 192
+"""Keys of one report: the owner takes up to 5 us for each, during which it serves no other message."""
 _READY = State.READY
 
 
@@ -215,7 +217,9 @@ class Touches:
         batches, self._batches = self._batches, {}
         for (node, tenant), batch in batches.items():
             for report, keys in batch.keys.items():
-                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), *report))
+                for start in range(0, len(keys), TOUCHED):
+                    part = join_keys(keys[start : start + TOUCHED])
+                    self._peers.tell(node, wire.Touched(tenant, part, *report))
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""

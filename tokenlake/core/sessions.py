@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
-from tokenlake.core.grants import Grants, SessionGrants
+from tokenlake.core.grants import PIECE, Grants, SessionGrants
 from tokenlake.core.peers import Peers
 from tokenlake.identity import ConnectionId, NodeId, SessionId, TenantId
 from tokenlake.metrics import Metric
@@ -19,10 +19,6 @@ from tokenlake.wire import peer
 __all__ = ["Process", "Session", "Sessions"]
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
-
-SLICE = 192
-"""Segments of a dead process that are given back at once before other events are handled; at least one lease or
-write."""
 
 
 class Process:
@@ -127,14 +123,23 @@ class Sessions:
         process.alive = False
         session = process.session
         leases, writes = list(session.leases.values()), list(session.writes.values())
+        stop: int | None = None
+        """Index up to which the items of the last lease are still to be given back; None: all of them."""
 
         def work() -> bool:
-            room = SLICE
+            nonlocal stop
+            room = PIECE
             released = []
             while leases and room > 0:
-                lease = leases.pop()
-                room -= len(lease.keys)
-                released.append((lease, 0, len(lease.keys)))
+                lease = leases[-1]
+                stop = len(lease.keys) if stop is None else stop
+                start = max(0, stop - room)
+                released.append((lease, start, stop))
+                room -= stop - start
+                stop = start
+                if not start:
+                    leases.pop()
+                    stop = None
             self._grants.release(session, connection, released)
             while writes and room > 0:
                 write = writes.pop()
@@ -189,7 +194,8 @@ class Sessions:
                 for node, number in lease.remote_leases:
                     by_node.setdefault(node, []).append(number)
         for node, numbers in by_node.items():
-            self._peers.tell(node, peer.RenewLease(tuple(numbers)))
+            for start in range(0, len(numbers), PIECE):
+                self._peers.tell(node, peer.RenewLease(tuple(numbers[start : start + PIECE])))
         self.start()
 
     # -- checks
