@@ -45,11 +45,6 @@ class Tenants:
         """The number of tenants."""
         return len(self._tenants)
 
-    @property
-    def count(self) -> int:
-        """The number of tenants."""
-        return len(self._tenants)
-
     def user(self, uid: int) -> int:
         """The user id, or -1 for all users that may not use this daemon."""
         return uid if uid in self._allowed else -1
