@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,12 +37,15 @@ REDIAL_S = 0.1
 attempt without a listener fails at once and costs little."""
 HANDSHAKE_S = 5.0
 """Seconds after which a connection between daemons is closed whose handshake is not complete."""
-MAX_HANDSHAKES = 64
-"""Limit of the connections between daemons whose handshake is not complete; further ones are closed at once."""
+MAX_HANDSHAKES = 128
+"""Limit of the accepted connections whose handshake is not complete. Beyond it the oldest connection of the source
+address that has the most is closed: a peer completes its handshake long before as many others have connected."""
+MAX_HANDSHAKES_OF_SOURCE = 64
+"""The same limit for connections of one source address, so that no address keeps another one out."""
 MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
-"""Least seconds between two lines of the log about refusals of the same node."""
+"""Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
@@ -54,6 +58,8 @@ class _Handshake:
     """A connection whose other side has not yet proven its identity."""
 
     timer: asyncio.TimerHandle
+    source: str
+    """The source address of an accepted connection; empty where this daemon dialled."""
     dialled: str | None
     """The node that this daemon dialled; None where the other daemon dialled."""
     ended: asyncio.Future[None] | None
@@ -143,7 +149,7 @@ class PeerConnections:
                 # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
                 raise ConnectionRefusedError
             ended: asyncio.Future[None] = self._loop.create_future()
-            self._begin_handshake(sock, name, ended)
+            self._begin_handshake(sock, "", name, ended)
         except BaseException:
             sock.close()
             raise
@@ -153,7 +159,7 @@ class PeerConnections:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, (source, *_) = self._sock.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -161,16 +167,29 @@ class PeerConnections:
             self._loop.remove_reader(self._sock)
             self._loop.call_later(REDIAL_S, self._accept_again)
             return
-        if len(self._handshakes) >= MAX_HANDSHAKES:
-            sock.close()
+        self._make_room(source)
+        self._begin_handshake(sock, source, None, None)
+
+    def _make_room(self, source: str) -> None:
+        """Close the oldest connection whose handshake is not complete, where there are too many for another one from
+        the address `source`."""
+        accepted = Counter(handshake.source for handshake in self._handshakes.values() if handshake.source)
+        if accepted[source] >= MAX_HANDSHAKES_OF_SOURCE:
+            crowded = source
+        elif accepted.total() >= MAX_HANDSHAKES:
+            crowded = max(accepted, key=accepted.__getitem__)
+        else:
             return
-        self._begin_handshake(sock, None, None)
+        oldest = next(each for each, handshake in self._handshakes.items() if handshake.source == crowded)
+        oldest.close("its handshake was not complete when too many others had connected")
 
     def _accept_again(self) -> None:
         if not self._closing:
             self._loop.add_reader(self._sock, self._accept)
 
-    def _begin_handshake(self, sock: socket.socket, dialled: str | None, ended: asyncio.Future[None] | None) -> None:
+    def _begin_handshake(
+        self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def closed(reason: str) -> None:
@@ -189,7 +208,7 @@ class PeerConnections:
             lambda error: self._refuse_handshake(connection, handshake, error),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
-        handshake = self._handshakes[connection] = _Handshake(timer, dialled, ended, None)
+        handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None)
         if dialled is not None:
             handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
             connection.send(pack_frame(handshake.side.hello))
@@ -246,13 +265,12 @@ class PeerConnections:
     def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
         line. Peers repeat their attempts, so a refusal that was left out is logged later."""
-        # Name and reason may come from a process that has not proven its identity. Unprintable characters are replaced,
-        # so that it cannot forge lines of the log; names of nodes that are not peers share one entry of the map, so
-        # that it cannot make the map grow.
+        # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
+        # share one entry of the map, so that the map cannot grow.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None:
             name = f"{name} (not proven)"
-        line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
+        line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()

@@ -82,7 +82,7 @@ class Transfer(Pull):
         self.ask(self.source.life)
 
     def send(self, bulk: SendBulk) -> None:
-        """See `Pull`."""
+        """Send the segments that the sender has, shard by shard, each after a random delay; see `Pull`."""
         slots = iter(unpack_slots(bulk.slots))
         size = 8 * SHARDS
         for index, code in enumerate(bulk.codes):
@@ -120,7 +120,8 @@ class Transfer(Pull):
     # -- the receiver's side
 
     def abort(self) -> None:
-        """See `Pull`. The receiver's thread takes its own time to return."""
+        """End the transfer without the missing bytes. The receiver's thread takes its own time to return. See
+        `Pull`."""
         self.clock.after(self.clock.random.uniform(0.0, 0.1), self._return)
 
     def _give_up(self) -> None:

@@ -30,7 +30,7 @@ from functools import partial
 
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
-from tokenlake.core.grants import Grants, Lease, pack
+from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process
@@ -551,7 +551,9 @@ class LeaseReads:
         if lease is not None:
             # Later reads and the release of the lease are recorded with the newest hints.
             lease.add_hints(hints)
-            self._touches.hint(tenant, lease.keys, hints)
+            if len(lease.keys) <= PIECE:
+                # The segments of a longer lease are named in pieces (`pieces`).
+                self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
         """Give back items of leases that a process does not read any more."""

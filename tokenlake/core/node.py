@@ -25,6 +25,7 @@ from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
+from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
@@ -71,6 +72,7 @@ class NodeCore:
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
+        self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node)
         self._explain = Explain(context, self._peers)
@@ -187,6 +189,11 @@ class NodeCore:
         timer. Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late
         therefore passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
+
+    def pieces(self, connection: int, message: LongRequest) -> Iterator[engine.EngineRequest]:
+        """Yields requests that together do what `message` of an engine's process does, each of which takes the rules a
+        millisecond at most. The driver passes in one after the other. Changes nothing."""
+        return self._pieces.cut(ConnectionId(connection), message)
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
         """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)

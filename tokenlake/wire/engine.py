@@ -7,7 +7,10 @@ tenant of each connection; no message names one.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from tokenlake.hints import Hints
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
@@ -15,6 +18,10 @@ from tokenlake.wire.funnel import Funnel
 
 __all__ = [
     "HERE",
+    "MAX_FETCHED",
+    "MAX_GRANTS",
+    "MAX_KEYS",
+    "MAX_RANGES",
     "Abort",
     "Hint",
     "Attach",
@@ -43,6 +50,7 @@ __all__ = [
     "Prepared",
     "QueryOpened",
     "Region",
+    "RegionClosed",
     "Release",
     "AttendedInPlace",
     "Welcome",
@@ -50,6 +58,17 @@ __all__ = [
     "reply_decoder",
     "request_decoder",
 ]
+
+
+MAX_KEYS = 1024
+"""Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
+MAX_FETCHED = 256
+"""Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
+MAX_RANGES = 1024
+"""Limit of the ranges in one `Release`. Their decoder takes a tenth of a millisecond."""
+MAX_GRANTS = 16384
+"""Limit of the leases of a session, and of its writes, so that a `ReconcileGrants` can name all of them. Their decoder
+takes half a millisecond."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -151,7 +170,7 @@ class Attach(_Message, frozen=True, tag=6):
 
 
 class Fetch(_Message, frozen=True, tag=7):
-    """Bring the segments `start` to `stop` of a lease into this node's arena."""
+    """Bring the segments `start` to `stop` of a lease into this node's arena, at most `MAX_FETCHED`."""
 
     id: int
     lease: int
@@ -180,7 +199,7 @@ class Fetched(_Message, frozen=True, tag=8):
 class Release(_Message, frozen=True, tag=9):
     """This process no longer reads these segments: (lease, start, stop) each. Not answered."""
 
-    ranges: tuple[tuple[int, Index, Index], ...]
+    ranges: Annotated[tuple[tuple[int, Index, Index], ...], Meta(max_length=MAX_RANGES)]
 
 
 class Prepare(_Message, frozen=True, tag=10):
@@ -209,7 +228,7 @@ class Commit(_Message, frozen=True, tag=12):
 
     id: int
     write: int
-    indices: tuple[Index, ...]
+    indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_KEYS)]
     shards: Index
     """Bit mask of the shards that this process wrote."""
     checksums: bytes
@@ -261,6 +280,14 @@ class Region(_Message, frozen=True, tag=18):
     slot_bytes: SlotBytes
 
 
+class RegionClosed(_Message, frozen=True, tag=31):
+    """Sent to each process that opened a region when the region is given to another tenant: its memory is freed, and
+    the process holds no grant in it. `id` is 0, because the message answers no request."""
+
+    id: int
+    region: Index
+
+
 class Bye(_Message, frozen=True, tag=19):
     """This process holds no grant any more and has unmapped the regions. Not answered."""
 
@@ -306,8 +333,8 @@ class ReconcileGrants(_Message, frozen=True, tag=24):
     The daemon takes back every other grant of the process, because the reply that granted it may have been lost with
     the earlier connection. Not answered."""
 
-    leases: tuple[int, ...]
-    writes: tuple[int, ...]
+    leases: Annotated[tuple[int, ...], Meta(max_length=MAX_GRANTS)]
+    writes: Annotated[tuple[int, ...], Meta(max_length=MAX_GRANTS)]
 
 
 class Hint(_Message, frozen=True, tag=26):
@@ -386,6 +413,7 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
+    | RegionClosed
     | Located
     | QueryOpened
     | Explained

@@ -53,8 +53,9 @@ class Measurements:
 
     @contextmanager
     def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:
-        """A context that measures a prefill: one forward pass of `new` tokens of one prompt, behind `prefix` tokens
-        whose cache is in the engine."""
+        """A context manager that measures the seconds of its body, which runs one prefill, and adds them to
+        `rates.prefill`. The prefill is one forward pass over `new` tokens of one prompt, behind `prefix` tokens whose
+        cache is in the engine. On a GPU `device` the measured time ends when the GPU has finished."""
         began = time.perf_counter()
         yield
         if device.type == "cuda":
