@@ -132,8 +132,9 @@ class Lease:
         The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
         Segments at other nodes are transferred to this node first.
 
-        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one, of at
-        most `at_most_s` unless that is 0. Raises `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one.
+        `at_most_s`: limit of that deadline, such as half of the time in which the engine computes the segments itself;
+        0: none. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
         stop = self._make_local(start, stop, deadline_s, at_most_s)

@@ -52,6 +52,10 @@ class SimNode:
         """By connection."""
         self.links: Mapping[str, Connection] = {}
         """By the other node's name."""
+        self.silent = False
+        """Its bulk path is dead: it answers no transfer, and every message."""
+        self.answers_probes = False
+        """While it is silent it still answers transfers of no segments."""
         self.start()
 
     # -- life

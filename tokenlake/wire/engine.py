@@ -183,8 +183,8 @@ class Fetch(_Message, frozen=True, tag=7):
     """Should the reply contain checksums?"""
     request: RequestName = ""
     at_most_s: Seconds = 0.0
-    """Limit in seconds of the time that the daemon chooses, such as a part of the time in which the engine computes the
-    segments itself; 0: none."""
+    """Limit of the deadline in seconds, whether the engine or the daemon chose it: a part of the time in which the
+    engine computes the segments itself; 0: none."""
 
 
 class Fetched(_Message, frozen=True, tag=8):
