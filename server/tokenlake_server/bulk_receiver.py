@@ -153,7 +153,7 @@ class BulkReceiver:
 
     def _receive(self, sock: socket.socket, job: _Job, part: range) -> None:
         instruction = job.instruction
-        reply = decode(peer.pulled_decoder, read_frame(sock, self._identity.max_frame))
+        reply = decode(peer.pulled_decoder, read_frame(sock, peer.MAX_FRAME))
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
         if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):

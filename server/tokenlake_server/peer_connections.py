@@ -37,6 +37,9 @@ HANDSHAKE_S = 5.0
 """Seconds after which a connection between daemons is closed whose handshake is not complete."""
 MAX_HANDSHAKES = 64
 """Limit of the connections between daemons whose handshake is not complete; further ones are closed at once."""
+UNSENT_BYTES, LEAST_UNSENT_BYTES = 32 << 20, peer.MAX_FRAME
+"""Limit of the bytes that wait to be sent to all other nodes together, which share it in equal parts; and the least
+part of a node."""
 MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
@@ -182,10 +185,11 @@ class PeerConnections:
         connection = FrameConnection(
             self._loop,
             sock,
-            self._identity.max_frame,
+            peer.HANDSHAKE_BYTES,
             lambda body: self._continue_handshake(connection, handshake, body),
             closed,
             lambda error: self._refuse_handshake(connection, handshake, error),
+            max_unsent=max(LEAST_UNSENT_BYTES, UNSENT_BYTES // max(1, len(self._addresses))),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
         handshake = self._handshakes[connection] = _Handshake(timer, dialled, ended, None)
@@ -267,6 +271,7 @@ class PeerConnections:
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
+        connection.max_frame = peer.MAX_FRAME
         connection.on_frame = lambda body: self._frame(connection, node, body)
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)

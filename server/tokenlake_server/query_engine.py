@@ -147,7 +147,7 @@ class QueryEngine:
             if not ended.done():
                 ended.set_result(None)
 
-        self._channel = FrameConnection(self._loop, ours, self._identity.max_frame, self._received, closed)
+        self._channel = FrameConnection(self._loop, ours, peer.MAX_FRAME, self._received, closed)
         self._channel.send(pack_frame(self._start))
         try:
             await ended

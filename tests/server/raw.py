@@ -124,7 +124,6 @@ def identity_of(node: Node) -> PeerIdentity:
         ring.epoch,
         ring_members(ring, rules.members),
         tuple(ring.members),
-        config.max_frame,
         config.cluster_secret,
     )
 
