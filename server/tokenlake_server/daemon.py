@@ -104,7 +104,6 @@ class Daemon:
             core.ring.epoch,
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
-            config.max_frame,
             config.cluster_secret,
         )
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
@@ -128,7 +127,6 @@ class Daemon:
                 NodeId(config.node),
                 Incarnation(incarnation),
                 Path(config.socket),
-                config.max_frame,
                 config.max_sessions,
                 config.region_size,
                 config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it

@@ -19,6 +19,7 @@ from tokenlake.wire.funnel import Funnel
 __all__ = [
     "HERE",
     "MAX_FETCHED",
+    "MAX_FRAME",
     "MAX_GRANTS",
     "MAX_KEYS",
     "MAX_RANGES",
@@ -60,6 +61,8 @@ __all__ = [
 ]
 
 
+MAX_FRAME = 512 << 10
+"""Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
 MAX_KEYS = 1024
 """Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
 MAX_FETCHED = 256
