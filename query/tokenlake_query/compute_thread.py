@@ -46,7 +46,7 @@ ALONE_SLICE_S = 0.050
 """Seconds that a slice should take while one tenant alone has had queries for `ALONE_S`."""
 ALONE_S = 10.0
 LEAST_ROWS, MOST_ROWS = 32, 512
-"""Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes more time;
+"""Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes longer;
 with more, fewer segments fit, and the time to merge the results of slices counts."""
 READING_ROWS = 8
 """The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
