@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
+from tokenlake_server.kept_bytes import KeptBytes
 from tokenlake_server.local_socket import listen
 from tokenlake_server.tenants import Tenants
 
@@ -31,8 +33,10 @@ __all__ = ["EngineListener", "EngineSettings"]
 log = logging.getLogger(__name__)
 
 PROCESSES_PER_SESSION = 16
-"""Connections per session: the listener accepts `max_sessions` times this number. An engine has one for its scheduler
-and one for each rank; the others are for those that a restarted engine has not closed yet."""
+"""Connections per session: at most `max_sessions` times this number may join. An engine has one for its scheduler and
+one for each rank; the others are for those that a restarted engine has not closed yet."""
+MAX_UNPROVEN = 64
+"""Limit of the connections of one user that have not sent their `Hello`; further ones close the oldest of them."""
 ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
@@ -74,6 +78,12 @@ class EngineListener:
         self._driver = driver
         self._loop = loop
         self._connections: dict[int, EngineConnection] = {}
+        self._unproven: dict[int, dict[int, EngineConnection]] = {}
+        """The connections whose `Hello` has not been accepted, by user and number; those of a user are in the order in
+        which they were accepted."""
+        self._processes: Counter[str] = Counter()
+        """Number of connections of each tenant whose `Hello` was accepted."""
+        self._kept = KeptBytes(tenants.count)
         self._last = 0
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
@@ -104,9 +114,11 @@ class EngineListener:
             self._last, sock, self._settings.max_frame, self._loop, self._received, self._socket_closed
         )
         self._connections[connection.number] = connection
-        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
-        if len(self._connections) > limit:
-            connection.refuse(0, LimitReached(f"{limit} processes are connected; no more are accepted"))
+        unproven = self._unproven.setdefault(self._tenants.user(connection.process.uid), {})
+        unproven[connection.number] = connection
+        if len(unproven) > MAX_UNPROVEN:
+            oldest = next(iter(unproven.values()))
+            oldest.refuse(0, LimitReached(f"{MAX_UNPROVEN} newer connections of this user have not sent a Hello"))
 
     def _accept_again(self) -> None:
         if self._sock.fileno() >= 0:
@@ -130,18 +142,37 @@ class EngineListener:
         """Release the resources of the connection; returns False when they were released before."""
         if self._connections.pop(connection.number, None) is None:
             return False
+        if not self._no_longer_unproven(connection):
+            self._processes[connection.tenant] -= 1
         connection.joined = False
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
         connection.process.close()
         connection.close("the process is gone")
+        connection.close_account()
         return True
+
+    def _no_longer_unproven(self, connection: EngineConnection) -> bool:
+        """Returns True if the `Hello` of the connection had not been accepted before."""
+        user = self._tenants.user(connection.process.uid)
+        unproven = self._unproven.get(user, {})
+        was_unproven = unproven.pop(connection.number, None) is not None
+        if not unproven:
+            self._unproven.pop(user, None)
+        return was_unproven
 
     def refuse(self, number: int, error: Exception) -> None:
         """Reply with the error on connection `number` of an engine's process, and close it."""
         connection = self._connections.get(number)
         if connection is not None:
             connection.refuse(0, error)
+
+    def region_closed(self, region: int) -> None:
+        """Tell the processes that may map a region that it is given to another tenant."""
+        for connection in self._connections.values():
+            if region in connection.opened:
+                connection.opened.discard(region)
+                connection.send(engine.RegionClosed(0, region))
 
     @property
     def count(self) -> int:
@@ -192,10 +223,9 @@ class EngineListener:
                 connection.refuse(0, LimitReached(reason))
                 return None
         else:
-            if reason := connection.limit_reached(message):
+            if reason := connection.admit(message):
                 connection.fail(number, LimitReached, reason)
                 return None
-            connection.begin_request()
         if isinstance(message, LONG):
             return self._in_pieces(connection, message)
         self._driver.handle(events.Requested(connection.number, message))
@@ -220,9 +250,13 @@ class EngineListener:
             layout = connection.layout
             assert layout is not None
             self._check_session(message.session, connection.tenant, layout)
+            self._check_processes(connection.tenant)
+            connection.open_account(self._kept)
         except TokenLakeError as error:
             connection.refuse(message.id, error)
             return
+        self._no_longer_unproven(connection)
+        self._processes[connection.tenant] += 1
         resumed = self._resumed(connection)
         self._driver.handle(
             events.Joined(
@@ -238,6 +272,17 @@ class EngineListener:
                 resumed.number if resumed else 0,
             )
         )
+
+    def _check_processes(self, tenant: str) -> None:
+        """Raise `LimitReached` when no further process of the tenant may join."""
+        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
+        if self._processes.total() >= limit:
+            raise LimitReached(f"{limit} processes are connected; no more are accepted")
+        share = max(1, limit // self._tenants.count)
+        if self._processes[tenant] >= share:
+            raise LimitReached(
+                f"{share} processes of tenant '{tenant}' are connected, its part of {limit}; no more are accepted"
+            )
 
     def _resumed(self, connection: EngineConnection) -> EngineConnection | None:
         """The earlier connection of the same process that the `Hello` of `connection` resumes; None where there is
@@ -270,6 +315,7 @@ class EngineListener:
         region = self._arena.region(message.region)
         descriptor = region.reopen(write=message.write)
         connection.maps = True
+        connection.opened.add(message.region)
         try:
             connection.send(engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes), [descriptor])
         finally:
@@ -288,9 +334,6 @@ class EngineListener:
 
     def _explain(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Explain)
-        if reason := connection.limit_reached(message):
-            connection.fail(message.id, LimitReached, reason)
-            return
         tenant = connection.tenant
         if not connection.joined:
             try:
@@ -298,7 +341,9 @@ class EngineListener:
             except TokenLakeError as error:
                 connection.refuse(message.id, error)
                 return
-        connection.begin_request()
+        if reason := connection.admit(message):
+            connection.fail(message.id, LimitReached, reason)
+            return
         # The token is removed from the `Hello`, because the event may be written to the event log, which holds no
         # credentials.
         self._driver.handle(

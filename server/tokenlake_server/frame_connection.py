@@ -2,7 +2,7 @@
 
 It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
 
-The connections of a loop take turns. A turn of a connection handles frames for at most `TURN_S`. The frames that are
+The connections of a loop take turns. A turn of a connection handles frames for at most `SLICE_S`. The frames that are
 left are handled in its next turns, and nothing more is read from the socket until then.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from tokenlake.errors import ProtocolRefused
+from tokenlake.errors import LimitReached, ProtocolRefused
 from tokenlake.wire import FrameDecoder
 
 __all__ = ["FrameConnection"]
@@ -23,7 +23,7 @@ __all__ = ["FrameConnection"]
 READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
 costs more than the read."""
-TURN_S = 0.001
+SLICE_S = 0.001
 """Seconds after which a turn of a connection ends. It ends between two frames, or two parts of the work on one frame,
 so it lasts longer by at most one of them."""
 MAX_UNSENT_BYTES = 16 << 20
@@ -51,6 +51,7 @@ class FrameConnection:
         *,
         max_unsent: int = MAX_UNSENT_BYTES,
         pause_bytes: int = 0,
+        charge: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`on_frame(body)` handles a frame. It may return an iterator that does a part of the work at each step; the
@@ -59,7 +60,9 @@ class FrameConnection:
 
         `max_unsent`: limit of the unsent bytes, beyond which the connection closes. `pause_bytes`: above 0, no frame is
         handled while more bytes than this are unsent, so that the other side, which does not read, causes no further
-        answers. Not for a connection whose two sides both pause: each could wait for the other."""
+        answers. Not for a connection whose two sides both pause: each could wait for the other. `charge(nbytes)` is
+        called when the connection keeps `nbytes` more, or fewer if negative, of unsent answers and of frames that are
+        not whole; it raises `LimitReached` for more than may be kept, and the connection closes."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
@@ -67,6 +70,8 @@ class FrameConnection:
         self._loop = loop
         self._max_unsent = max_unsent
         self._pause_bytes = pause_bytes
+        self._charge = charge
+        self._charged = 0
         self._clock = clock
         self._decoder = FrameDecoder(max_frame)
         self._bodies: Iterator[bytes] = iter(())
@@ -119,9 +124,10 @@ class FrameConnection:
         self._unsent_descriptors += len(kept)
         if self._unsent_bytes > self._max_unsent:
             self.close(f"the other side left {self._unsent_bytes} bytes unread")
+        self._settle()
 
     def _writable(self) -> None:
-        until = self._clock() + TURN_S
+        until = self._clock() + SLICE_S
         try:
             while self._unsent and self._clock() < until:
                 data, descriptors = self._unsent[0]
@@ -141,8 +147,9 @@ class FrameConnection:
             return
         if not self._unsent:
             self._loop.remove_writer(self.sock)
+        self._settle()
         if self._waiting and not self._paused:
-            self._turn_soon()
+            self._continue_soon()
 
     @property
     def _paused(self) -> bool:
@@ -163,11 +170,11 @@ class FrameConnection:
             self.close("closed by the other side")
             return
         self._bodies = self._decoder.feed(data)
-        self._turn()
+        self._handle_some()
 
-    def _turn(self) -> None:
+    def _handle_some(self) -> None:
         """Handle the frames that were read. Those that are left when the turn ends are handled in later turns."""
-        until = self._clock() + TURN_S
+        until = self._clock() + SLICE_S
         try:
             while not self._paused:
                 if next(self._work, self) is self:
@@ -175,29 +182,46 @@ class FrameConnection:
                     body = next(self._bodies, None)
                     if body is None:
                         self._wait(False)
-                        return
+                        break
                     self._work = self.on_frame(body) or iter(())
                 if not self._open:
                     return
                 if self._clock() >= until:
-                    self._turn_soon()
+                    self._wait(True)
+                    self._continue_soon()
                     break
-            self._wait(True)
+            else:
+                self._wait(True)
+            self._settle()
         except ProtocolRefused as error:
             if self.on_broken is not None:
                 self.on_broken(error)
             self.close(str(error))
 
-    def _turn_soon(self) -> None:
+    def _settle(self) -> None:
+        """Charge the bytes that the connection keeps now."""
+        if self._charge is None or not self._open:
+            return
+        kept = self._unsent_bytes + len(self._decoder)
+        if kept == self._charged:
+            return
+        try:
+            self._charge(kept - self._charged)
+        except LimitReached as error:
+            self.close(str(error))
+        else:
+            self._charged = kept
+
+    def _continue_soon(self) -> None:
         """Take another turn after the callbacks that are due now."""
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._next_turn)
+            self._loop.call_soon(self._continue)
 
-    def _next_turn(self) -> None:
+    def _continue(self) -> None:
         self._scheduled = False
         if self._open:
-            self._turn()
+            self._handle_some()
 
     def _wait(self, waiting: bool) -> None:
         """Record whether frames are left for a later turn: the socket is read only when none are."""
@@ -227,6 +251,8 @@ class FrameConnection:
                 os.close(descriptor)
         self._unsent.clear()
         self._bodies, self._work = iter(()), iter(())
+        if self._charge is not None:
+            self._charge(-self._charged)
         self.on_closed(reason)
 
 

@@ -23,6 +23,7 @@ from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, T
 from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake_server.blocking_sockets import family
 from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
@@ -140,7 +141,7 @@ class PeerConnections:
         """Connect to the daemon of node `name` once and wait until the handshake has succeeded or failed. Raises
         OSError when there is no connection."""
         address = self._addresses[name]
-        sock = socket.socket(_family(address), socket.SOCK_STREAM)
+        sock = socket.socket(family(address), socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HANDSHAKE_S)
@@ -342,12 +343,8 @@ class PeerConnections:
             connection.close("the daemon stops")
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
-
-
 def _listen(address: Address) -> socket.socket:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
+    sock = socket.socket(family(address), socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(tuple(address))

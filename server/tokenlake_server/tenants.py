@@ -45,6 +45,10 @@ class Tenants:
         """The number of tenants."""
         return len(self._tenants)
 
+    def user(self, uid: int) -> int:
+        """The user id, or -1 for all users that may not use this daemon."""
+        return uid if uid in self._allowed else -1
+
     def is_query_engine(self, token: str | None) -> bool:
         """True when `token` is the credential of this daemon's query engine."""
         credential = (token or "").partition(":")[0]

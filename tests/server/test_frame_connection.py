@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tokenlake.wire import HEADER_BYTES
-from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, TURN_S, FrameConnection
+from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
 
 LIMIT_S = 20.0
 FRAMES = 2000
@@ -25,7 +25,7 @@ def frame(body: bytes) -> bytes:
 
 def stepped() -> Callable[[], float]:
     """A clock that moves by the tenth part of a turn whenever it is read."""
-    return (TURN_S / PER_TURN * step for step in itertools.count()).__next__
+    return (SLICE_S / PER_TURN * step for step in itertools.count()).__next__
 
 
 async def until(reached: Callable[[], bool]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import itertools
+import mmap
 import os
 import random
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     PATIENT_S,
     Prompt,
     daemons,
@@ -29,12 +34,15 @@ from tests.robustness.live import (
 from tests.server.raw import Raw, hello
 from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
-from tokenlake.identity import NodeId
+from tokenlake.identity import NodeId, SessionId
 from tokenlake.layout import Layout
 from tokenlake.ring import Ring
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
-from tokenlake_server.engine_connection import MAX_IN_FLIGHT
+from tokenlake_client import Pool
+from tokenlake_server.engine_connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
+from tokenlake_server.engine_listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
+from tokenlake_server.kept_bytes import MAX_OF_CONNECTION
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -49,32 +57,43 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
+    """Keys whose directory node is this one, without end."""
+    ring, draw = Ring({NodeId(each.name): 1 for each in cluster.nodes}), random.Random(2)
+    drawn = (draw.randbytes(32) for _ in itertools.count())
+    return (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[node].name)
+
+
 def regions_mapped(node: Node) -> int:
-    """Regions that the daemon maps, of an arena in files."""
+    """Regions that the daemon maps."""
     assert node.process is not None
     maps = Path(f"/proc/{node.process.pid}/maps").read_text().splitlines()
-    return sum("/tokenlake-" in line and line.endswith("(deleted)") for line in maps)
+    return sum("/memfd:tokenlake-" in line for line in maps)
 
 
-def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
+def limit_memory(node: Node, nbytes: int) -> None:
+    """Let the daemon map so many bytes in total."""
+    assert node.process is not None
+    resource.prlimit(node.process.pid, resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+
+
+def test_a_region_is_replaced_once_there_is_memory() -> None:
     """The daemon gives back the memory of the old layout and cannot get new memory: the arena is smaller than `memory`,
     never larger. The new layout gets its region as soon as there is memory."""
-    arena, away = tmp_path / "arena", tmp_path / "away"
-    arena.mkdir()
-    with daemons(1, "1MiB", "1MiB", arena_directory=str(arena)) as cluster:
+    with daemons(1, "1MiB", "1MiB") as cluster:
         node = cluster.nodes[0]
         with cluster.connect(0, LAYOUT) as former:
             store(former, Prompt(1, 4))
             wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 0, "stored")
         assert regions_mapped(node) == 1
-        arena.rename(away)
+        limit_memory(node, 1)
         with cluster.connect(0, WIDE) as newcomer:
             prompt = Prompt(2, 2)
             keys = newcomer.prefix(prompt.tokens).keys
             wait_until(lambda: "could not be replaced" in node.log.read_text(), "it says so")
             assert regions_mapped(node) == 0, "the old memory is given back first"
             assert outcomes(bytes(newcomer.store(keys).codes)) == {Code.NO_REGION}
-            away.rename(arena)
+            limit_memory(node, resource.RLIM_INFINITY)
             wait_until(lambda: total(node, "tokenlake_slots") > 0, "it tried again")
             assert regions_mapped(node) == 1
             assert outcomes(newcomer.store_all(keys, lambda at, array: array.fill(at + 1), patience=LIMIT_S)) == {
@@ -83,6 +102,29 @@ def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
             with newcomer.match(keys, deadline_s=PATIENT_S) as lease:
                 assert [bytes(array) for array in lease.fetch()] == [bytes([at]) * WIDE.segment_bytes for at in (1, 2)]
         assert node.log.read_text().count("could not be replaced") == 1
+
+
+def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> None:
+    """A daemon that accesses a page beyond the end of a file gets SIGBUS, so no tenant may make a region smaller. A
+    tenant may give pages back; the daemon then reads zeros."""
+    node = cluster.nodes[0]
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, Prompt(1, 20))
+        pending = pool.link.channel.begin(lambda number: engine.OpenRegion(number, 0, write=True))
+        reply = pool.link.wait(pending)
+        assert isinstance(reply, engine.Region)
+        assert pending.descriptor is not None
+        for size in (0, 4096, 2 * reply.region_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(pending.descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(pending.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        mapped = mmap.mmap(pending.descriptor, reply.region_bytes)
+        mapped.madvise(mmap.MADV_REMOVE)
+        mapped.close()
+        os.close(pending.descriptor)
+        assert outcomes(store(pool, Prompt(2, 40))) <= {Code.COMMITTED, Code.NOT_ADMITTED}
+        assert node.running
 
 
 def test_a_full_disk_ends_only_the_event_log() -> None:
@@ -113,12 +155,9 @@ def test_requests_in_flight_are_bounded() -> None:
             raw.send(hello())
             assert isinstance(raw.reply(), engine.Welcome)
             cluster.nodes[1].freeze()
-            draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
             # The frozen node is the directory node of each key, so that every match waits for it.
-            ring = Ring({NodeId(each.name): 1 for each in cluster.nodes})
-            drawn = (draw.randbytes(32) for _ in itertools.count())
-            keys = (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[1].name)
+            keys = keys_at(cluster, 1)
             raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
             # A hint has no reply, so that the bound on requests in flight does not apply.
             raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
@@ -219,6 +258,98 @@ def test_an_engine_with_unread_answers_opens_a_region() -> None:
         assert len(received) > 256 << 10
         assert os.fstat(descriptors[0]).st_size >= 16 << 20
         os.close(descriptors[0])
+
+
+TENANTS = """
+max_sessions = 8
+allow_uids = [{uid}]
+
+[[tenants]]
+name = "red"
+secret = "{red}"
+tokens = ["red-token-0123456789"]
+
+[[tenants]]
+name = "blue"
+secret = "{blue}"
+tokens = ["blue-token-0123456789"]
+"""
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> str:
+    """The path of a configuration file with two tenants and 8 sessions."""
+    file = tmp_path / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
+    return str(file)
+
+
+def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
+    with daemons(config=tenants) as cluster, contextlib.ExitStack() as pools:
+        socket_ = cluster.nodes[0].socket
+
+        def connect(name: str, session: SessionId | None = None) -> Pool:
+            token = f"{name}-token-0123456789"
+            return pools.enter_context(
+                Pool.connect(socket_, LAYOUT, token, deadlines=PATIENT, session=session or SessionId(0))
+            )
+
+        red = [connect("red") for _ in range(4)]
+        with pytest.raises(LimitReached, match="tenant 'red' has 4 sessions, its part of 'max_sessions' of 8"):
+            connect("red")
+        blue = [connect("blue") for _ in range(4)]
+        with pytest.raises(LimitReached, match="'max_sessions' of 8 sessions"):
+            connect("blue")
+        for _ in range(8 * PROCESSES_PER_SESSION // 2 - 4):
+            connect("red", red[0].session)
+        with pytest.raises(LimitReached, match="64 processes of tenant 'red' are connected, its part of 128"):
+            connect("red", red[0].session)
+        connect("blue", blue[0].session)
+
+
+def test_connections_without_a_hello_keep_no_engine_out_and_little_memory(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with contextlib.ExitStack() as silent:
+        rows = [silent.enter_context(Raw(node.socket)) for _ in range(MAX_UNPROVEN + 6)]
+        for raw in rows[:6]:
+            failed = raw.reply()
+            assert isinstance(failed, engine.Failed)
+            assert f"{MAX_UNPROVEN} newer connections" in failed.reason
+        with cluster.connect(0, LAYOUT) as pool:
+            assert outcomes(store(pool, Prompt(9, 1))) == {Code.COMMITTED}
+            # The newest ones are still open, and one that says Hello is served.
+            rows[-1].send(hello())
+            assert isinstance(rows[-1].reply(), engine.Welcome)
+    with Raw(node.socket) as raw:
+        raw.write((HELLO_BYTES + 1).to_bytes(4, "little"))
+        failed = raw.reply()
+        assert isinstance(failed, engine.Failed)
+        assert f"at most {HELLO_BYTES}" in failed.reason
+        assert raw.closed()
+
+
+def test_waiting_matches_are_bounded_in_bytes() -> None:
+    """Matches that wait for a frozen node, each of as many keys as one may have."""
+    with daemons(2, suspect_ms="20000") as cluster:
+        node = cluster.nodes[0]
+        with Raw(node.socket) as raw:
+            raw.send(hello())
+            assert isinstance(raw.reply(), engine.Welcome)
+            cluster.nodes[1].freeze()
+            keys, count = b"".join(itertools.islice(keys_at(cluster, 1), MAX_KEYS)), 100
+            for number in range(2, 2 + count):
+                raw.send(engine.Match(number, keys, 2.0))
+            replies = [raw.reply() for _ in range(count)]
+            cluster.nodes[1].thaw()
+            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
+            assert 0 < len(refused) < count
+            assert "'connection_bytes'" in refused[0].reason
+            waited = count - len(refused)
+            assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
+            # Everything was answered, so that as many matches may wait again.
+            raw.send(engine.Match(1, keys, 0.1))
+            assert isinstance(raw.reply(), engine.Matched)
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:

@@ -59,6 +59,7 @@ class Transfer(Pull):
         self._pieces: list[tuple[int, int, SlotRef]] = []
         self._stall = self.clock.random.random() < self.clock.stall_share
         self.clock.after(self.clock.delay_s(), self._ask)
+        self.clock.after(order.answer_s, self._give_up)
 
     # -- the sender's side
 
@@ -118,6 +119,10 @@ class Transfer(Pull):
         """End the transfer without the missing bytes. The receiver's thread takes its own time to return. See
         `Pull`."""
         self.clock.after(self.clock.random.uniform(0.0, 0.1), self._return)
+
+    def _give_up(self) -> None:
+        if not self.answered:
+            self._return()
 
     def fail(self) -> None:
         """The connection broke: both ends return."""

@@ -28,6 +28,9 @@ __all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_
 MAX_RECENT_MATCHES = 32
 """Number of matches with missing segments that a session remembers: an upper bound on the requests that its engine
 computes at a time."""
+MAX_RECENT_BYTES = 128 << 10
+"""Limit of the bytes of their keys: those of 32 prompts of 32,768 tokens, or of 4 of the longest ones that a match may
+name."""
 MAX_REPORTED = 4096
 """Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
 not reported."""
@@ -86,12 +89,17 @@ class RecentMatches:
     these prompts, which get the access records of the matches."""
 
     def __init__(self) -> None:
-        self._matches: deque[tuple[bytes, AccessRecord]] = deque(maxlen=MAX_RECENT_MATCHES)
+        self._matches: deque[tuple[bytes, AccessRecord]] = deque()
+        self._nbytes = 0
 
     def add(self, keys: bytes, access: AccessRecord) -> None:
         """Remember the match of the prompt with the concatenated `keys`, of which the engine will compute the missing
         segments."""
         self._matches.append((keys, access))
+        self._nbytes += len(keys)
+        while len(self._matches) > MAX_RECENT_MATCHES or self._nbytes > MAX_RECENT_BYTES:
+            oldest, _ = self._matches.popleft()
+            self._nbytes -= len(oldest)
 
     def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
         """Returns the access record of the request that stores `keys`, the first of which is segment `first` of its

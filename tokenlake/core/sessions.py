@@ -6,6 +6,7 @@ lease expires: its reservations leave the index. Its slots are free when its pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
@@ -54,13 +55,16 @@ class Session(SessionGrants):
 
 
 class Sessions:
-    """All sessions of the node's engines, at most `max_sessions`."""
+    """All sessions of the node's engines, at most `max_sessions`. Each of the configured tenants may have an equal part
+    of them."""
 
     def __init__(self, context: Context, peers: Peers, grants: Grants) -> None:
         self._context = context
         self._peers = peers
         self._grants = grants
         self._sessions: dict[SessionId, Session] = {}
+        self._by_tenant: Counter[TenantId] = Counter()
+        """Number of sessions of each tenant."""
         self._processes: dict[ConnectionId, Process] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -96,10 +100,14 @@ class Sessions:
         if session is None:
             if len(self._sessions) >= config.max_sessions:
                 return f"limit 'max_sessions' of {config.max_sessions} sessions is reached"
+            share = max(1, config.max_sessions // max(1, len(config.quotas)))
+            if self._by_tenant[tenant] >= share:
+                return f"tenant '{tenant}' has {share} sessions, its part of 'max_sessions' of {config.max_sessions}"
             number = SessionId(self._context.next_id())
             deadline = self._context.now + config.lease_s
             session = Session(number, tenant, slot_bytes, shards, segment_tokens, deadline)
             self._sessions[number] = session
+            self._by_tenant[tenant] += 1
             self._watch(session)
         elif (session.tenant, session.slot_bytes, session.shards) != (tenant, slot_bytes, shards):
             return f"session {session_id} belongs to another tenant or layout"
@@ -150,6 +158,7 @@ class Sessions:
             del session.processes[connection]
             if not session.processes:
                 del self._sessions[session.id]
+                self._by_tenant[session.tenant] -= 1
             return False
 
         self._context.in_slices(work)
@@ -221,3 +230,4 @@ class Sessions:
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()
+        assert +self._by_tenant == Counter(session.tenant for session in self._sessions.values())

@@ -68,6 +68,10 @@ class SlotTable:
         """Returns the segments in a region that belongs to a pool, in order of slots."""
         return [segment for segment in self._segments[region] if segment is not None]
 
+    def free_in(self, region: int) -> list[tuple[int, int]]:
+        """Returns the free slots, as (region, slot), of a region that belongs to a pool, in order of slots."""
+        return [(region, slot) for slot, segment in enumerate(self._segments[region]) if segment is None]
+
     def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
         """Returns the segments in the next `slots` slots from `start` on, and the cursor at which the walk continues
         (None at the end)."""

@@ -50,6 +50,7 @@ __all__ = [
     "Prepared",
     "QueryOpened",
     "Region",
+    "RegionClosed",
     "Release",
     "AttendedInPlace",
     "Welcome",
@@ -181,6 +182,9 @@ class Fetch(_Message, frozen=True, tag=7):
     checksums: bool = True
     """Should the reply contain checksums?"""
     request: RequestName = ""
+    at_most_s: Seconds = 0.0
+    """Limit in seconds of the time that the daemon chooses, such as a part of the time in which the engine computes the
+    segments itself; 0: none."""
 
 
 class Fetched(_Message, frozen=True, tag=8):
@@ -274,6 +278,14 @@ class Region(_Message, frozen=True, tag=18):
     region: Index
     region_bytes: int
     slot_bytes: SlotBytes
+
+
+class RegionClosed(_Message, frozen=True, tag=31):
+    """Sent to each process that opened a region when the region is given to another tenant: its memory is freed, and
+    the process holds no grant in it. `id` is 0, because the message answers no request."""
+
+    id: int
+    region: Index
 
 
 class Bye(_Message, frozen=True, tag=19):
@@ -401,6 +413,7 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
+    | RegionClosed
     | Located
     | QueryOpened
     | Explained

@@ -98,9 +98,9 @@ No scenario:
 
 {reasons}
 
-## Defects that the matrix found
+## Defects that were found
 
-| defect | test, in `tests/robustness/test_findings.py` |
+| defect | test |
 |---|---|
 {found}
 """

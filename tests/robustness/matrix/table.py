@@ -178,5 +178,25 @@ FOUND = (
         "descriptor of a new socket",
         "test_a_broken_connection_is_closed_by_its_reader",
     ),
+    (
+        "one lease that was never released kept every tenant from getting memory, though other regions had no lease",
+        "test_one_unreleased_lease_stops_no_handover",
+    ),
+    (
+        "engines that had mapped a region kept its memory after it was given to another tenant",
+        "test_hand_overs_need_no_further_memory",
+    ),
+    (
+        "engines kept the memory of a daemon that had ended, until they had connected to the next one",
+        "test_restarts_need_no_second_arena",
+    ),
+    (
+        "a forked child of an engine kept the memory of a daemon that had ended",
+        "test_a_forked_child_keeps_no_memory",
+    ),
+    (
+        "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
+        "test_a_tenant_cannot_end_the_daemon_through_its_region",
+    ),
 )
-"""(Defect, the test that shows it), in tests/robustness/test_findings.py or tests/client/test_channel.py."""
+"""(Defect, the test that shows it)."""
