@@ -211,7 +211,7 @@ def test_a_store_at_the_greatest_depth_leads_to_messages_that_other_nodes_accept
     except ValueError:
         assert first + 1 == 1 << 32, "a depth that messages can say is refused"
         return
-    [prepared] = [i.message for i in out if isinstance(i, Answer)]
+    [prepared] = [i.message for i in out if isinstance(i, Answer) and isinstance(i.message, engine.Prepared)]
     for event in (
         events.Requested(connection, engine.Commit(2, prepared.write, (0,), 3, bytes(16))),
         events.PeerSent("n1", peer.Lookup(1, "red", key)),
