@@ -11,6 +11,7 @@ replies until `tokenlake_client.grants` has given back the lease or the write.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import os
@@ -99,6 +100,10 @@ class Channel:
     def broken(self) -> bool:
         """True once the connection to the daemon has ended: no call can succeed any more."""
         return self._broken is not None
+
+    def fileno(self) -> int:
+        """The number of the socket's descriptor, for callers that poll for its end; -1 once it is closed."""
+        return self._sock.fileno()
 
     @property
     def overdue(self) -> bool:
@@ -318,7 +323,9 @@ class Channel:
                     self._sock.close()
                 self._descriptors.close()
             for pending in self._waiting.values():
-                pending.error = self._broken
+                # A copy for each caller: the traceback of an exception refers to the frames through which it passed,
+                # and so to their arrays.
+                pending.error = copy.copy(self._broken)
             self._waiting.clear()
             self._changed.notify_all()
         self._on_end()

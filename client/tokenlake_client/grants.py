@@ -137,8 +137,6 @@ class Grants:
                 # such as those in replies that never arrived.
                 link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
             previous, self._link = self._link, link
-            # A link and its regions refer to each other: without `forget` the memory of a dead daemon would stay mapped
-            # (and locked, if it was locked for a GPU) until the garbage collector runs.
             previous.forget()
             # The messages that gave items back over the previous connection may not have arrived: send them again.
             self._abort_when_free.intersection_update(self._writes)
@@ -400,6 +398,8 @@ class Grants:
                 self._releases.append((reply.lease, 0, reply.hits))
             elif isinstance(reply, engine.Prepared) and reply.write:
                 self._aborts.append(reply.write)
+            elif isinstance(reply, engine.RegionClosed):
+                self._link.regions.drop(reply.region)
 
 
 def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:

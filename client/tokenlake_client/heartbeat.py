@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import math
+import os
+import select
 import threading
 import time
 import weakref
 
-from tokenlake.errors import DeadlinePassed, ListenerUntrusted, Refused, TokenLakeError
+from tokenlake.errors import DeadlinePassed, ListenerUntrusted, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import SessionId
 from tokenlake.wire import engine
+from tokenlake_client.channel import Channel
 from tokenlake_client.grants import Grants
 from tokenlake_client.link import Connector, Link
 
@@ -34,21 +37,32 @@ class Wake:
     is in `wait`."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+        try:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise Unreachable(f"this process cannot open a descriptor: {error}") from error
 
     def __call__(self) -> None:
-        self._queue.put(None)
+        os.eventfd_write(self._event, 1)
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until the object is called, at most `limit_s`."""
-        with contextlib.suppress(queue.Empty):
-            self._queue.get(timeout=limit_s)
+    def wait(self, limit_s: float, channel: Channel) -> None:
+        """Wait until the object is called or the daemon has closed `channel`, at most `limit_s`. An idle engine notices
+        the end of its daemon at once."""
+        poller = select.poll()
+        poller.register(self._event, select.POLLIN)
+        with contextlib.suppress(ValueError):
+            # The socket is closed, and has no number, once the channel is broken.
+            poller.register(channel, select.POLLRDHUP)
+        poller.poll(math.ceil(limit_s * 1e3))
 
     def forget(self) -> None:
         """Discard the wake-ups until now, so that they do not end the next `wait`."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            os.close(self._event)
 
 
 class HeartbeatThread(threading.Thread):
@@ -84,9 +98,11 @@ class HeartbeatThread(threading.Thread):
                 log.log(logging.WARNING if first else logging.DEBUG, "no connection: %s", error)
             link = self._grants.link
             if link.channel.broken and not self._grants.closed:
+                # The next daemon may need the memory that this process maps of the last one.
+                link.forget()
                 time.sleep(RECONNECT_S)
             else:
-                self._wake.wait(link.heartbeat_s if self._keeper() is not None else COLLECT_S)
+                self._wake.wait(link.heartbeat_s if self._keeper() is not None else COLLECT_S, link.channel)
             self._wake.forget()
 
     def _beat(self) -> None:

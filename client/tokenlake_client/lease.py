@@ -126,17 +126,18 @@ class Lease:
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(
-        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None
+        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
     ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
         The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
         Segments at other nodes are transferred to this node first.
 
-        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one. Raises
-        `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one.
+        `at_most_s`: limit of that deadline, such as half of the time in which the engine computes the segments itself;
+        0: none. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
-        stop = self._make_local(start, stop, deadline_s)
+        stop = self._make_local(start, stop, deadline_s, at_most_s)
         arrays = self._map(start, stop) if start < stop else []
         if self._state.verify:
             for at, array in enumerate(arrays):
@@ -196,7 +197,7 @@ class Lease:
             return
         self._grants.release(self._hold, start, stop)
 
-    def _make_local(self, start: int, stop: int, deadline_s: float | None) -> int:
+    def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
         limit_s = self.link.deadlines.fetch_s if deadline_s is None else deadline_s
@@ -206,18 +207,21 @@ class Lease:
             if self._item_codes.count(Code.LOCAL, at, end) == end - at:
                 continue
             # 0 stands for a deadline that the daemon predicts, so that a deadline that has passed is not 0.
-            reply = self._fetch(at, end, max(LEAST_S, until - time.monotonic()) if limit_s else 0.0)
+            left_s = max(LEAST_S, until - time.monotonic()) if limit_s else 0.0
+            reply = self._fetch(at, end, left_s, at_most_s)
             self._record(at, end, reply.codes, reply.slots, reply.checksums)
             if self._item_codes.count(Code.LOCAL, at, end) < end - at:
                 break
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
 
-    def _fetch(self, start: int, stop: int, limit_s: float) -> Fetched:
+    def _fetch(self, start: int, stop: int, limit_s: float, at_most_s: float) -> Fetched:
         self._grants.sweep()
         link = self._grants.current(self.link)
         verify = self._state.verify
-        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request))
+        pending = link.channel.begin(
+            lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request, at_most_s)
+        )
         if limit_s:
             return link.expect(link.channel.wait(pending, limit_s + link.deadlines.grace_s), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)

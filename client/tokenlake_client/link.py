@@ -7,6 +7,7 @@ regions. A pool has one link at a time and gets another when the connection brea
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import struct
@@ -59,7 +60,7 @@ class Link:
         self.secret = welcome.secret
         self.heartbeat_s = welcome.heartbeat_s
         self.deadlines = deadlines
-        self.regions = Regions(self._open_region)
+        self.forget()
         channel.max_frame = welcome.max_frame
 
     @property
@@ -71,7 +72,9 @@ class Link:
     def forget(self) -> None:
         """Drop the mappings of the regions. A mapping with arrays over it lives until the last of these arrays is
         gone."""
-        self.regions = Regions(self._open_region)
+        # The regions do not refer to the link: in a cycle of references the memory of a dead daemon would stay mapped
+        # (and locked, if it was locked for a GPU) until the garbage collector runs.
+        self.regions = Regions(functools.partial(_open_region, self.channel, self.deadlines))
 
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
@@ -111,15 +114,16 @@ class Link:
     def _deadline(self, deadline_s: float | None) -> float:
         return self.deadlines.call_s if deadline_s is None else deadline_s
 
-    def _open_region(self, region: int, write: bool) -> Mapping:
-        pending = self.channel.begin(lambda number: engine.OpenRegion(number, region, write))
-        reply = self.expect(self.wait(pending, self.deadlines.store_s if write else None), engine.Region)
-        if pending.descriptor is None:
-            raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
-        try:
-            return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
-        except (OSError, OverflowError, ValueError) as error:
-            raise ProtocolRefused(f"the descriptor of region {region} cannot be mapped: {error}") from error
+
+def _open_region(channel: Channel, deadlines: Deadlines, region: int, write: bool) -> Mapping:
+    pending = channel.begin(lambda number: engine.OpenRegion(number, region, write))
+    reply = Link.expect(channel.wait(pending, deadlines.store_s if write else deadlines.call_s), engine.Region)
+    if pending.descriptor is None:
+        raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
+    try:
+        return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ProtocolRefused(f"the descriptor of region {region} cannot be mapped: {error}") from error
 
 
 def _consistent(reply: engine.EngineReply) -> bool:

@@ -28,8 +28,14 @@ MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 """Codes of madvise that allocate or map pages at once; Python 3.11's mmap module has no names for these two."""
 
-_libc = ctypes.CDLL(None)
+MADV_DONTFORK = 10
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 Begin = Callable[[int, int], Callable[[], None] | None]
 """Registers memory, given as (address, bytes). Returns the function that ends the registration; None where nothing was
@@ -40,17 +46,25 @@ class MappedMemory:
     """The base of every array over one mapping: `np.asarray(memory)` is uint8 [bytes]. The memory is unmapped when the
     last of these arrays is gone. A forked child has this object but not the memory, and must not access the arrays."""
 
-    def __init__(self, mapped: mmap.mmap, *, write: bool) -> None:
-        """Takes over `mapped`."""
+    def __init__(self, descriptor: int, nbytes: int, *, write: bool) -> None:
+        """Maps the first `nbytes` of the file. The caller continues to own `descriptor`. Raises `OSError`, and
+        `ValueError` for a file that is shorter: an access beyond its end would end this process."""
+        if not 0 < nbytes <= os.fstat(descriptor).st_size:
+            raise ValueError(f"{nbytes} bytes of a file of {os.fstat(descriptor).st_size} bytes")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        # Not `mmap.mmap`, which keeps a descriptor of its own. A forked child inherits descriptors, and the memory of a
+        # region stays allocated while any process has one (test_a_forked_child_keeps_no_memory).
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
         # A forked child must not inherit the mapping: it could access the slots after the death of its parent, and the
         # daemon, which watches the parent alone, would reuse them.
-        mapped.madvise(mmap.MADV_DONTFORK)
-        view: NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
-        self.address = view.ctypes.data
-        self.nbytes = len(mapped)
+        _libc.madvise(address, nbytes, MADV_DONTFORK)
+        self.address: int = address
+        self.nbytes = nbytes
         self.write = write
-        self.__array_interface__ = view.__array_interface__
-        self._mapped = mapped
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, not write)}
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._endings: dict[str, Callable[[], None] | None] = {}
@@ -69,11 +83,10 @@ class MappedMemory:
                 self._endings[kind] = begin(self.address, self.nbytes)
 
     def __del__(self) -> None:
-        if self._process != os.getpid():
+        if getattr(self, "_process", 0) != os.getpid():
             # In a forked child the kernel may have given the address of the parent's mapping to another mapping: the
             # child must neither end the parent's registrations nor unmap the address
             # (test_a_forked_child_ends_no_registration).
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapped))
             return
         if sys.is_finalizing():
             # The interpreter exits, and the libraries that made the registrations (for example CUDA) are being
@@ -85,6 +98,7 @@ class MappedMemory:
                     end()
                 except Exception as error:
                     log.warning("a registration of mapped memory could not be ended: %s", error)
+        _libc.munmap(self.address, self.nbytes)
 
 
 def mapped_memory_of(array: NDArray[Any]) -> MappedMemory | None:

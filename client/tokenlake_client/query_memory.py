@@ -4,7 +4,6 @@ engine writes the results."""
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 
 import numpy as np
@@ -29,7 +28,7 @@ class QueryMemory:
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
             # A `MappedMemory` is not inherited by forked children, which therefore cannot access the queries of their
             # parent.
-            pages = MappedMemory(mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED), write=True)
+            pages = MappedMemory(self.descriptor, nbytes, write=True)
         except BaseException:
             os.close(self.descriptor)
             raise

@@ -3,7 +3,6 @@ region that it writes."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -29,9 +28,8 @@ class Mapping:
         """`descriptor`: the region's file descriptor, which the mapping owns from now on. Raises `OSError`,
         `OverflowError` or `ValueError` where the region cannot be mapped."""
         self.shape = RegionShape(region_bytes, slot_bytes)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         try:
-            self.memory = MappedMemory(mmap.mmap(descriptor, region_bytes, mmap.MAP_SHARED, protection), write=write)
+            self.memory = MappedMemory(descriptor, region_bytes, write=write)
         finally:
             os.close(descriptor)
         self.memory.populate()
@@ -62,9 +60,9 @@ class Window:
 
 
 class Regions:
-    """The mappings of the daemon's regions by number. Each is made when it is first needed, and dropped when it was not
-    used for `IDLE_S`: the kernel frees the memory of a region that the daemon has replaced only when no process maps it
-    any more. A dropped mapping lives on while arrays over it live."""
+    """The mappings of the daemon's regions by number. Each is made when it is first needed, and dropped when the daemon
+    has closed the region, or when it was not used for `IDLE_S`. A dropped mapping lives on while arrays over it
+    live."""
 
     def __init__(
         self, open_region: Callable[[int, bool], Mapping], clock: Callable[[], float] = time.monotonic
@@ -87,3 +85,9 @@ class Regions:
             mapping = self._mapped[key] = self._open(region, write)
         self._used[key] = now
         return mapping
+
+    def drop(self, region: int) -> None:
+        """Drop the mappings of a region that the daemon has closed."""
+        for write in (False, True):
+            self._mapped.pop((region, write), None)
+            self._used.pop((region, write), None)

@@ -1,4 +1,4 @@
-"""The node's shared memory. Each region is a memfd, or a file in the directory of the setting `arena_directory`."""
+"""The node's shared memory. Each region is a sealed memfd: no process can make it smaller while the daemon maps it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import fcntl
 import mmap
 import os
 import struct
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import LimitReached
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
@@ -25,6 +24,8 @@ calls."""
 SEALS = 0x1 | 0x2 | 0x4
 """F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the size of a sealed memfd, or its seals."""
 F_ADD_SEALS = 1033
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
+PAGE = 4096
 _GENERATION = struct.Struct("<Q")
 MFD_HUGETLB = 0x4
 _HUGE_CURE = (
@@ -34,24 +35,24 @@ _HUGE_CURE = (
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
 
-    def __init__(self, number: int, nbytes: int, directory: str, huge_pages: bool) -> None:
+    def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number
         self.nbytes = nbytes
         try:
-            self.fd = _open_file(directory, nbytes) if directory else _open_memfd(number, nbytes, huge_pages)
+            self.fd = _open_memfd(number, nbytes, huge_pages)
             try:
                 self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             except BaseException:
                 os.close(self.fd)
                 raise
         except OSError as error:
-            where = f"'arena_directory' {directory}" if directory else "'huge_pages'" if huge_pages else "memfd"
-            cure = _HUGE_CURE if huge_pages and not directory else ""
+            where, cure = ("'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "")
             raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}{cure}") from error
         self.view = memoryview(self.map)
 
@@ -82,6 +83,18 @@ class Region:
             return os.dup(self.fd)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def free_pages(self, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """Give the memory of the region back to the kernel, but not the bytes from `start` to `stop` of each entry
+        (start, stop) of `kept`, which ascend. Without this the memory would stay allocated for as long as any process
+        maps the region or has a descriptor of it. Those that still map it read zeros there. Calls fallocate through
+        ctypes, which releases the GIL."""
+        start = 0
+        for first, last in [*kept, (self.nbytes, self.nbytes)]:
+            stop = first - first % PAGE
+            if stop > start:
+                _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, stop - start)
+            start = max(start, last + -last % PAGE)
+
     def close(self) -> None:
         """Unmap the region in this process; other processes keep their mappings. Raises `BufferError` while a view of
         it exists, and may be called again then."""
@@ -94,14 +107,13 @@ class Arena:
     """All memory regions of the node. `replace` runs in a thread; other methods are called on the control loop or at
     start."""
 
-    def __init__(self, regions: int, region_bytes: int, directory: str = "", huge_pages: bool = False) -> None:
+    def __init__(self, regions: int, region_bytes: int, huge_pages: bool = False) -> None:
         self.region_bytes = region_bytes
-        self._directory = directory
         self._huge_pages = huge_pages
         self._regions = {number: self._make(number) for number in range(regions)}
 
     def _make(self, number: int) -> Region:
-        return Region(number, self.region_bytes, self._directory, self._huge_pages)
+        return Region(number, self.region_bytes, self._huge_pages)
 
     def populate(self, report: Callable[[int], None]) -> None:
         """Make the kernel allocate all pages of the arena, so that no later write waits for it. `report` is called with
@@ -115,10 +127,11 @@ class Arena:
 
     def replace(self, number: int, fresh: int) -> None:
         """Replace region `number` by new memory under the number `fresh`: processes of the previous tenant may still
-        map the old memory. The daemon unmaps the old memory first, so that the arena does not exceed its size. May be
+        map the old memory. The old memory is given back first, so that the arena does not exceed its size. May be
         called again after it raised; `region` and `slots` know the new region once all its pages are allocated."""
         previous = self._regions.get(number)
         if previous is not None:
+            previous.free_pages()
             previous.close()
             del self._regions[number]
         region = self._make(fresh)
@@ -144,6 +157,16 @@ class Arena:
         for place in places:
             _GENERATION.pack_into(self._regions[place.region].map, place.slot * GENERATION_BYTES, place.generation)
 
+    def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]]) -> None:
+        """Give the memory of all regions back to the kernel, but not that of the slots `kept`: by region, in order of
+        slots, (slot, bytes of a slot). For the end of the daemon: engines may still read slots that they leased."""
+        for number, region in self._regions.items():
+            spans = []
+            for place, slot_bytes in kept.get(number, ()):
+                start = RegionShape(self.region_bytes, slot_bytes).offset(place.slot)
+                spans.append((start, start + slot_bytes))
+            region.free_pages(spans)
+
     def close(self) -> None:
         """Unmap everything."""
         for region in self._regions.values():
@@ -158,17 +181,6 @@ def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
         fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
         # The kernel makes a memfd with mode 0777, with which a process of another user could open it through /proc.
         os.fchmod(fd, 0o400)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_file(directory: str, nbytes: int) -> int:
-    fd, path = tempfile.mkstemp(prefix="tokenlake-", dir=directory)
-    try:
-        os.unlink(path)
-        os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
         raise

@@ -19,9 +19,10 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.store import Cursor
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello, Purpose
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
@@ -71,6 +72,10 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
     )
 
 
+WALK_SLOTS = 1 << 16
+"""Slots that are examined at a time for segments in use when the daemon ends."""
+
+
 class Daemon:
     """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop, after `Arena.populate`;
     `close` releases everything."""
@@ -113,7 +118,9 @@ class Daemon:
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential)
-        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
+        self.query_engine = (
+            QueryEngine(start, identity, addresses, tenants.count, loop) if config.query_engine else None
+        )
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -169,6 +176,7 @@ class Daemon:
             self.senders.refuse(event.stream)
 
     def _replace(self, instruction: ReplaceRegion) -> None:
+        self.engines.region_closed(instruction.region)
         task = self._loop.create_task(self._replace_until_done(instruction))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -216,6 +224,18 @@ class Daemon:
         if self._saving is not None:
             await self._saving
         self.driver.stop()
+        await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())
+
+    def _slots_in_use(self) -> dict[int, list[tuple[SlotRef, int]]]:
+        """By region, the slots (with their size) that engines may still read or write after the end of the daemon."""
+        used: dict[int, list[tuple[SlotRef, int]]] = {}
+        cursor: Cursor | None = Cursor()
+        while cursor is not None:
+            segments, cursor = self.driver.core.store.walk(cursor, WALK_SLOTS)
+            for segment in segments:
+                if segment.pins:
+                    used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
+        return used
 
 
 def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:
@@ -254,7 +274,7 @@ async def run(
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
-    arena = Arena(config.memory // config.region_size, config.region_size, config.arena_directory, config.huge_pages)
+    arena = Arena(config.memory // config.region_size, config.region_size, config.huge_pages)
     total = config.memory // config.region_size * config.region_size
     done = 0
 

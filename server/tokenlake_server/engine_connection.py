@@ -74,6 +74,8 @@ class EngineConnection:
         self.maps = False
         """True: the engine's process was given a descriptor of the arena, over this connection or over one that this
         one resumes."""
+        self.opened: set[int] = set()
+        """Regions of which the process was given a descriptor, and which have not been closed since."""
         self._loop = loop
         self._version = 0
         self._account: Account | None = None
@@ -199,6 +201,7 @@ class EngineConnection:
         self.session = session
         if resumed is not None:
             self.maps, self.origin = resumed.maps, resumed.origin
+            self.opened |= resumed.opened
         self._deadline.cancel()
         return self._version
 

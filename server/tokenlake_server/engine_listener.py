@@ -164,6 +164,13 @@ class EngineListener:
         if connection is not None:
             connection.refuse(0, error)
 
+    def region_closed(self, region: int) -> None:
+        """Tell the processes that may map a region that it is given to another tenant."""
+        for connection in self._connections.values():
+            if region in connection.opened:
+                connection.opened.discard(region)
+                connection.send(engine.RegionClosed(0, region))
+
     @property
     def count(self) -> int:
         """The number of engine processes that are connected, or that may still access the arena."""
@@ -305,6 +312,7 @@ class EngineListener:
         region = self._arena.region(message.region)
         descriptor = region.reopen(write=message.write)
         connection.maps = True
+        connection.opened.add(message.region)
         try:
             connection.send(engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes), [descriptor])
         finally:

@@ -9,6 +9,7 @@ import xxhash
 
 from tokenlake.core import events
 from tokenlake.core.instructions import CheckSlot
+from tokenlake.errors import LimitReached
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
@@ -26,6 +27,11 @@ class SlotChecker:
         self._arena = arena
         self._driver = driver
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="check")
+        try:
+            # The thread starts now: later it might not start, and the slot of a check would stay pinned.
+            self._thread.submit(int)
+        except RuntimeError as error:
+            raise LimitReached(f"the thread that checks copies cannot be started: {error}") from error
         driver.carry_out(CheckSlot, self._start)
 
     def _start(self, instruction: CheckSlot) -> None:

@@ -294,6 +294,11 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
         out = failed(core, events.Requested(reader.processes[0].connection, request), now)
     [ordered] = [each for each in out if isinstance(each, StartFetch)]
     lost = bytes([Code.LOST]) * (len(ordered.keys) // KEY_BYTES)
-    core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
+    out = core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
+    # The fetch asks the other candidates for the segments that did not come.
+    while further := [each for each in out if isinstance(each, StartFetch)]:
+        for each in further:
+            lost = bytes([Code.LOST]) * (len(each.keys) // KEY_BYTES)
+            out = core.handle(events.FetchDone(each.fetch, lost, bytes(8 * each.shards * len(lost))), now)
     core.check_integrity()
     assert not core.census()["transfers"]

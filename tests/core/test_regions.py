@@ -12,7 +12,8 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
-from tokenlake.core.regions import DRAIN_ALONE_S
+from tokenlake.core.regions import DRAIN_ALONE_S, PATIENCE_S
+from tokenlake.identity import TenantId
 from tokenlake.store import Kind
 from tokenlake.store import store as store_module
 from tokenlake.wire import Code, engine, peer
@@ -101,6 +102,84 @@ def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
     cluster.run_for(2 * DRAIN_ALONE_S)
     assert regions(cluster, "blue") == 2
     write(cluster, blue, "mine", SLOTS)
+    cluster.check()
+
+
+def leased_in_each_region(cluster: Cluster, reader: Engine, count: int) -> dict[int, list[int]]:
+    """Fill `count` regions with prompts of one segment, and lease them all. Returns the leases by region."""
+    leases: dict[int, list[int]] = collections.defaultdict(list)
+    for number in range(count * SLOTS):
+        keys = prompt(f"alone {number}", 1)
+        reader.store(keys, 0, Storing())
+        cluster.run_for(0.05)
+        segment = cluster.core(0).store.get(TenantId("red"), keys[0])
+        assert segment is not None
+        leases[segment.place.region].append(match(cluster, reader, keys).lease)
+    return leases
+
+
+def draining(cluster: Cluster) -> int:
+    (region,) = [pool.draining for pool in cluster.core(0).store.pools() if pool.draining is not None]
+    return region
+
+
+def release(cluster: Cluster, reader: Engine, leases: list[int]) -> None:
+    tell(cluster, reader.processes[0], engine.Release(tuple((lease, 0, 1) for lease in leases)))
+
+
+def test_one_unreleased_lease_stops_no_handover() -> None:
+    """The region that was chosen stays leased for ever, and others have no lease any more."""
+    cluster = calm(1, regions=4, **ROOMY)
+    red = cluster.join(0)
+    leases = leased_in_each_region(cluster, red, 4)
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(1.0)
+    stuck = draining(cluster)
+    for region in leases:
+        release(cluster, red, leases[region][region == stuck :])
+    cluster.run_for(DRAIN_ALONE_S)
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == (3, 1)
+    for turn in range(8):
+        write(cluster, blue, f"needs more {turn}", SLOTS)
+        cluster.run_for(0.3)
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == (2, 2)
+    assert hits(cluster, blue, "needs more 7", SLOTS) == SLOTS
+    # The region that is not needed any more is used again by its tenant.
+    assert all(pool.draining is None for pool in cluster.core(0).store.pools())
+    cluster.check()
+
+
+def test_regions_of_two_tenants_are_tried() -> None:
+    cluster = calm(1, regions=7, **ROOMY)
+    red, green = cluster.join(0), cluster.join(0, tenant="green")
+    write(cluster, green, "not leased", 3 * SLOTS)
+    leased_in_each_region(cluster, red, 4)
+    assert (regions(cluster, "red"), regions(cluster, "green")) == (4, 3)
+    cluster.join(0, tenant="blue")
+    cluster.run_for(2 * DRAIN_ALONE_S)
+    # The fair share of each tenant is two regions. All regions of red are leased.
+    assert (regions(cluster, "red"), regions(cluster, "green"), regions(cluster, "blue")) == (4, 2, 1)
+    cluster.check()
+
+
+def test_a_region_that_is_always_leased_is_passed_over() -> None:
+    """Each region has a lease at any time, one of them always the same. A region becomes empty only if it was chosen
+    for longer than its leases last, because it gets no new segments then."""
+    cluster = calm(1, regions=4, **ROOMY)
+    red = cluster.join(0)
+    leases = leased_in_each_region(cluster, red, 4)
+    cluster.join(0, tenant="blue")
+    cluster.run_for(1.0)
+    stuck = draining(cluster)
+    release(cluster, red, leases.pop(stuck)[1:])
+    names = {region: [f"alone {region * SLOTS + at}" for at in range(SLOTS)] for region in leases}
+    for turn in range(int(4 * PATIENCE_S)):
+        for region, held in leases.items():
+            renewed = match(cluster, red, prompt(names[region][turn % SLOTS], 1)).lease
+            release(cluster, red, held)
+            held[:] = [renewed] if renewed else []
+        cluster.run_for(1.0)
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == (3, 1)
     cluster.check()
 
 

@@ -111,8 +111,9 @@ class Engine:
         return {"timeouts": self.pool.timeouts, "expired": self.pool.expired, "connected": self.pool.connected}
 
 
-def main(socket: str, session: str) -> None:
-    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session)), deadlines=PATIENT))
+def main(socket: str, session: str, credential: str) -> None:
+    pool = Pool.connect(Path(socket), LAYOUT, credential or None, session=SessionId(int(session)), deadlines=PATIENT)
+    engine = Engine(pool)
     print(json.dumps({"session": engine.pool.session}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -202,10 +202,10 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
 class EngineProcess:
     """An engine in a process of its own (`tests.robustness.engine_process`), driven by commands."""
 
-    def __init__(self, socket: Path, session: int = 0) -> None:
+    def __init__(self, socket: Path, session: int = 0, credential: str = "") -> None:
         root = Path(__file__).parents[2]
         self.process = start_child(
-            [sys.executable, "-m", "tests.robustness.engine_process", str(socket), str(session)],
+            [sys.executable, "-m", "tests.robustness.engine_process", str(socket), str(session), credential],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=root,

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.client import test_channel
-from tests.robustness import test_findings
+from tests.core import test_regions
+from tests.robustness import test_findings, test_memory
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
+from tests.server import test_limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
+PEER_FAULTS = ("bulk-dead", "bulk-one-way")
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 
 
@@ -27,7 +30,8 @@ def test_a_promise_is_kept(cell: Cell) -> None:
 
 def test_each_subject_meets_each_fault() -> None:
     names = [cell.name for cell in CELLS] + list(MEANINGLESS)
-    assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in product(SUBJECTS, FAULTS))
+    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS)]
+    assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in pairs)
 
 
 def test_the_page_has_a_row_for_each() -> None:
@@ -37,5 +41,5 @@ def test_the_page_has_a_row_for_each() -> None:
 
 
 def test_what_was_found_has_its_test() -> None:
-    modules = (test_findings, test_channel)
+    modules = (test_findings, test_channel, test_memory, test_regions, test_limits)
     assert [test for _, test in FOUND if not any(hasattr(module, test) for module in modules)] == []

@@ -60,7 +60,7 @@ from tokenlake.errors import ConfigurationError
         ("max_sessions", False),
         ("huge_pages", "yes"),
         ("huge_pages", 1),
-        ("arena_directory", "arena"),
+        ("state_directory", "state"),
         ("allow_uids", "root"),
         ("allow_uids", [-1]),
         ("allow_uids", [1, 1]),
@@ -110,7 +110,7 @@ def test_values_that_are_refused(field: str, value: object) -> None:
         ("huge_pages", "False", False),
         ("allow_uids", "0, 1000", (0, 1000)),
         ("allow_uids", [], ()),
-        ("arena_directory", "/mnt/huge", "/mnt/huge"),
+        ("state_directory", "/mnt/state", "/mnt/state"),
         ("peers", "", ()),
         (
             "peers",

@@ -68,8 +68,8 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     assert f"'{file}'; expected text in UTF-8, which line 2 is not" in start(tmp_path, "--config", str(file))
     assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
     assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
-    file.write_text(f"arena_directory = '{tmp_path / 'nowhere'}'\n")
-    assert "arena_directory" in start(tmp_path, "--config", str(file))
+    file.write_text(f"state_directory = '{tmp_path / 'nowhere'}'\n")
+    assert "state_directory" in start(tmp_path, "--config", str(file))
 
 
 def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:

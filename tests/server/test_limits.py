@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import itertools
+import mmap
 import os
 import random
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,31 +65,35 @@ def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
 
 
 def regions_mapped(node: Node) -> int:
-    """Regions that the daemon maps, of an arena in files."""
+    """Regions that the daemon maps."""
     assert node.process is not None
     maps = Path(f"/proc/{node.process.pid}/maps").read_text().splitlines()
-    return sum("/tokenlake-" in line and line.endswith("(deleted)") for line in maps)
+    return sum("/memfd:tokenlake-" in line for line in maps)
 
 
-def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
+def limit_memory(node: Node, nbytes: int) -> None:
+    """Let the daemon map so many bytes in total."""
+    assert node.process is not None
+    resource.prlimit(node.process.pid, resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+
+
+def test_a_region_is_replaced_once_there_is_memory() -> None:
     """The daemon gives back the memory of the old layout and cannot get new memory: the arena is smaller than `memory`,
     never larger. The new layout gets its region as soon as there is memory."""
-    arena, away = tmp_path / "arena", tmp_path / "away"
-    arena.mkdir()
-    with daemons(1, "1MiB", "1MiB", arena_directory=str(arena)) as cluster:
+    with daemons(1, "1MiB", "1MiB") as cluster:
         node = cluster.nodes[0]
         with cluster.connect(0, LAYOUT) as former:
             store(former, Prompt(1, 4))
             wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 0, "stored")
         assert regions_mapped(node) == 1
-        arena.rename(away)
+        limit_memory(node, 1)
         with cluster.connect(0, WIDE) as newcomer:
             prompt = Prompt(2, 2)
             keys = newcomer.prefix(prompt.tokens).keys
             wait_until(lambda: "could not be replaced" in node.log.read_text(), "it says so")
             assert regions_mapped(node) == 0, "the old memory is given back first"
             assert outcomes(bytes(newcomer.store(keys).codes)) == {Code.NO_REGION}
-            away.rename(arena)
+            limit_memory(node, resource.RLIM_INFINITY)
             wait_until(lambda: total(node, "tokenlake_slots") > 0, "it tried again")
             assert regions_mapped(node) == 1
             assert outcomes(newcomer.store_all(keys, lambda at, array: array.fill(at + 1), patience=LIMIT_S)) == {
@@ -95,6 +102,29 @@ def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
             with newcomer.match(keys, deadline_s=PATIENT_S) as lease:
                 assert [bytes(array) for array in lease.fetch()] == [bytes([at]) * WIDE.segment_bytes for at in (1, 2)]
         assert node.log.read_text().count("could not be replaced") == 1
+
+
+def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> None:
+    """A daemon that accesses a page beyond the end of a file gets SIGBUS, so no tenant may make a region smaller. A
+    tenant may give pages back; the daemon then reads zeros."""
+    node = cluster.nodes[0]
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, Prompt(1, 20))
+        pending = pool.link.channel.begin(lambda number: engine.OpenRegion(number, 0, write=True))
+        reply = pool.link.wait(pending)
+        assert isinstance(reply, engine.Region)
+        assert pending.descriptor is not None
+        for size in (0, 4096, 2 * reply.region_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(pending.descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(pending.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        mapped = mmap.mmap(pending.descriptor, reply.region_bytes)
+        mapped.madvise(mmap.MADV_REMOVE)
+        mapped.close()
+        os.close(pending.descriptor)
+        assert outcomes(store(pool, Prompt(2, 40))) <= {Code.COMMITTED, Code.NOT_ADMITTED}
+        assert node.running
 
 
 def test_a_full_disk_ends_only_the_event_log() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -129,3 +130,37 @@ def test_a_dialler_that_dies_in_the_handshake(cluster: Cluster, purpose: peer.Pu
     with Raw(peer_address(node)) as raw:
         assert isinstance(introduce(raw, identity, node.name, "bulk"), peer.PeerWelcome)
     assert "Traceback" not in node.log.read_text()
+
+
+def test_silent_connections_keep_no_peer_out() -> None:
+    """They stay open, and further ones take the place of each that the daemon closes."""
+    with daemons(2) as cluster, contextlib.ExitStack() as stack:
+        member, node = cluster.nodes
+        identity = identity_of(member)
+        member.kill()
+        silent = [stack.enter_context(Raw(peer_address(node))) for _ in range(70)]
+        purposes: list[peer.Purpose] = ["control", "bulk", "query"]
+        for purpose in purposes:
+            with Raw(peer_address(node)) as raw:
+                assert isinstance(introduce(raw, identity, node.name, purpose), peer.PeerWelcome)
+            silent += [stack.enter_context(Raw(peer_address(node))) for _ in range(10)]
+        member.start()
+        wait_until(lambda: _connected(member) and _connected(node), "the two nodes know each other")
+
+
+def test_connections_of_one_address_close_none_of_another() -> None:
+    """Each source address has a share of the connections that have not proven their identity."""
+    with daemons(2) as cluster, contextlib.ExitStack() as stack:
+        member, node = cluster.nodes
+        # Any address of the network 127/8 is one of this machine.
+        with Raw(peer_address(node), "127.0.0.2") as raw:
+            dialler = Dialler(identity_of(member), node.name, secrets.token_bytes(NONCE_BYTES), "bulk")
+            raw.send(dialler.hello)
+            challenge = raw.answer()
+            for _ in range(200):
+                stack.enter_context(Raw(peer_address(node)))
+            with Raw(peer_address(node)) as last:
+                assert isinstance(introduce(last, identity_of(member), node.name, "bulk"), peer.PeerWelcome)
+            assert isinstance(challenge, peer.PeerChallenge)
+            raw.send(dialler.answer(challenge))
+            assert isinstance(raw.answer(), peer.PeerWelcome)

@@ -103,14 +103,6 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="the administrator must reserve huge pages first",
         ),
     ] = False
-    arena_directory: Annotated[
-        str,
-        Setting(
-            kinds.path("an absolute path, or nothing", absolute=True, optional=True),
-            "directory for the arena's files; empty: memfd",
-            why="a memfd leaves no file behind and is not limited by a container's /dev/shm",
-        ),
-    ] = ""
     allow_uids: Annotated[
         tuple[int, ...],
         Setting(

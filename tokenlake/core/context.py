@@ -35,8 +35,8 @@ LEAST_PAUSE_S = 0.001
 
 
 KnownAccess = tuple[int, AccessRecord, float]
-"""What is known of the last access of one segment: (index of the segment in its prompt, access record of the request
-that accessed it last, seconds since that access)."""
+"""The last access of one segment, as far as this node knows: (index of the segment in its prompt, access record of the
+request that accessed it last, seconds since that access)."""
 
 
 class CoreConfig(RuleSettings, frozen=True):

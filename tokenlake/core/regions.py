@@ -22,6 +22,9 @@ __all__ = ["Regions"]
 DRAIN_ALONE_S = 2.0
 """Seconds for which no second pool has to give up memory while a region with slots in use is being emptied; most leases
 end sooner."""
+PATIENCE_S = 60.0
+"""Seconds after which another region is chosen instead of one with slots in use, although that one has slots in use
+too. A region without any is chosen at once."""
 
 Demand = tuple[TenantId, int]
 """(tenant, bytes of a slot) for which engines need a region of the node's memory."""
@@ -38,6 +41,8 @@ class Regions:
         self._draining: tuple[SlotPool, Demand, float] | None = None
         """The region that is being emptied bit by bit: (its pool, tenant and slot size that get its memory, time at
         which it began)."""
+        self._passed: set[int] = set()
+        """Regions that were chosen for `PATIENCE_S` and did not become empty."""
         self._replacing: ReplaceRegion | None = None
         """The instruction to replace a region that the driver is carrying out; None without one."""
         self._replaced = 0
@@ -47,51 +52,81 @@ class Regions:
         joins, and in every gossip interval because slots of a region may be in use for a while."""
         if self._replacing is not None:
             return
+        used = list(dict.fromkeys((session.tenant, session.slot_bytes) for session in self._sessions))
         if self._draining is not None:
             self._drain(*self._draining)
+            if self._draining is not None:
+                self._choose_another(*self._draining, used)
             if self._draining is None or self._context.now < self._draining[-1] + DRAIN_ALONE_S:
                 return
-        used = list(dict.fromkeys((session.tenant, session.slot_bytes) for session in self._sessions))
         demands = list(dict.fromkeys([*used, *self._context.store.take_unserved()]))
-        pools = list(self._context.store.pools())
-        among = list(dict.fromkeys([*(tenant for tenant, _ in demands), *(pool.tenant for pool in pools)]))
+        among = self._among(demands)
         for demand in demands:
             if self._serve(demand, used, among):
                 return
+
+    def _among(self, demands: Sequence[Demand]) -> list[TenantId]:
+        """Returns the tenants that share the memory: those of `demands` and those that have memory."""
+        have = (pool.tenant for pool in self._context.store.pools())
+        return list(dict.fromkeys([*(tenant for tenant, _ in demands), *have]))
+
+    def _givers(self, used: Sequence[Demand], among: Sequence[TenantId]) -> list[SlotPool]:
+        """Returns the pools that may have to give up a region, because their tenants have more than their fair share:
+        pools without engines first, then those with most regions."""
+        store = self._context.store
+        idle = {pool.id: (pool.tenant, pool.slot_bytes) not in used for pool in store.pools()}
+        rich = [
+            pool
+            for pool in store.pools()
+            if store.regions.above_fair_share(pool.tenant, among) and (idle[pool.id] or len(pool.regions) > 1)
+        ]
+        return sorted(rich, key=lambda pool: (idle[pool.id], len(pool.regions)), reverse=True)
 
     def _serve(self, demand: Demand, used: Sequence[Demand], among: Sequence[TenantId]) -> bool:
         """Returns True if another pool begins to give up a region for `demand`. `used`: tenants and slot sizes of the
         connected engines. `among`: the tenants that share the memory."""
         store = self._context.store
-        idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
         if self._draining is None and store.below_fair_share(*demand, among):
-            rich = [
-                pool
-                for pool in store.pools()
-                if store.regions.above_fair_share(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
-            ]
-            if rich:
-                giver = max(rich, key=lambda pool: (pool in idle, len(pool.regions)))
-                self._drain(giver, demand, self._context.now)
+            givers = self._givers(used, among)
+            if givers:
+                self._drain(givers[0], demand, self._context.now)
                 return True
         if store.pool(*demand) is not None:
             return False
         # No tenant has more than its fair share of the memory. A tenant without any slot of this size gets memory that
         # no connected engine uses.
-        for pool in idle:
+        for pool in [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]:
             if pool.draining is not None or (pool.tenant != demand[0] and store.regions.at_quota(demand[0])):
                 continue
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), demand)
             if self._replacing is not None or len(pool.free) > free:
-                # This pool gave up a region, or has evicted a part of one: no other pool has to lose memory.
+                # The pool gave up a region, or evicted a part of one, so this call takes memory from no other pool.
                 return True
         return False
 
-    def _drain(self, pool: SlotPool, demand: Demand, since: float) -> None:
-        region = self._context.store.drain(pool, self._context.now)
-        self._draining = (pool, demand, since) if region is None else None
-        self._replace(region, demand)
+    def _drain(self, pool: SlotPool, demand: Demand, since: float, region: int | None = None) -> None:
+        given = self._context.store.drain(pool, self._context.now, region)
+        self._draining = (pool, demand, since) if given is None else None
+        self._replace(given, demand)
+
+    def _choose_another(self, pool: SlotPool, demand: Demand, since: float, used: Sequence[Demand]) -> None:
+        """Empty another region than the one that is being emptied, which has slots in use. Otherwise one lease that is
+        never released would keep all tenants from getting memory."""
+        assert pool.draining is not None
+        store, now = self._context.store, self._context.now
+        late = now >= since + PATIENCE_S
+        if late:
+            self._passed.add(pool.draining)
+        for giver in self._givers(used, self._among([*used, demand])):
+            found = store.least_used(giver, self._passed | {pool.draining})
+            if found is not None and (late or not found[0]):
+                store.stop_draining(pool)
+                self._drain(giver, demand, now, found[1])
+                return
+        if late:
+            # All regions were in use for long: begin again with the first one.
+            self._passed.clear()
 
     def _replace(self, region: int | None, demand: Demand) -> None:
         if region is None:

@@ -70,6 +70,12 @@ class SlotPool:
         self.slots -= self.region_slots
         self.free = [place for place in self.free if place[0] != region]
 
+    def keep(self, free: list[tuple[int, int]]) -> None:
+        """End `drain` without giving the region away. `free`: its free slots."""
+        self.draining = None
+        self.slots += self.region_slots
+        self.free.extend(free)
+
     def drop_region(self, region: int) -> None:
         """Forget a region that was drained, and is empty."""
         self.draining = None

@@ -57,16 +57,20 @@ class SlotTable:
         return SlotRef(region, slot, generations[slot])
 
     def put(self, segment: Segment) -> None:
-        """Record a segment in its slot."""
+        """Record which segment is in a slot: `segment`, in the slot `segment.place`."""
         self._segments[segment.place.region][segment.place.slot] = segment
 
     def clear(self, place: SlotRef) -> None:
-        """Record that a slot is free."""
+        """Record that the slot at `place` holds no segment any more."""
         self._segments[place.region][place.slot] = None
 
     def in_region(self, region: int) -> list[Segment]:
         """Returns the segments in a region that belongs to a pool, in order of slots."""
         return [segment for segment in self._segments[region] if segment is not None]
+
+    def free_in(self, region: int) -> list[tuple[int, int]]:
+        """Returns the free slots, as (region, slot), of a region that belongs to a pool, in order of slots."""
+        return [(region, slot) for slot, segment in enumerate(self._segments[region]) if segment is None]
 
     def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
         """Returns the segments in the next `slots` slots from `start` on, and the cursor at which the walk continues

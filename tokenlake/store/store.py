@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
@@ -390,26 +390,44 @@ class SegmentStore:
             return False
         return self.regions.taken(tenant) < self.regions.fair_share(tenant, among)
 
-    def drain(self, pool: SlotPool, now: float) -> int | None:
-        """Take a region away from a pool in use, over several calls. The first call chooses the region, which gets no
-        new segments; each call evicts some of its segments; the call that leaves it empty returns its id, the others
-        None."""
+    def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
+        """Returns (number of its segments that are pinned or being written, region) for the region of `pool` with the
+        least such segments, of those that are not in `passed`; None without one. Examines a part of the regions, and
+        the next call examines the others first."""
+        looked = 0
+        best: tuple[int, int] | None = None
+        for region in tuple(pool.regions):
+            if looked >= RECLAIM_SLOTS or (best is not None and not best[0]):
+                break
+            pool.regions.append(pool.regions.pop(0))
+            if region in passed:
+                continue
+            inside = self._slots.in_region(region)
+            looked += len(inside)
+            busy = sum(map(_in_use, inside))
+            if best is None or busy < best[0]:
+                best = busy, region
+        return best
+
+    def drain(self, pool: SlotPool, now: float, region: int | None = None) -> int | None:
+        """Take a region away from a pool in use, over several calls. The first call begins with `region` (None: the
+        least used), which gets no new segments; each call evicts some of its segments; the call that leaves it empty
+        returns its id, the others None."""
         if pool.draining is None:
-            looked, best, busiest = 0, pool.regions[0], RECLAIM_SLOTS
-            for region in pool.regions:
-                inside = self._slots.in_region(region)
-                busy = sum(map(_in_use, inside))
-                if busy < busiest:
-                    best, busiest = region, busy
-                looked += len(inside)
-                if looked >= RECLAIM_SLOTS:
-                    break
-            pool.drain(best)
-        inside = self._slots.in_region(pool.draining or 0)
+            chosen = self.least_used(pool) if region is None else (0, region)
+            assert chosen is not None
+            pool.drain(chosen[1])
+        assert pool.draining is not None
+        inside = self._slots.in_region(pool.draining)
         idle = [segment for segment in inside if not _in_use(segment)][:RECLAIM_EVICTIONS]
         for segment in idle:
             self._evict(segment, now, RECLAIMED_RULE)
         return self._take_away(pool) if len(idle) == len(inside) else None
+
+    def stop_draining(self, pool: SlotPool) -> None:
+        """Let a pool keep the region that it was giving away: its slots may get new segments again."""
+        assert pool.draining is not None
+        pool.keep(self._slots.free_in(pool.draining))
 
     def reclaim(self, pool: SlotPool, now: float) -> int | None:
         """Empty one region of `pool` and take it away. Returns its id, or None while each region has segments that are

@@ -51,6 +51,7 @@ __all__ = [
     "Prepared",
     "QueryOpened",
     "Region",
+    "RegionClosed",
     "Release",
     "AttendedInPlace",
     "Welcome",
@@ -184,6 +185,9 @@ class Fetch(_Message, frozen=True, tag=7):
     checksums: bool = True
     """Should the reply contain checksums?"""
     request: RequestName = ""
+    at_most_s: Seconds = 0.0
+    """Limit of the deadline in seconds, whether the engine or the daemon chose it: a part of the time in which the
+    engine computes the segments itself; 0: none."""
 
 
 class Fetched(_Message, frozen=True, tag=8):
@@ -277,6 +281,14 @@ class Region(_Message, frozen=True, tag=18):
     region: Index
     region_bytes: int
     slot_bytes: SlotBytes
+
+
+class RegionClosed(_Message, frozen=True, tag=31):
+    """Sent to each process that opened a region when the region is given to another tenant: its memory is freed, and
+    the process holds no grant in it. `id` is 0, because the message answers no request."""
+
+    id: int
+    region: Index
 
 
 class Bye(_Message, frozen=True, tag=19):
@@ -404,6 +416,7 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
+    | RegionClosed
     | Located
     | QueryOpened
     | Explained

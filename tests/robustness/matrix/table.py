@@ -154,6 +154,14 @@ CELLS = (
         on_engine.flipped_on_wire,
         {"engine whose requests are damaged": ANY},
     ),
+    Cell(
+        "peer",
+        "bulk-dead",
+        "one fetch is given up within its deadline; no further call waits for the node until its bulk path answers "
+        "again, and it is never SUSPECT; nothing is lost",
+        on_peer.bulk_dead,
+    ),
+    Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
 )
 """The cells in the order of the page."""
 
@@ -178,5 +186,25 @@ FOUND = (
         "descriptor of a new socket",
         "test_a_broken_connection_is_closed_by_its_reader",
     ),
+    (
+        "one lease that was never released kept every tenant from getting memory, though other regions had no lease",
+        "test_one_unreleased_lease_stops_no_handover",
+    ),
+    (
+        "engines that had mapped a region kept its memory after it was given to another tenant",
+        "test_hand_overs_need_no_further_memory",
+    ),
+    (
+        "engines kept the memory of a daemon that had ended, until they had connected to the next one",
+        "test_restarts_need_no_second_arena",
+    ),
+    (
+        "a forked child of an engine kept the memory of a daemon that had ended",
+        "test_a_forked_child_keeps_no_memory",
+    ),
+    (
+        "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
+        "test_a_tenant_cannot_end_the_daemon_through_its_region",
+    ),
 )
-"""(Defect, the test that shows it), in tests/robustness/test_findings.py or tests/client/test_channel.py."""
+"""(Defect, the test that shows it)."""
