@@ -1,7 +1,7 @@
 """The memory that the connections of one tenant cost a daemon: `python -m tests.server.worst_memory`.
 
-A real daemon of two nodes, of which the other one is frozen, gets the worst that connections can make it keep. Prints the
-private memory of the daemon beyond the arena before and after each case; asserts nothing.
+A real daemon of two nodes, of which the other one is frozen, gets the worst that connections can make it keep. Prints
+the private memory of the daemon, with its arena of 1 MiB, before and after each case; asserts nothing.
 """
 
 from __future__ import annotations
