@@ -152,14 +152,14 @@ class MeasuredLease:
         """Returns the name of the node that has each leased segment; see `CacheLease`."""
         return self._lease.nodes()
 
-    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+    def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """Returns arrays over the leased segments [start, stop), and measures the call. While `Watch.flip` is set the
         arrays are copies with wrong bytes. See `CacheLease`."""
         remote = self._lease.codes[start:stop].count(Code.REMOTE)
         if remote and self._watch.before_remote is not None:
             self._watch.before_remote(remote)
         with self._watch.call(waited_for=True):
-            arrays = self._lease.fetch(start, stop)
+            arrays = self._lease.fetch(start, stop, at_most_s=at_most_s)
         arrived = self._lease.codes[start : start + len(arrays)].count(Code.REMOTE)
         self._watch.remote += arrived
         self._watch.local += len(arrays) - arrived

@@ -49,7 +49,6 @@ class EngineConnection:
         self,
         number: int,
         sock: socket.socket,
-        max_frame: int,
         loop: asyncio.AbstractEventLoop,
         on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
         on_closed: Callable[[EngineConnection, str], None],
@@ -79,7 +78,6 @@ class EngineConnection:
         """Regions of which the process was given a descriptor, and which have not been closed since."""
         self._loop = loop
         self._version = 0
-        self._max_frame = max_frame
         self._account: Account | None = None
         """The bytes that the connection makes the daemon keep, once its tenant is known."""
         self._in_flight: dict[int, int] = {}
@@ -87,7 +85,7 @@ class EngineConnection:
         self._frames: FrameConnection | None = FrameConnection(
             loop,
             sock,
-            min(max_frame, HELLO_BYTES),
+            HELLO_BYTES,
             lambda body: on_frame(self, body),
             lambda reason: self._on_closed(reason, on_closed),
             lambda error: self.refuse(0, error),
@@ -194,7 +192,7 @@ class EngineConnection:
         account.charge(CONNECTION_BYTES + len(self.layout.encode()))
         self._account = account
         if self._frames is not None:
-            self._frames.max_frame = self._max_frame
+            self._frames.max_frame = engine.MAX_FRAME
 
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
         """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the

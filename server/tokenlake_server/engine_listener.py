@@ -51,7 +51,6 @@ class EngineSettings(msgspec.Struct, frozen=True):
     node: NodeId
     incarnation: Incarnation
     path: Path
-    max_frame: int
     max_sessions: int
     region_bytes: int
     lease_s: float
@@ -110,9 +109,7 @@ class EngineListener:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         self._last += 1
-        connection = EngineConnection(
-            self._last, sock, self._settings.max_frame, self._loop, self._received, self._socket_closed
-        )
+        connection = EngineConnection(self._last, sock, self._loop, self._received, self._socket_closed)
         self._connections[connection.number] = connection
         unproven = self._unproven.setdefault(self._tenants.user(connection.process.uid), {})
         unproven[connection.number] = connection
@@ -379,7 +376,7 @@ class EngineListener:
                 secret=connection.secret,
                 probe=probe(connection.secret, connection.layout.fingerprint()),
                 heartbeat_s=self._settings.lease_s / 3,
-                max_frame=self._settings.max_frame,
+                max_frame=engine.MAX_FRAME,
             ),
         )
 

@@ -52,6 +52,10 @@ class SimNode:
         """By connection."""
         self.links: Mapping[str, Connection] = {}
         """By the other node's name."""
+        self.silent = False
+        """Its bulk path is dead: it answers no transfer, and every message."""
+        self.answers_probes = False
+        """While it is silent it still answers transfers of no segments."""
         self.start()
 
     # -- life
@@ -99,6 +103,10 @@ class SimNode:
     def freeze(self) -> None:
         """SIGSTOP."""
         self.life.freeze()
+
+    def speak(self) -> None:
+        """The bulk path answers again."""
+        self.silent = False
 
     def thaw(self) -> None:
         """SIGCONT."""

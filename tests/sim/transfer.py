@@ -31,6 +31,8 @@ class End(Protocol):
     name: str
     life: NodeDriver
     arena: Arena
+    silent: bool
+    answers_probes: bool
 
     @property
     def core(self) -> NodeCore | None:
@@ -73,6 +75,8 @@ class Transfer(Pull):
             return
         if self.source.core is None or not self.target.connected(self.source.name):
             self.fail()
+            return
+        if self.source.silent and (self.order.keys or not self.source.answers_probes):
             return
         self._from = self.source.arena
         self.ask(self.source.life)

@@ -296,7 +296,10 @@ class Transfers:
 
     def _probed(self, node: NodeId) -> None:
         self._probes -= 1
-        self._probe_in(node, self._context.config.gossip_s)
+        if self._peers.answers(node):
+            self._doubted.discard(node)
+        else:
+            self._probe_in(node, self._context.config.gossip_s)
         self._start_probes()
 
     # -- background transfers
@@ -621,11 +624,11 @@ class LeaseReads:
 
     def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
         """Returns the seconds after which the fetch is answered with the items that have arrived by then."""
-        if fetch.request.deadline_s > 0:
-            return min(fetch.request.deadline_s, MAX_DEADLINE_S)
-        size = fetch.process.session.slot_bytes
-        predicted_s = sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items())
-        return min(deadline_s(predicted_s), fetch.request.at_most_s or MAX_DEADLINE_S, MAX_DEADLINE_S)
+        limit_s = fetch.request.deadline_s
+        if not limit_s:
+            size = fetch.process.session.slot_bytes
+            limit_s = deadline_s(sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items()))
+        return min(limit_s, fetch.request.at_most_s or MAX_DEADLINE_S, MAX_DEADLINE_S)
 
     def _bring(self, fetch: _Fetch, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
         """Start transfers of the items in `by_node`, from their nodes."""

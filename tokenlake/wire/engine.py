@@ -19,6 +19,7 @@ from tokenlake.wire.funnel import Funnel
 __all__ = [
     "HERE",
     "MAX_FETCHED",
+    "MAX_FRAME",
     "MAX_GRANTS",
     "MAX_KEYS",
     "MAX_RANGES",
@@ -60,6 +61,8 @@ __all__ = [
 ]
 
 
+MAX_FRAME = 512 << 10
+"""Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
 MAX_KEYS = 1024
 """Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
 MAX_FETCHED = 256
@@ -183,8 +186,8 @@ class Fetch(_Message, frozen=True, tag=7):
     """Should the reply contain checksums?"""
     request: RequestName = ""
     at_most_s: Seconds = 0.0
-    """Limit in seconds of the time that the daemon chooses, such as a part of the time in which the engine computes the
-    segments itself; 0: none."""
+    """Limit of the deadline in seconds, whether the engine or the daemon chose it: a part of the time in which the
+    engine computes the segments itself; 0: none."""
 
 
 class Fetched(_Message, frozen=True, tag=8):

@@ -12,7 +12,7 @@ import torch
 
 from tokenlake.identity import NodeId
 from tokenlake.layout import Layout
-from tokenlake.planner import Rates
+from tokenlake.planner import Rates, fetch_limit_s
 from tokenlake_client.engines.common.in_flight import LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 
 __all__ = ["Measurements"]
@@ -39,6 +39,10 @@ class Measurements:
         if compute_s < LEAST_S or hand_over_s > compute_s or compute_s + hand_over_s > LONGEST_S:
             return NO_WAIT
         return wait_for(compute_s + hand_over_s, sum(self._predict(layout, count - 1, count)))
+
+    def fetch_limit_s(self, layout: Layout, stop: int) -> float:
+        """The limit in seconds of the fetches of the first `stop` segments of a prompt, in all; 0: none."""
+        return fetch_limit_s(self.rates.prefill, 0, stop * layout.segment_tokens)
 
     def _predict(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
         """The predicted seconds to compute segments [start, stop) of a prompt, and the predicted seconds to store them
