@@ -12,8 +12,8 @@ attend to the same segment are computed together, so that the segment is read on
 A batch is computed in slices. Before each slice the thread chooses the tenant that has used the least computing time,
 so that a tenant's huge query delays a query of another tenant by one slice::
 
-    red   [0 ... 10 ms]          [... 20 ms][... 30 ms]
-    blue               [0..2 ms]
+    red   [0 .. 5 ms]          [.. 10 ms][.. 15 ms]
+    blue             [0..1 ms]
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ log = logging.getLogger(__name__)
 MAX_KERNELS = 16
 """Maximum number of kernels that are kept for later batches; the least recently used one is dropped. Bounded because
 each kernel has threads and a scratch buffer, and engines may ask for any number of heads and any scale."""
-SLICE_S = 0.010
+SLICE_S = 0.005
 """Seconds that a slice should take while several tenants have queries. A shorter slice of many queries would spend more
 of its time on reading the segments and on merging results."""
-ALONE_SLICE_S = 0.100
+ALONE_SLICE_S = 0.050
 """Seconds that a slice should take while one tenant alone has had queries for `ALONE_S`."""
 ALONE_S = 10.0
-LEAST_ROWS = 64
-"""Least number of query tokens of a slice that does not have all of them."""
+LEAST_ROWS, MOST_ROWS = 32, 512
+"""Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes longer;
+with more, fewer segments fit, and the time to merge the results of slices counts."""
 READING_ROWS = 8
 """The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
 FIRST_RATE = 1e10
@@ -105,7 +106,7 @@ class _Cost:
         products = seconds * 1e9 / self._ns
         if (rows + READING_ROWS) * segments <= products:
             return rows, segments
-        fewer = min(rows, max(LEAST_ROWS, int(products / READING_ROWS)))
+        fewer = min(rows, max(LEAST_ROWS, min(MOST_ROWS, int(products / READING_ROWS))))
         return fewer, max(1, min(segments, int(products / (fewer + READING_ROWS))))
 
 

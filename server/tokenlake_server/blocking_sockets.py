@@ -30,7 +30,7 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
     sock.sendall(pack_frame(dialler.hello))
-    challenge = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    challenge = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
     if not isinstance(challenge, peer.PeerChallenge):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {challenge}")
     try:
@@ -39,7 +39,7 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
         sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         raise
     sock.sendall(pack_frame(proof))
-    welcome = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    welcome = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
     if not isinstance(welcome, peer.PeerWelcome):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {welcome}")
 

@@ -217,7 +217,7 @@ class BulkReceiver:
             pull = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
             _limit(sock, until)
             sock.sendall(pack_frame(pull))
-            reply = decode(peer.pulled_decoder, read_frame(sock, self._identity.max_frame))
+            reply = decode(peer.pulled_decoder, read_frame(sock, peer.MAX_FRAME))
             job.answered = True
             sock.settimeout(None)
             self._receive(sock, job, part, reply)

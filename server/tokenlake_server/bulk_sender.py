@@ -97,7 +97,7 @@ class BulkSender:
         posted."""
         try:
             while True:
-                body = read_frame(sock, self._identity.max_frame)
+                body = read_frame(sock, peer.MAX_FRAME)
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
                     raise ProtocolRefused(

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
@@ -49,7 +50,6 @@ class EngineConnection:
         self,
         number: int,
         sock: socket.socket,
-        max_frame: int,
         loop: asyncio.AbstractEventLoop,
         on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
         on_closed: Callable[[EngineConnection, str], None],
@@ -58,10 +58,11 @@ class EngineConnection:
         `FrameConnection`); `on_closed(connection, reason)` once, when the socket
         is closed."""
         self.number = number
-        self.origin = number
+        self.origin = secrets.randbits(63)
         """The number by which the process names itself when it resumes: that of its first connection, kept by each
         connection that resumes another. The process may have lost the replies that named those in between
-        (tests/client/test_resumed.py)."""
+        (tests/client/test_resumed.py). No other process can guess the number: in foreign PID namespaces all processes
+        have the pid 0."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
         """The first message (`Hello`) of the engine's process; None until the process has proven its tenant and
@@ -77,9 +78,10 @@ class EngineConnection:
         one resumes."""
         self.opened: set[int] = set()
         """Regions of which the process was given a descriptor, and which have not been closed since."""
+        self.locked = False
+        """True once the process has locked its file (`ConnectedProcess.lock`)."""
         self._loop = loop
         self._version = 0
-        self._max_frame = max_frame
         self._account: Account | None = None
         """The bytes that the connection makes the daemon keep, once its tenant is known."""
         self._in_flight: dict[int, int] = {}
@@ -87,7 +89,7 @@ class EngineConnection:
         self._frames: FrameConnection | None = FrameConnection(
             loop,
             sock,
-            min(max_frame, HELLO_BYTES),
+            HELLO_BYTES,
             lambda body: on_frame(self, body),
             lambda reason: self._on_closed(reason, on_closed),
             lambda error: self.refuse(0, error),
@@ -100,6 +102,13 @@ class EngineConnection:
         self._frames = None
         self._deadline.cancel()
         on_closed(self, reason)
+
+    @property
+    def watched(self) -> bool:
+        """True if the daemon notices the death of the process: it has a pidfd, or the process has locked its file."""
+        if self.process.pidfd is None and not self.locked:
+            self.locked = self.process.holds_lock
+        return self.process.pidfd is not None or self.locked
 
     # -- replies
 
@@ -194,7 +203,7 @@ class EngineConnection:
         account.charge(CONNECTION_BYTES + len(self.layout.encode()))
         self._account = account
         if self._frames is not None:
-            self._frames.max_frame = self._max_frame
+            self._frames.max_frame = engine.MAX_FRAME
 
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
         """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the
@@ -204,6 +213,7 @@ class EngineConnection:
         if resumed is not None:
             self.maps, self.origin = resumed.maps, resumed.origin
             self.opened |= resumed.opened
+            self.locked = resumed.locked
         self._deadline.cancel()
         return self._version
 

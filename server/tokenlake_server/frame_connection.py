@@ -2,8 +2,8 @@
 
 It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
 
-The connections of a loop take turns. A turn of a connection handles frames for at most `SLICE_S`. The frames that are
-left are handled in its next turns, and nothing more is read from the socket until then.
+The connections of a loop share its time. A slice of time of a connection, in which it handles frames, ends after
+`SLICE_S`. The frames that are left are handled in its next slices, and nothing more is read from the socket until then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
 costs more than the read."""
 SLICE_S = 0.001
-"""Seconds after which a turn of a connection ends. It ends between two frames, or two parts of the work on one frame,
+"""Seconds after which a slice of a connection ends. It ends between two frames, or two parts of the work on one frame,
 so it lasts longer by at most one of them."""
 MAX_UNSENT_BYTES = 16 << 20
 """Limit of the unsent bytes of a connection: it is closed when its other side leaves more than this unread, so that
@@ -32,8 +32,12 @@ memory is bounded."""
 MAX_UNSENT_DESCRIPTORS = 8
 """Number of unsent descriptors from which on a connection with a `pause_bytes` handles no further frames."""
 
-Unsent = tuple[bytes | memoryview, tuple[int, ...]]
-"""The unsent bytes of a frame, and the descriptors that are sent with the first of them, which the connection owns."""
+JOINED_BYTES = 64 << 10
+"""Unsent bytes up to which further frames are appended to the same buffer: a buffer for each of many short frames would
+take several times their bytes."""
+
+Unsent = tuple[bytearray, tuple[int, ...]]
+"""Unsent bytes, and the descriptors that are sent with the first of them, which the connection owns."""
 
 
 class FrameConnection:
@@ -79,7 +83,7 @@ class FrameConnection:
         self._work: Iterator[None] = iter(())
         """The rest of the work on the last frame."""
         self._waiting = False
-        """True while frames may be left for a later turn; nothing is read from the socket meanwhile."""
+        """True while frames may be left for a later slice; nothing is read from the socket meanwhile."""
         self._scheduled = False
         self._unsent: deque[Unsent] = deque()
         self._unsent_bytes = 0
@@ -119,7 +123,10 @@ class FrameConnection:
         except OSError as error:
             self.close(f"a descriptor could not be kept until the other side reads: {error}")
             return
-        self._unsent.append((memoryview(frame)[sent:] if sent else frame, kept))
+        if self._unsent and not kept and len(self._unsent[-1][0]) < JOINED_BYTES:
+            self._unsent[-1][0].extend(frame)
+        else:
+            self._unsent.append((bytearray(memoryview(frame)[sent:]), kept))
         self._unsent_bytes += len(frame) - sent
         self._unsent_descriptors += len(kept)
         if self._unsent_bytes > self._max_unsent:
@@ -137,7 +144,8 @@ class FrameConnection:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if sent < len(data):
-                    self._unsent[0] = memoryview(data)[sent:], ()
+                    del data[:sent]
+                    self._unsent[0] = data, ()
                     break
                 self._unsent.popleft()
         except BlockingIOError:
@@ -149,7 +157,7 @@ class FrameConnection:
             self._loop.remove_writer(self.sock)
         self._settle()
         if self._waiting and not self._paused:
-            self._continue_soon()
+            self._slice_soon()
 
     @property
     def _paused(self) -> bool:
@@ -170,10 +178,10 @@ class FrameConnection:
             self.close("closed by the other side")
             return
         self._bodies = self._decoder.feed(data)
-        self._handle_some()
+        self._slice()
 
-    def _handle_some(self) -> None:
-        """Handle the frames that were read. Those that are left when the turn ends are handled in later turns."""
+    def _slice(self) -> None:
+        """Handle the frames that were read. Those that are left when the slice ends are handled in later slices."""
         until = self._clock() + SLICE_S
         try:
             while not self._paused:
@@ -188,7 +196,7 @@ class FrameConnection:
                     return
                 if self._clock() >= until:
                     self._wait(True)
-                    self._continue_soon()
+                    self._slice_soon()
                     break
             else:
                 self._wait(True)
@@ -212,19 +220,19 @@ class FrameConnection:
         else:
             self._charged = kept
 
-    def _continue_soon(self) -> None:
-        """Take another turn after the callbacks that are due now."""
+    def _slice_soon(self) -> None:
+        """Handle further frames after the callbacks that are due now."""
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._continue)
+            self._loop.call_soon(self._next_slice)
 
-    def _continue(self) -> None:
+    def _next_slice(self) -> None:
         self._scheduled = False
         if self._open:
-            self._handle_some()
+            self._slice()
 
     def _wait(self, waiting: bool) -> None:
-        """Record whether frames are left for a later turn: the socket is read only when none are."""
+        """Record whether frames are left for a later slice: the socket is read only when none are."""
         if waiting is not self._waiting:
             self._waiting = waiting
             if waiting:
@@ -256,7 +264,7 @@ class FrameConnection:
         self.on_closed(reason)
 
 
-def _send(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
+def _send(sock: socket.socket, data: bytes | bytearray, descriptors: Sequence[int]) -> int:
     """Send some of `data`, with `descriptors` beside the first byte. Returns the number of bytes that were sent."""
     return socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
 

@@ -42,6 +42,9 @@ MAX_HANDSHAKES = 128
 address that has the most is closed: a peer completes its handshake long before as many others have connected."""
 MAX_HANDSHAKES_OF_SOURCE = 64
 """The same limit for connections of one source address, so that no address keeps another one out."""
+UNSENT_BYTES, LEAST_UNSENT_BYTES = 32 << 20, peer.MAX_FRAME
+"""Limit of the bytes that wait to be sent to all other nodes together, which share it in equal parts; and the least
+part of a node."""
 MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
@@ -202,10 +205,11 @@ class PeerConnections:
         connection = FrameConnection(
             self._loop,
             sock,
-            self._identity.max_frame,
+            peer.HANDSHAKE_BYTES,
             lambda body: self._continue_handshake(connection, handshake, body),
             closed,
             lambda error: self._refuse_handshake(connection, handshake, error),
+            max_unsent=max(LEAST_UNSENT_BYTES, UNSENT_BYTES // max(1, len(self._addresses))),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
         handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None)
@@ -286,6 +290,7 @@ class PeerConnections:
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
+        connection.max_frame = peer.MAX_FRAME
         connection.on_frame = lambda body: self._frame(connection, node, body)
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)

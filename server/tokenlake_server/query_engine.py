@@ -166,7 +166,7 @@ class QueryEngine:
         self._channel = FrameConnection(
             self._loop,
             ours,
-            self._identity.max_frame,
+            peer.MAX_FRAME,
             self._received,
             closed,
             max_unsent=2 * MAX_ENGINES * MAX_LAYOUT_BYTES,

@@ -127,7 +127,6 @@ def identity_of(node: Node) -> PeerIdentity:
         ring.epoch,
         ring_members(ring, rules.members),
         tuple(ring.members),
-        config.max_frame,
         config.cluster_secret,
     )
 

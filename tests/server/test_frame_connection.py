@@ -1,4 +1,4 @@
-"""The turns of a connection on the control loop, and answers that the other side does not read."""
+"""The slices of time of a connection on the control loop, and answers that the other side does not read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, F
 
 LIMIT_S = 20.0
 FRAMES = 2000
-PER_TURN = 10
-"""Frames, or parts of the work on one, that a turn has time for by the clock of these tests."""
+PER_SLICE = 10
+"""Frames, or parts of the work on one, that a slice has time for by the clock of these tests."""
 
 
 def frame(body: bytes) -> bytes:
@@ -24,8 +24,8 @@ def frame(body: bytes) -> bytes:
 
 
 def stepped() -> Callable[[], float]:
-    """A clock that moves by the tenth part of a turn whenever it is read."""
-    return (SLICE_S / PER_TURN * step for step in itertools.count()).__next__
+    """A clock that moves by the tenth part of a slice whenever it is read."""
+    return (SLICE_S / PER_SLICE * step for step in itertools.count()).__next__
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -87,24 +87,24 @@ async def most_between_callbacks(
     return most
 
 
-def test_a_turn_handles_a_few_of_many_frames() -> None:
+def test_a_slice_handles_a_few_of_many_frames() -> None:
     def handle(steps: list[int]) -> None:
         steps.append(1)
 
     body = frame(b"x") * FRAMES
-    assert 0 < asyncio.run(most_between_callbacks(body, handle, FRAMES)) <= PER_TURN + 1
+    assert 0 < asyncio.run(most_between_callbacks(body, handle, FRAMES)) <= PER_SLICE + 1
 
 
-def test_the_work_on_one_frame_is_done_in_several_turns() -> None:
+def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
     def handle(steps: list[int]) -> Iterator[None]:
         for _ in range(50):
             steps.append(1)
             yield
 
-    assert 0 < asyncio.run(most_between_callbacks(frame(b"x") * 4, handle, 200)) <= PER_TURN + 1
+    assert 0 < asyncio.run(most_between_callbacks(frame(b"x") * 4, handle, 200)) <= PER_SLICE + 1
 
 
-def test_frames_stay_in_order_when_the_work_on_one_takes_several_turns() -> None:
+def test_frames_stay_in_order_when_the_work_on_one_takes_several_slices() -> None:
     handled: list[tuple[bytes, int]] = []
 
     def handle(body: bytes) -> Iterator[None]:
@@ -121,13 +121,13 @@ def test_frames_stay_in_order_when_the_work_on_one_takes_several_turns() -> None
     assert handled == [(body, part) for body in (b"a", b"b") for part in range(30)]
 
 
-def test_a_connection_that_closes_within_a_turn_handles_nothing_more() -> None:
+def test_a_connection_that_closes_within_a_slice_handles_nothing_more() -> None:
     handled: list[bytes] = []
 
     async def run() -> None:
         def handle(body: bytes) -> Iterator[None] | None:
             handled.append(body)
-            if len(handled) == 3 * PER_TURN:
+            if len(handled) == 3 * PER_SLICE:
                 scene.connection.close("enough")
             return None
 
@@ -138,7 +138,7 @@ def test_a_connection_that_closes_within_a_turn_handles_nothing_more() -> None:
                 await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert len(handled) == 3 * PER_TURN
+    assert len(handled) == 3 * PER_SLICE
 
 
 @pytest.mark.parametrize("unread", [0, 1 << 20])
@@ -194,6 +194,26 @@ def test_a_side_that_reads_no_answer_is_not_served_until_it_reads() -> None:
                     await asyncio.sleep(0)
 
     asyncio.run(run())
+
+
+def test_short_unsent_frames_share_a_buffer() -> None:
+    """A buffer for each of them took ten times their bytes, which no limit counted."""
+
+    async def run() -> bytes:
+        received = b""
+        with Scene(lambda body: None) as scene:
+            scene.connection.send(bytes(1 << 20))
+            before = len(scene.connection._unsent)
+            for number in range(10_000):
+                scene.connection.send(number.to_bytes(4, "little"))
+            assert len(scene.connection._unsent) - before <= 1
+            async with asyncio.timeout(LIMIT_S):
+                while len(received) < (1 << 20) + 40_000:
+                    received += scene.received()[0]
+                    await asyncio.sleep(0)
+        return received[1 << 20 :]
+
+    assert asyncio.run(run()) == b"".join(number.to_bytes(4, "little") for number in range(10_000))
 
 
 def test_unsent_descriptors_are_bounded() -> None:

@@ -201,7 +201,7 @@ def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
     with Raw(cluster.nodes[0].socket) as raw:
         raw.send(hello())
         raw.reply()
-        raw.send(engine.Release(((1, 0, 1),) * 250_000))
+        raw.write(pack_frame(engine.Release(((1, 0, 1),) * 100_000)))
         failed = raw.reply()
         assert isinstance(failed, engine.Failed)
         assert f"length <= {MAX_RANGES}" in failed.reason

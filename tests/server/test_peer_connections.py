@@ -13,6 +13,7 @@ import pytest
 from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
+from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
@@ -38,6 +39,32 @@ def test_rings_that_differ_are_named_on_both_sides() -> None:
             assert node.page("/health")
             assert total(node, "tokenlake_peers_connected") == 0
             assert node.stop() == 0
+
+
+def test_a_process_that_has_proven_nothing_sends_short_frames_only() -> None:
+    """The limit of both sides is part of the protocol. It was once the setting `max_frame`: nodes whose settings
+    differed closed their connections again and again."""
+    with daemons(2) as cluster:
+        member, node = cluster.nodes
+        with Raw(peer_address(node)) as raw:
+            raw.write((peer.HANDSHAKE_BYTES + 1).to_bytes(4, "little"))
+            refused = raw.answer()
+            assert isinstance(refused, peer.PeerRefused)
+            assert f"at most {peer.HANDSHAKE_BYTES}" in refused.reason
+            assert raw.closed()
+        identity = identity_of(member)
+        member.kill()
+        with Raw(peer_address(node)) as raw:
+            assert isinstance(introduce(raw, identity, node.name, "control"), peer.PeerWelcome)
+            wait_until(lambda: _connected(node), "the member is connected")
+            count = (peer.MAX_FRAME - 1024) // 32
+            raw.send(peer.Corrupt("default", bytes(32 * count)))
+            raw.send(peer.Ping(7, (0.0, 0.0, 0.0), 0.0))
+            while not isinstance(said := decode(peer.peer_decoder, raw.body()), peer.Pong):
+                pass
+            assert said.call == 7
+            raw.write((peer.MAX_FRAME + 1).to_bytes(4, "little"))
+            _until_logged(node, lambda text: f"at most {peer.MAX_FRAME} are accepted" in text)
 
 
 def test_two_nodes_of_one_name() -> None:

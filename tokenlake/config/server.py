@@ -95,19 +95,11 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="ten slow round trips under load",
         ),
     ] = 250.0
-    max_frame: Annotated[
-        int,
-        Setting(
-            kinds.size(64 << 10, 1 << 30),
-            "limit of the size of a message",
-            why="a match over 128K tokens takes less than 100 KiB; bytes of segments are not part of a message",
-        ),
-    ] = 4 << 20
     huge_pages: Annotated[
         bool,
         Setting(
             kinds.truth(),
-            "back the arena with huge pages of 2 MiB",
+            "back the arena with huge pages of 2 MiB; not with several tenants, of which one could end the daemon",
             why="the administrator must reserve huge pages first",
         ),
     ] = False

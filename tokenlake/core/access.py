@@ -28,13 +28,12 @@ __all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_
 MAX_RECENT_MATCHES = 32
 """Number of matches with missing segments that a session remembers: an upper bound on the requests that its engine
 computes at a time."""
-MAX_RECENT_BYTES = 128 << 10
-"""Limit of the bytes of their keys: those of 32 prompts of 32,768 tokens, or of 4 of the longest ones that a match may
-name."""
+MAX_RECENT_BYTES = 64 << 10
+"""Limit of the bytes of their keys: those of 32 prompts of 64 segments, or of 2 of the longest prompts of a match."""
 MAX_REPORTED = 4096
 """Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
 not reported."""
-TOUCHED = 192
+TOUCHED = 128
 """Keys of one report: the owner takes up to 5 us for each, during which it serves no other message."""
 _READY = State.READY
 

@@ -33,7 +33,7 @@ SKIPPED = Metric(
     "tokenlake_skipped_by_cost_tokens_total", "Tokens found at another node and released without being fetched"
 )
 
-PIECE = 192
+PIECE = 128
 """Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
 
 

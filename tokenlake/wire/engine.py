@@ -19,6 +19,7 @@ from tokenlake.wire.funnel import Funnel
 __all__ = [
     "HERE",
     "MAX_FETCHED",
+    "MAX_FRAME",
     "MAX_GRANTS",
     "MAX_KEYS",
     "MAX_RANGES",
@@ -60,6 +61,8 @@ __all__ = [
 ]
 
 
+MAX_FRAME = 512 << 10
+"""Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
 MAX_KEYS = 1024
 """Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
 MAX_FETCHED = 256
@@ -113,6 +116,9 @@ class Welcome(_Message, frozen=True, tag=2):
     """`keys.probe` under `secret`; the client compares it with its own result."""
     heartbeat_s: Seconds
     max_frame: int
+    lock: bool = False
+    """Does a descriptor travel beside the frame? The process must hold a POSIX record lock on that file before it opens
+    a region, and until it maps none any more: the daemon has no other way to notice its death."""
 
 
 class Failed(_Message, frozen=True, tag=3):

@@ -206,5 +206,13 @@ FOUND = (
         "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
         "test_a_tenant_cannot_end_the_daemon_through_its_region",
     ),
+    (
+        "killed engines in other PID namespaces held their leases for ever on kernels without SO_PEERPIDFD",
+        "test_the_slots_of_killed_engines_come_back",
+    ),
+    (
+        "a process in another PID namespace took over the leases of another process by guessing a small number",
+        "test_no_process_takes_over_the_leases_of_another",
+    ),
 )
 """(Defect, the test that shows it)."""
