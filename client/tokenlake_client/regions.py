@@ -65,15 +65,18 @@ class Window:
     __slots__ = ("__array_interface__", "_owner", "memory")
 
     def __init__(self, mapping: Mapping, owner: object, slots: Callable[[], Iterable[int]]) -> None:
-        """`slots`: returns the slots of which the caller makes views. Raises `Unreachable` for a mapping of a daemon that has
-        ended."""
+        """`slots`: returns the slots of which the caller makes views. Raises `Unreachable` for a mapping of a daemon
+        that has ended."""
         shape = mapping.shape
+
+        def spans() -> list[tuple[int, int]]:
+            starts = [shape.offset(slot) for slot in slots()]
+            return [(start, start + shape.slot_bytes) for start in starts]
+
         self.__array_interface__ = mapping.read_only
         self.memory = mapping.memory
         self._owner = owner
-        self.memory.cover(
-            id(self), lambda: [(start := shape.offset(slot), start + shape.slot_bytes) for slot in slots()]
-        )
+        self.memory.cover(id(self), spans)
 
     def __del__(self) -> None:
         self.memory.uncover(id(self))
