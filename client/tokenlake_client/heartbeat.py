@@ -127,7 +127,12 @@ class HeartbeatThread(threading.Thread):
         except Refused as error:
             log.debug("session %d cannot be resumed: %s", previous.session, error)
             link = self._connector.connect(SessionId(0))
+        except Unreachable:
+            previous.detach()
+            raise
         self._grants.switch_to(link)
+        if link.life != previous.life:
+            previous.detach()
         log.warning("connected again to the daemon of node %s at %s", link.node, link.channel.path)
 
 

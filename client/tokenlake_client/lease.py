@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 
@@ -272,13 +273,22 @@ class Lease:
             stop = self._hold.pin(start, stop)
             self._grants.count_pin()
         pin = _Pin(self, start, stop)
-        windows = {region: np.asarray(Window(mapping, pin)) for region, mapping in mappings.items()}
+        windows = {
+            region: np.asarray(Window(mapping, pin, functools.partial(_slots_in, region, places)))
+            for region, mapping in mappings.items()
+        }
         regions, slots = _columns(places[: stop - start])
         return [windows[region][slot] for region, slot in zip(regions, slots, strict=True)]
 
     def _unpin(self, start: int, stop: int) -> None:
         # The garbage collector may call this in the middle of any code, so it must take no lock.
         self._grants.note_unpin(self._hold, start, stop)
+
+
+def _slots_in(region: int, places: NDArray[np.void]) -> list[int]:
+    """The slots of `places` in one region."""
+    slots: list[int] = places["slot"][places["region"] == region].tolist()
+    return slots
 
 
 def _columns(places: NDArray[np.void]) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import functools
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
+from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.process_lock import ProcessLock
 from tokenlake_client.regions import Mapping, Regions
 
@@ -69,7 +71,8 @@ class Link:
         self.heartbeat_s = welcome.heartbeat_s
         self.deadlines = deadlines
         self._lock = lock
-        self.forget()
+        self._left: list[weakref.ref[MappedMemory]] = []
+        self.regions = self._no_regions()
         channel.max_frame = welcome.max_frame
 
     @property
@@ -92,12 +95,25 @@ class Link:
         self.forget()
         self.channel.close()
 
+    def detach(self) -> None:
+        """The daemon has ended: let the arrays over its regions keep only their own bytes. To be called after
+        `forget`."""
+        for each in self._left:
+            memory = each()
+            if memory is not None:
+                memory.detach()
+
     def forget(self) -> None:
-        """Drop the mappings of the regions. A mapping with arrays over it lives until the last of these arrays is
-        gone."""
+        """Drop the mappings of the regions. A mapping with arrays over it lives until the last of these arrays is gone,
+        or until `detach`."""
+        dropped, self.regions = self.regions, self._no_regions()
+        left = [memory for each in self._left if (memory := each()) is not None]
+        self._left = [weakref.ref(memory) for memory in [*left, *dropped.memories()]]
+
+    def _no_regions(self) -> Regions:
         # The regions do not refer to the link: in a cycle of references the memory of a dead daemon would stay mapped
         # (and locked, if it was locked for a GPU) until the garbage collector runs.
-        self.regions = Regions(functools.partial(_open_region, self.channel, self.deadlines, self._lock))
+        return Regions(functools.partial(_open_region, self.channel, self.deadlines, self._lock))
 
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None

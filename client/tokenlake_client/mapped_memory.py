@@ -14,12 +14,13 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.errors import Unreachable
 from tokenlake_client.process_lock import ProcessLock
 
 __all__ = ["MappedMemory", "mapped_memory_of"]
@@ -38,7 +39,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.mremap.restype = ctypes.c_void_p
+MAP_NORESERVE = 0x4000
+MREMAP_MAYMOVE, MREMAP_FIXED = 0x1, 0x2
+PAGE = 4096
 
+Spans = Callable[[], Iterable[tuple[int, int]]]
+"""Returns the bytes of a mapping that arrays cover, as (start, stop)."""
 Begin = Callable[[int, int], Callable[[], None] | None]
 """Registers memory, given as (address, bytes). Returns the function that ends the registration; None where nothing was
 registered."""
@@ -72,6 +81,45 @@ class MappedMemory:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._endings: dict[str, Callable[[], None] | None] = {}
+        self._covered: dict[int, Spans] = {}
+        self._detached = False
+
+    def cover(self, number: int, spans: Spans) -> None:
+        """Record under `number` that arrays cover `spans`, until `uncover`. Raises `Unreachable` after `detach`."""
+        with self._lock:
+            if self._detached:
+                raise Unreachable("the daemon ended")
+            self._covered[number] = spans
+
+    def uncover(self, number: int) -> None:
+        """Undo `cover`. For finalisers: takes no lock."""
+        self._covered.pop(number, None)
+
+    def detach(self) -> None:
+        """Replace the mapping, at its address, by private memory: a copy of the bytes that arrays cover, and zeros. The
+        memory of a daemon that has ended is then not kept by these arrays. Other threads may read the arrays meanwhile.
+        Has no effect on writable memory, which its writer still fills, and on registered memory, which a device may
+        read."""
+        with self._lock:
+            registered = any(end is not None for end in self._endings.values())
+            if self._detached or self.write or registered or self._process != os.getpid():
+                return
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            own = _libc.mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            if own == _FAILED:
+                return
+            for spans in self._covered.copy().values():
+                for first, last in spans():
+                    start, stop = first - first % PAGE, min(self.nbytes, last + -last % PAGE)
+                    ctypes.memmove(own + start, self.address + start, stop - start)
+            _libc.mprotect(own, self.nbytes, mmap.PROT_READ)
+            _libc.madvise(own, self.nbytes, MADV_DONTFORK)
+            # The kernel exchanges the mappings at once for all threads.
+            moved = _libc.mremap(own, self.nbytes, self.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, self.address)
+            if moved != self.address:
+                _libc.munmap(own, self.nbytes)
+                return
+            self._detached, self._held = True, None
 
     def populate(self) -> None:
         """Fill the page tables now instead of at the first access to each page. Has no effect in kernels before 5.14.

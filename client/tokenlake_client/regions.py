@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,10 +64,22 @@ class Window:
 
     __slots__ = ("__array_interface__", "_owner", "memory")
 
-    def __init__(self, mapping: Mapping, owner: object) -> None:
+    def __init__(self, mapping: Mapping, owner: object, slots: Callable[[], Iterable[int]]) -> None:
+        """`slots`: returns the slots of which the caller makes views. Raises `Unreachable` for a mapping of a daemon
+        that has ended."""
+        shape = mapping.shape
+
+        def spans() -> list[tuple[int, int]]:
+            starts = [shape.offset(slot) for slot in slots()]
+            return [(start, start + shape.slot_bytes) for start in starts]
+
         self.__array_interface__ = mapping.read_only
         self.memory = mapping.memory
         self._owner = owner
+        self.memory.cover(id(self), spans)
+
+    def __del__(self) -> None:
+        self.memory.uncover(id(self))
 
 
 class Regions:
@@ -82,6 +95,11 @@ class Regions:
         self._clock = clock
         self._mapped: dict[tuple[int, bool], Mapping] = {}
         self._used: dict[tuple[int, bool], float] = {}
+        self._memories: list[weakref.ref[MappedMemory]] = []
+
+    def memories(self) -> list[MappedMemory]:
+        """The memory of each mapping that was made, also of those that were dropped, as long as arrays over it live."""
+        return [memory for each in self._memories if (memory := each()) is not None]
 
     def get(self, region: int, *, write: bool = False) -> Mapping:
         """This process's mapping of the region with that number, made where there is none. Raises the errors of
@@ -93,6 +111,7 @@ class Regions:
                 self._mapped.pop(idle, None)
                 self._used.pop(idle, None)
             mapping = self._mapped[key] = self._open(region, write)
+            self._memories = [*map(weakref.ref, self.memories()), weakref.ref(mapping.memory)]
         self._used[key] = now
         return mapping
 

@@ -92,7 +92,7 @@ def test_a_registration_ends_before_its_memory(cuda: FakeCuda) -> None:
     memory = region()
     here = mapping(memory, write=False)
     address = mapped_at(here.slots.ctypes.data)
-    window = np.asarray(Window(here, object()))
+    window = np.asarray(Window(here, object(), lambda: [0]))
     copier().from_slot(window[2], [0], 0)
     view = window[2][100:200].reshape(10, 10)
     del window, here

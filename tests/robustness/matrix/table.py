@@ -199,6 +199,10 @@ FOUND = (
         "test_restarts_need_no_second_arena",
     ),
     (
+        "one array of an engine kept the memory of a whole region of a daemon that had ended",
+        "test_arrays_outlive_the_memory_of_the_daemon",
+    ),
+    (
         "a forked child of an engine kept the memory of a daemon that had ended",
         "test_a_forked_child_keeps_no_memory",
     ),
