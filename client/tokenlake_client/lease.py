@@ -201,14 +201,15 @@ class Lease:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
         limit_s = self.link.deadlines.fetch_s if deadline_s is None else deadline_s
-        until = time.monotonic() + limit_s
+        began = time.monotonic()
         for at in range(start, stop, MAX_FETCHED):
             end = min(stop, at + MAX_FETCHED)
             if self._item_codes.count(Code.LOCAL, at, end) == end - at:
                 continue
             # 0 stands for a deadline that the daemon predicts, so that a deadline that has passed is not 0.
-            left_s = max(LEAST_S, until - time.monotonic()) if limit_s else 0.0
-            reply = self._fetch(at, end, left_s, at_most_s)
+            passed_s = time.monotonic() - began
+            left_s, most_left_s = (max(LEAST_S, each - passed_s) if each else 0.0 for each in (limit_s, at_most_s))
+            reply = self._fetch(at, end, left_s, most_left_s)
             self._record(at, end, reply.codes, reply.slots, reply.checksums)
             if self._item_codes.count(Code.LOCAL, at, end) < end - at:
                 break

@@ -28,6 +28,7 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
+from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
@@ -36,6 +37,7 @@ from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
@@ -72,6 +74,9 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
     )
 
 
+WORK_THREADS = 4
+"""Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
+processes."""
 WALK_SLOTS = 1 << 16
 """Slots that are examined at a time for segments in use when the daemon ends."""
 
@@ -136,6 +141,12 @@ class Daemon:
             self.driver,
             loop,
             self._connect_query,
+        )
+        log.info(
+            "this kernel shows the end of every engine (SO_PEERPIDFD)"
+            if kernel_has_pidfds()
+            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock shows the end of engines in other PID "
+            f"namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
@@ -274,6 +285,7 @@ async def run(
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     arena = Arena(config.memory // config.region_size, config.region_size, config.huge_pages)
     total = config.memory // config.region_size * config.region_size
     done = 0

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from tokenlake.config import Address
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
@@ -24,6 +23,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.started_threads import started_threads
 
 __all__ = ["QueryEngine"]
 
@@ -65,7 +65,7 @@ class QueryEngine:
         self._identity = identity
         self._addresses = dict(addresses)
         self._loop = loop
-        self._threads = ThreadPoolExecutor(DIAL_THREADS, thread_name_prefix="dial-query")
+        self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
         self._closing = False
         self._share = max(1, MAX_ENGINES // tenants)

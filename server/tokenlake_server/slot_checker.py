@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from tokenlake.core import events
 from tokenlake.core.instructions import CheckSlot
-from tokenlake.errors import LimitReached
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
+from tokenlake_server.started_threads import started_threads
 
 __all__ = ["SlotChecker"]
 
@@ -26,12 +25,7 @@ class SlotChecker:
     def __init__(self, arena: Arena, driver: Driver) -> None:
         self._arena = arena
         self._driver = driver
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="check")
-        try:
-            # The thread starts now: later it might not start, and the slot of a check would stay pinned.
-            self._thread.submit(int)
-        except RuntimeError as error:
-            raise LimitReached(f"the thread that checks copies cannot be started: {error}") from error
+        self._thread = started_threads(1, "check")
         driver.carry_out(CheckSlot, self._start)
 
     def _start(self, instruction: CheckSlot) -> None:

@@ -104,6 +104,10 @@ class SimNode:
         """SIGSTOP."""
         self.life.freeze()
 
+    def speak(self) -> None:
+        """The bulk path answers again."""
+        self.silent = False
+
     def thaw(self) -> None:
         """SIGCONT."""
         self.life.thaw()

@@ -96,7 +96,7 @@ class MatchResult(NamedTuple):
     leases: tuple[tuple[NodeId, int], ...] = ()
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
-    """Nodes that did not answer a lookup of the match."""
+    """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
 
     @property
     def hits(self) -> int:
@@ -116,7 +116,7 @@ class _Found:
         """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
         access."""
         self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup of the match."""
+        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
@@ -395,6 +395,8 @@ class Matches:
             found.leases.setdefault(node, []).append(reply.lease)
         named = iter(reply.nodes)
         delivers = self._peers.delivers(node)
+        if not delivers and _LOCAL in reply.codes:
+            found.silent.append(node)
         for index, code in zip(indices, reply.codes, strict=True):
             if code == _LOCAL and not delivers:
                 # The lease is released when the match ends, since no segment of the match is leased there.

@@ -223,5 +223,13 @@ FOUND = (
         "connections without a Hello, unread answers and waiting matches took hundreds of MiB",
         "test_waiting_matches_are_bounded_in_bytes",
     ),
+    (
+        "killed engines in other PID namespaces held their leases for ever on kernels without SO_PEERPIDFD",
+        "test_the_slots_of_killed_engines_come_back",
+    ),
+    (
+        "a process in another PID namespace took over the leases of another process by guessing a small number",
+        "test_no_process_takes_over_the_leases_of_another",
+    ),
 )
 """(Defect, the test that shows it)."""
