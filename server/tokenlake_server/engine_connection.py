@@ -36,7 +36,7 @@ PAUSE_BYTES = 512 << 10
 """Bytes of unread answers beyond which no further request of an engine's process is handled."""
 HELLO_BYTES = 64 << 10
 """Limit of the bytes of a frame until the `Hello`, which is the first one, is accepted."""
-KEPT_PER_REQUEST, KEPT_PER_KEY = 2048, 256
+KEPT_PER_REQUEST, KEPT_PER_KEY = 2048, 384
 """Bytes that are charged for an unanswered request, and for each segment that it names: the state of a match that
 waits."""
 MAX_IN_FLIGHT = 1024

@@ -16,6 +16,7 @@ from tests.server import test_limits
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
 PEER_FAULTS = ("bulk-dead", "bulk-one-way")
+ENGINE_FAULTS = ("flood",)
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 
 
@@ -30,7 +31,7 @@ def test_a_promise_is_kept(cell: Cell) -> None:
 
 def test_each_subject_meets_each_fault() -> None:
     names = [cell.name for cell in CELLS] + list(MEANINGLESS)
-    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS)]
+    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS), *product(["engine"], ENGINE_FAULTS)]
     assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in pairs)
 
 

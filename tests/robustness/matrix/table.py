@@ -162,6 +162,7 @@ CELLS = (
         on_peer.bulk_dead,
     ),
     Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
+    Cell("engine", "flood", f"its requests are refused or wait; {UNNOTICED}", on_engine.flood),
 )
 """The cells in the order of the page."""
 
@@ -209,6 +210,22 @@ FOUND = (
     (
         "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
         "test_a_tenant_cannot_end_the_daemon_through_its_region",
+    ),
+    (
+        "one frame of an engine kept all others waiting for a second",
+        "test_ranges_per_release_are_bounded",
+    ),
+    (
+        "an engine with 208 KiB of unread answers was cut off when it opened a region",
+        "test_an_engine_with_unread_answers_opens_a_region",
+    ),
+    (
+        "one tenant could take all sessions",
+        "test_a_tenant_takes_its_part_of_the_sessions_only",
+    ),
+    (
+        "connections without a Hello, unread answers and waiting matches took hundreds of MiB",
+        "test_waiting_matches_are_bounded_in_bytes",
     ),
     (
         "killed engines in other PID namespaces held their leases for ever on kernels without SO_PEERPIDFD",
