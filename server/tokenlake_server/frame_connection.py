@@ -32,8 +32,12 @@ memory is bounded."""
 MAX_UNSENT_DESCRIPTORS = 8
 """Number of unsent descriptors from which on a connection with a `pause_bytes` handles no further frames."""
 
-Unsent = tuple[bytes | memoryview, tuple[int, ...]]
-"""The unsent bytes of a frame, and the descriptors that are sent with the first of them, which the connection owns."""
+JOINED_BYTES = 64 << 10
+"""Unsent bytes up to which further frames are appended to the same buffer: a buffer for each of many short frames would
+take several times their bytes."""
+
+Unsent = tuple[bytearray, tuple[int, ...]]
+"""Unsent bytes, and the descriptors that are sent with the first of them, which the connection owns."""
 
 
 class FrameConnection:
@@ -119,7 +123,10 @@ class FrameConnection:
         except OSError as error:
             self.close(f"a descriptor could not be kept until the other side reads: {error}")
             return
-        self._unsent.append((memoryview(frame)[sent:] if sent else frame, kept))
+        if self._unsent and not kept and len(self._unsent[-1][0]) < JOINED_BYTES:
+            self._unsent[-1][0].extend(frame)
+        else:
+            self._unsent.append((bytearray(memoryview(frame)[sent:]), kept))
         self._unsent_bytes += len(frame) - sent
         self._unsent_descriptors += len(kept)
         if self._unsent_bytes > self._max_unsent:
@@ -137,7 +144,8 @@ class FrameConnection:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if sent < len(data):
-                    self._unsent[0] = memoryview(data)[sent:], ()
+                    del data[:sent]
+                    self._unsent[0] = data, ()
                     break
                 self._unsent.popleft()
         except BlockingIOError:
@@ -256,7 +264,7 @@ class FrameConnection:
         self.on_closed(reason)
 
 
-def _send(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
+def _send(sock: socket.socket, data: bytes | bytearray, descriptors: Sequence[int]) -> int:
     """Send some of `data`, with `descriptors` beside the first byte. Returns the number of bytes that were sent."""
     return socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
 

@@ -196,6 +196,26 @@ def test_a_side_that_reads_no_answer_is_not_served_until_it_reads() -> None:
     asyncio.run(run())
 
 
+def test_short_unsent_frames_share_a_buffer() -> None:
+    """A buffer for each of them took ten times their bytes, which no limit counted."""
+
+    async def run() -> bytes:
+        received = b""
+        with Scene(lambda body: None) as scene:
+            scene.connection.send(bytes(1 << 20))
+            before = len(scene.connection._unsent)
+            for number in range(10_000):
+                scene.connection.send(number.to_bytes(4, "little"))
+            assert len(scene.connection._unsent) - before <= 1
+            async with asyncio.timeout(LIMIT_S):
+                while len(received) < (1 << 20) + 40_000:
+                    received += scene.received()[0]
+                    await asyncio.sleep(0)
+        return received[1 << 20 :]
+
+    assert asyncio.run(run()) == b"".join(number.to_bytes(4, "little") for number in range(10_000))
+
+
 def test_unsent_descriptors_are_bounded() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
 
