@@ -27,7 +27,7 @@ from tokenlake import errors
 from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, Refused, TokenLakeError, Unreachable
 from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
-from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, reply_decoder
+from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, Welcome, reply_decoder
 from tokenlake.wire.frames import decode
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
@@ -51,8 +51,8 @@ class Pending:
         self.reply: EngineReply | None = None
         self.error: TokenLakeError | None = None
         self.descriptor: int | None = None
-        """The file descriptor that came beside the reply (of the types `Region` and `QueryOpened`); the caller that
-        waits for the reply owns it."""
+        """The file descriptor that came beside the reply (of the types `Region`, `QueryOpened` and `Welcome`); the
+        caller that waits for the reply owns it."""
 
     @property
     def done(self) -> bool:
@@ -276,7 +276,7 @@ class Channel:
             self._changed.notify_all()
 
     def _deliver(self, reply: EngineReply) -> None:
-        carries = isinstance(reply, Region | QueryOpened)
+        carries = reply.lock if isinstance(reply, Welcome) else isinstance(reply, Region | QueryOpened)
         descriptor = self._descriptors.take() if carries and self._descriptors else None
         pending = self._waiting.pop(reply.id, None)
         if isinstance(reply, Failed) and not reply.id:

@@ -137,7 +137,7 @@ class Grants:
                 # such as those in replies that never arrived.
                 link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
             previous, self._link = self._link, link
-            previous.forget()
+            previous.leave()
             # The messages that gave items back over the previous connection may not have arrived: send them again.
             self._abort_when_free.intersection_update(self._writes)
             for lease in self._leases:
@@ -182,8 +182,7 @@ class Grants:
                 link.channel.tell(engine.Bye())
             except TokenLakeError as error:
                 log.debug("Bye was not sent: %s", error)
-        link.forget()
-        link.channel.close()
+        link.leave()
 
     def _is_current(self, link: Link) -> bool:
         return not self._closed and link.life == self._link.life

@@ -123,6 +123,7 @@ class HeartbeatThread(threading.Thread):
         it, else it begins a new session."""
         try:
             link = self._connector.connect(previous.session, previous.connection, previous.incarnation)
+            link.resumes(previous)
         except Refused as error:
             log.debug("session %d cannot be resumed: %s", previous.session, error)
             link = self._connector.connect(SessionId(0))

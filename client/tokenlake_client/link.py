@@ -34,6 +34,7 @@ from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
+from tokenlake_client.process_lock import ProcessLock
 from tokenlake_client.regions import Mapping, Regions
 
 __all__ = ["Connector", "Link", "dial"]
@@ -50,7 +51,14 @@ class Link:
     """A connection to the daemon, with the mappings of its regions. Leases and writes keep the link that they were
     granted over, so that a slot number is never looked up in the memory of a daemon that started later."""
 
-    def __init__(self, channel: Channel, welcome: engine.Welcome, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        welcome: engine.Welcome,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+        lock: ProcessLock | None = None,
+    ) -> None:
+        """`lock`: shows the daemon that this process lives; None where the daemon did not ask for one."""
         self.channel = channel
         self.incarnation = Incarnation(welcome.incarnation)
         self.session = SessionId(welcome.session)
@@ -60,6 +68,7 @@ class Link:
         self.secret = welcome.secret
         self.heartbeat_s = welcome.heartbeat_s
         self.deadlines = deadlines
+        self._lock = lock
         self.forget()
         channel.max_frame = welcome.max_frame
 
@@ -69,12 +78,26 @@ class Link:
         valid over links with the `life` of the link that it was granted over: that link and those that resume it."""
         return self.incarnation, self.session, self.connection
 
+    def resumes(self, earlier: Link) -> None:
+        """Take over the lock of the link `earlier`, if this link has the same `life`. To be called before this link is
+        used."""
+        if self.life == earlier.life:
+            self._lock = earlier._lock
+            self.forget()
+
+    def leave(self) -> None:
+        """Drop the mappings, and close the connection. The lock is held until the last mapping with arrays over it is
+        gone."""
+        self._lock = None
+        self.forget()
+        self.channel.close()
+
     def forget(self) -> None:
         """Drop the mappings of the regions. A mapping with arrays over it lives until the last of these arrays is
         gone."""
         # The regions do not refer to the link: in a cycle of references the memory of a dead daemon would stay mapped
         # (and locked, if it was locked for a GPU) until the garbage collector runs.
-        self.regions = Regions(functools.partial(_open_region, self.channel, self.deadlines))
+        self.regions = Regions(functools.partial(_open_region, self.channel, self.deadlines, self._lock))
 
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
@@ -115,13 +138,13 @@ class Link:
         return self.deadlines.call_s if deadline_s is None else deadline_s
 
 
-def _open_region(channel: Channel, deadlines: Deadlines, region: int, write: bool) -> Mapping:
+def _open_region(channel: Channel, deadlines: Deadlines, lock: ProcessLock | None, region: int, write: bool) -> Mapping:
     pending = channel.begin(lambda number: engine.OpenRegion(number, region, write))
     reply = Link.expect(channel.wait(pending, deadlines.store_s if write else deadlines.call_s), engine.Region)
     if pending.descriptor is None:
         raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
     try:
-        return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
+        return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write, lock=lock)
     except (OSError, OverflowError, ValueError) as error:
         raise ProtocolRefused(f"the descriptor of region {region} cannot be mapped: {error}") from error
 
@@ -165,7 +188,7 @@ class Connector:
         channel = Channel(sock, path, self.on_end, self.deadlines)
         fingerprint = self.layout.fingerprint()
         try:
-            reply = channel.call(
+            pending = channel.begin(
                 lambda number: engine.Hello(
                     number,
                     OLDEST_VERSION,
@@ -176,10 +199,10 @@ class Connector:
                     session,
                     resume,
                     incarnation,
-                ),
-                self.deadlines.connect_s,
+                )
             )
-            welcome = Link.expect(reply, engine.Welcome)
+            welcome = Link.expect(channel.wait(pending, self.deadlines.connect_s), engine.Welcome)
+            lock = None if pending.descriptor is None else ProcessLock(pending.descriptor)
             if welcome.probe != probe(welcome.secret, fingerprint):
                 raise ProtocolRefused(
                     "the daemon's probe hash differs: client and daemon hash the same prefix to different keys; "
@@ -188,7 +211,10 @@ class Connector:
         except TokenLakeError:
             channel.close()
             raise
-        return Link(channel, welcome, self.deadlines)
+        except OSError as error:
+            channel.close()
+            raise ProtocolRefused(f"this process cannot lock the daemon's file: {error}") from error
+        return Link(channel, welcome, self.deadlines, lock)
 
 
 def dial(path: Path | None, daemon_uid: int | None, timeout_s: float) -> tuple[socket.socket, Path]:

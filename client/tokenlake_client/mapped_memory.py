@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake_client.process_lock import ProcessLock
+
 __all__ = ["MappedMemory", "mapped_memory_of"]
 
 log = logging.getLogger(__name__)
@@ -46,9 +48,10 @@ class MappedMemory:
     """The base of every array over one mapping: `np.asarray(memory)` is uint8 [bytes]. The memory is unmapped when the
     last of these arrays is gone. A forked child has this object but not the memory, and must not access the arrays."""
 
-    def __init__(self, descriptor: int, nbytes: int, *, write: bool) -> None:
-        """Maps the first `nbytes` of the file. The caller continues to own `descriptor`. Raises `OSError`, and
-        `ValueError` for a file that is shorter: an access beyond its end would end this process."""
+    def __init__(self, descriptor: int, nbytes: int, *, write: bool, lock: ProcessLock | None = None) -> None:
+        """Maps the first `nbytes` of the file. The caller continues to own `descriptor`. `lock` is held until the
+        memory is unmapped. Raises `OSError`, and `ValueError` for a file that is shorter: an access beyond its end
+        would end this process."""
         if not 0 < nbytes <= os.fstat(descriptor).st_size:
             raise ValueError(f"{nbytes} bytes of a file of {os.fstat(descriptor).st_size} bytes")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
@@ -65,6 +68,7 @@ class MappedMemory:
         self.nbytes = nbytes
         self.write = write
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, not write)}
+        self._held = lock
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._endings: dict[str, Callable[[], None] | None] = {}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
 from tokenlake_client.mapped_memory import MappedMemory
+from tokenlake_client.process_lock import ProcessLock
 
 __all__ = ["Mapping", "Regions", "Window"]
 
@@ -24,12 +25,21 @@ class Mapping:
     """This process's mapping of one region of the daemon's arena. The memory is unmapped when this object and the last
     array over it are gone."""
 
-    def __init__(self, descriptor: int, region_bytes: int, slot_bytes: int, *, write: bool) -> None:
-        """`descriptor`: the region's file descriptor, which the mapping owns from now on. Raises `OSError`,
+    def __init__(
+        self,
+        descriptor: int,
+        region_bytes: int,
+        slot_bytes: int,
+        *,
+        write: bool,
+        lock: ProcessLock | None = None,
+    ) -> None:
+        """`descriptor`: the region's file descriptor, which the mapping owns from now on. `lock`: as of
+        `MappedMemory`. Raises `OSError`,
         `OverflowError` or `ValueError` where the region cannot be mapped."""
         self.shape = RegionShape(region_bytes, slot_bytes)
         try:
-            self.memory = MappedMemory(descriptor, region_bytes, write=write)
+            self.memory = MappedMemory(descriptor, region_bytes, write=write, lock=lock)
         finally:
             os.close(descriptor)
         self.memory.populate()

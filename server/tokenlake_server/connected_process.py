@@ -2,21 +2,31 @@
 
 The state of the socket does not tell whether the process is alive. A process may close its socket and still map the
 arena, and a forked child keeps the socket of its dead parent open. The pidfd becomes readable when the process ends.
+
+Where the daemon gets no pidfd (before Linux 6.5, for a process of another PID namespace), the process locks a file of
+the daemon before it maps anything. The lock is a POSIX record lock: it ends with the process, works across PID
+namespaces, and is not inherited by forked children. The kernel does not announce its end, so the daemon looks at it
+every `LOCK_S`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
 from typing import NamedTuple
 
-__all__ = ["Credentials", "ConnectedProcess", "credentials"]
+__all__ = ["LOCK_S", "Credentials", "ConnectedProcess", "credentials", "kernel_has_pidfds"]
 
 SO_PEERPIDFD = 77
 """The socket option that gives a pidfd of the process at the other end, since Linux 6.5; Python 3.11 has no name for
 it. Unlike the pid of SO_PEERCRED it works across PID namespaces."""
+LOCK_S = 1.0
+"""Seconds between two looks at the lock of a process without a pidfd."""
 _CREDENTIALS = struct.Struct("3i")
+_FLOCK = struct.Struct("hhqqi0q")
+"""l_type, l_whence, l_start, l_len, l_pid."""
 
 
 class Credentials(NamedTuple):
@@ -35,17 +45,52 @@ def credentials(sock: socket.socket) -> Credentials:
 
 
 class ConnectedProcess:
-    """The process that opened a local connection. This object owns a pidfd of the process until `close`."""
+    """The process that opened a local connection. This object owns a pidfd of the process, or the file that the process
+    locks, until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.pid, self.uid, _ = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
+        self.lock: int | None = None
+        """Descriptor of the file that the process has to lock; None where the daemon has a pidfd."""
+
+    def make_lock(self) -> None:
+        """Make the file that the process has to lock. Raises `OSError`."""
+        self.lock = os.memfd_create("tokenlake-lock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.lock, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+    def take_over(self, earlier: ConnectedProcess) -> None:
+        """Take over the pidfd or the lock file of an earlier connection of the same process."""
+        if self.pidfd is None:
+            self.pidfd, earlier.pidfd = earlier.pidfd, None
+            self.lock, earlier.lock = earlier.lock, None
+
+    @property
+    def holds_lock(self) -> bool:
+        """True while the process holds the lock on its file."""
+        if self.lock is None:
+            return False
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found = _FLOCK.unpack(fcntl.fcntl(self.lock, fcntl.F_GETLK, wanted))
+        return bool(found[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the pidfd."""
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        """Close the pidfd and the lock file."""
+        for descriptor in (self.pidfd, self.lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self.pidfd = self.lock = None
+
+
+def kernel_has_pidfds() -> bool:
+    """Returns True if the kernel gives a pidfd of every process that connects, in any PID namespace."""
+    one, other = socket.socketpair()
+    with one, other:
+        try:
+            os.close(one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int | None:

@@ -28,6 +28,7 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
+from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
@@ -140,6 +141,12 @@ class Daemon:
             self.driver,
             loop,
             self._connect_query,
+        )
+        log.info(
+            "this kernel shows the end of every engine (SO_PEERPIDFD)"
+            if kernel_has_pidfds()
+            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock shows the end of engines in other PID "
+            f"namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None

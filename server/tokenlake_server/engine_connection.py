@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
@@ -59,10 +60,11 @@ class EngineConnection:
         `FrameConnection`); `on_closed(connection, reason)` once, when the socket
         is closed."""
         self.number = number
-        self.origin = number
+        self.origin = secrets.randbits(63)
         """The number by which the process names itself when it resumes: that of its first connection, kept by each
         connection that resumes another. The process may have lost the replies that named those in between
-        (tests/client/test_resumed.py)."""
+        (tests/client/test_resumed.py). No other process can guess the number: in foreign PID namespaces all processes
+        have the pid 0."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
         """The first message (`Hello`) of the engine's process; None until the process has proven its tenant and
@@ -78,6 +80,8 @@ class EngineConnection:
         one resumes."""
         self.opened: set[int] = set()
         """Regions of which the process was given a descriptor, and which have not been closed since."""
+        self.locked = False
+        """True once the process has locked its file (`ConnectedProcess.lock`)."""
         self._loop = loop
         self._version = 0
         self._account: Account | None = None
@@ -112,6 +116,13 @@ class EngineConnection:
     def share(self, share: LoopShare) -> None:
         if self._frames is not None:
             self._frames.share = share
+
+    @property
+    def watched(self) -> bool:
+        """True if the daemon notices the death of the process: it has a pidfd, or the process has locked its file."""
+        if self.process.pidfd is None and not self.locked:
+            self.locked = self.process.holds_lock
+        return self.process.pidfd is not None or self.locked
 
     # -- replies
 
@@ -216,6 +227,7 @@ class EngineConnection:
         if resumed is not None:
             self.maps, self.origin = resumed.maps, resumed.origin
             self.opened |= resumed.opened
+            self.locked = resumed.locked
         self._deadline.cancel()
         return self._version
 

@@ -22,6 +22,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
 from tokenlake_server.arena import Arena
+from tokenlake_server.connected_process import LOCK_S
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
 from tokenlake_server.frame_connection import SLICE_S
@@ -201,6 +202,8 @@ class EngineListener:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
+            if connection.joined and not connection.watched:
+                raise ProtocolRefused("the process does not hold the lock that shows the daemon whether it is alive")
         except ProtocolRefused as error:
             connection.refuse(0, error)
             return None
@@ -264,6 +267,8 @@ class EngineListener:
         self._no_longer_unproven(connection)
         self._processes[connection.tenant] += 1
         resumed = self._resumed(connection)
+        if resumed is None and connection.process.pidfd is None:
+            connection.process.make_lock()
         self._driver.handle(
             events.Joined(
                 connection.number,
@@ -327,6 +332,20 @@ class EngineListener:
         finally:
             os.close(descriptor)
 
+    def _watch_lock(self, connection: EngineConnection) -> None:
+        """Look at the lock of a process without a pidfd every `LOCK_S`, until the process has released it."""
+
+        def look() -> None:
+            if connection.number not in self._connections:
+                return
+            if connection.locked and not connection.process.holds_lock:
+                log.info("connection %d: the process has ended, or has left and maps no region", connection.number)
+                self._gone(connection)
+                return
+            self._loop.call_later(LOCK_S, look)
+
+        look()
+
     def _open_query(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.OpenQuery)
         assert connection.layout is not None
@@ -367,9 +386,14 @@ class EngineListener:
         if connection is None or connection.layout is None:
             return
         resumed = self._resumed(connection)
+        if resumed is not None:
+            connection.process.take_over(resumed.process)
         if connection.process.pidfd is not None:
             self._loop.add_reader(connection.process.pidfd, self._gone, connection)
         version = connection.welcome(instruction.session, resumed)
+        lock = connection.process.lock if resumed is None else None
+        if connection.process.pidfd is None:
+            self._watch_lock(connection)
         if resumed is not None:
             # The rules handed the leases and writes of the resumed connection to the new one, so nothing of it is left.
             self._forget(resumed)
@@ -386,7 +410,9 @@ class EngineListener:
                 probe=probe(connection.secret, connection.layout.fingerprint()),
                 heartbeat_s=self._settings.lease_s / 3,
                 max_frame=engine.MAX_FRAME,
+                lock=lock is not None,
             ),
+            [] if lock is None else [lock],
         )
 
     def _answer(self, instruction: Answer) -> None:

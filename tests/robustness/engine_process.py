@@ -29,12 +29,12 @@ class Engine:
     def store(self, seed: int, segments: int) -> dict[str, Any]:
         return {"codes": list(store(self.pool, Prompt(seed, segments)))}
 
-    def match(self, seed: int, segments: int) -> dict[str, Any]:
+    def match(self, seed: int, segments: int, fetch: bool = True) -> dict[str, Any]:
         """Lease and fetch the segments of a prompt, and keep the arrays."""
         self.looked_at = Prompt(seed, segments)
         keys = self.pool.prefix(self.looked_at.tokens).keys
         self.lease = self.pool.match(keys, deadline_s=PATIENT_S)
-        self.arrays = self.lease.fetch()
+        self.arrays = self.lease.fetch() if fetch else []
         return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.id}
 
     def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
@@ -80,6 +80,11 @@ class Engine:
             content = memoryview(self.filled.content(index))
             array[shard * size : (shard + 1) * size] = content[shard * size : (shard + 1) * size]
         return {"codes": list(self.write.commit(1 << shard))}
+
+    def leave(self) -> dict[str, Any]:
+        """Close the pool, and keep the arrays."""
+        self.pool.close()
+        return {}
 
     def drop(self) -> dict[str, Any]:
         self.write = None

@@ -82,6 +82,16 @@ def test_a_cluster_secret_that_is_refused(value: object) -> None:
         load(f"cluster_secret = {value!r}")
 
 
+def test_huge_pages_are_for_a_single_tenant() -> None:
+    def tenants(*names: str) -> str:
+        listed = "".join(f"[[tenants]]\nname = '{name}'\nsecret = '{SECRET}'\n" for name in names)
+        return f"huge_pages = true\nmemory = '64MiB'\n{listed}"
+
+    assert load(tenants("red")).config.huge_pages
+    with pytest.raises(ConfigurationError, match=r"huge_pages.*several tenants"):
+        load(tenants("red", "blue"))
+
+
 def test_tenants_on_several_nodes_need_a_cluster_secret() -> None:
     peers = "a=127.0.0.1:1,b=127.0.0.1:2"
     for tenants in (tenant(), tenant() + tenant("b")):

@@ -95,6 +95,10 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("region_size", f"at most 'memory', which is {format_size(config.memory)}")
     if config.huge_pages and config.region_size % HUGE_PAGE:
         raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)}, because 'huge_pages' is true")
+    if config.huge_pages and len(config.tenants) > 1:
+        # A tenant can punch a hole into a region that it writes, and use up the huge pages that this frees: the daemon
+        # would end by SIGBUS at its next access. Ordinary pages are allocated again.
+        raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     if config.metrics == config.listen and parse_address(config.listen).port:

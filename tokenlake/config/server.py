@@ -99,7 +99,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         bool,
         Setting(
             kinds.truth(),
-            "back the arena with huge pages of 2 MiB",
+            "back the arena with huge pages of 2 MiB; not with several tenants, of which one could end the daemon",
             why="the administrator must reserve huge pages first",
         ),
     ] = False

@@ -116,6 +116,9 @@ class Welcome(_Message, frozen=True, tag=2):
     """`keys.probe` under `secret`; the client compares it with its own result."""
     heartbeat_s: Seconds
     max_frame: int
+    lock: bool = False
+    """Does a descriptor travel beside the frame? The process must hold a POSIX record lock on that file before it opens
+    a region, and until it maps none any more: the daemon has no other way to notice its death."""
 
 
 class Failed(_Message, frozen=True, tag=3):
