@@ -9,9 +9,9 @@ import pytest
 
 from tests.client import test_channel
 from tests.core import test_regions
-from tests.robustness import test_findings, test_foreign_processes, test_memory
+from tests.robustness import test_findings, test_foreign_processes, test_memory, test_neighbour
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
-from tests.server import test_limits
+from tests.server import test_limits, test_peer_connections, test_what_is_written
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
@@ -42,5 +42,15 @@ def test_the_page_has_a_row_for_each() -> None:
 
 
 def test_what_was_found_has_its_test() -> None:
-    modules = (test_findings, test_channel, test_foreign_processes, test_memory, test_regions, test_limits)
+    modules = (
+        test_findings,
+        test_channel,
+        test_foreign_processes,
+        test_memory,
+        test_regions,
+        test_limits,
+        test_neighbour,
+        test_peer_connections,
+        test_what_is_written,
+    )
     assert [test for _, test in FOUND if not any(hasattr(module, test) for module in modules)] == []

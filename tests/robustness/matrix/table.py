@@ -235,5 +235,18 @@ FOUND = (
         "a process in another PID namespace took over the leases of another process by guessing a small number",
         "test_no_process_takes_over_the_leases_of_another",
     ),
+    (
+        "silent connections to the port for peers kept a restarted node out",
+        "test_silent_connections_keep_no_peer_out",
+    ),
+    (
+        "one tenant's sessions, frames, huge queries or pipelined connections to the query engine ended the "
+        "service of another tenant",
+        "test_a_tenant_that_does_its_worst",
+    ),
+    (
+        "a name in an engine's layout wrote lines of its own into the daemon's log",
+        "test_a_layout_forges_no_line_of_the_log",
+    ),
 )
 """(Defect, the test that shows it)."""
