@@ -123,10 +123,12 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
     def merged_over(self, previous: Hints) -> Hints:
-        """Returns the hints of a segment that had the hints `previous` and gets these. Outlook and stop reason are
-        those of these hints. `previous` keeps its category if this one is empty, its priority and time to live if both
-        are 0 here, and its access record if there is none here. Hints in which the engine says nothing change only the
-        access record and the output tokens."""
+        """Returns the hints that a segment has after it receives these hints; `previous`: its hints before. The result
+        has the outlook (whether the conversation goes on) and the stop reason of these hints. It has the category of
+        `previous` if these hints have none, its priority and time to live if both are 0 in these hints, its access
+        record if these hints have none, and its number of output tokens if these hints have neither that number nor an
+        access record. If the engine set no field of these hints but the number of output tokens, the outlook and the
+        stop reason of `previous` also stay."""
         if previous is NO_HINTS or previous == self:
             return self
         access, output = (

@@ -10,7 +10,7 @@ import msgspec
 from tokenlake.errors import LayoutRefused
 from tokenlake.identity import Fingerprint
 
-__all__ = ["DTYPE_BYTES", "MAX_SEGMENT_BYTES", "MAX_SHARDS", "Layout"]
+__all__ = ["DTYPE_BYTES", "MAX_LAYOUT_BYTES", "MAX_SEGMENT_BYTES", "MAX_SHARDS", "Layout"]
 
 SCHEMA_VERSION = 1
 """First item of the fingerprint; grows when a field is added or changes its meaning."""
@@ -21,6 +21,9 @@ parallelism 1, 2, 4 and 8 share segments without a setting for it."""
 
 MAX_SEGMENT_BYTES = 1 << 31
 """Bound on one slot; a layout beyond it is refused before any memory is reserved."""
+
+MAX_LAYOUT_BYTES = 64 << 10
+"""Bound on an encoded layout; more than one that `Layout.check` accepts can have."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION_KINDS = ("full", "latent")
@@ -125,7 +128,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def decode(cls, encoded: bytes) -> Layout:
         """Inverse of `encode`; the result is checked. Raises `LayoutRefused`: unknown or missing fields, fields
-        in another order, another schema version, or a value that `check` refuses."""
+        in another order, another schema version, a value that `check` refuses, or more than `MAX_LAYOUT_BYTES`."""
+        if len(encoded) > MAX_LAYOUT_BYTES:
+            raise LayoutRefused(f"layout has {len(encoded)} bytes; at most {MAX_LAYOUT_BYTES}")
         try:
             version, pairs = msgspec.msgpack.decode(encoded, type=tuple[int, list[tuple[str, str | int]]])
             if version != SCHEMA_VERSION:

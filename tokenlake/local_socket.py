@@ -55,8 +55,10 @@ T = TypeVar("T")
 
 
 def default_socket(environ: Mapping[str, str], node: str, uid: int) -> str:
-    """The path at which a daemon of user `uid` listens. Root, and a service with `SYSTEM_DIRECTORY` from systemd,
-    listen there; the daemon of any other user listens in that user's runtime directory."""
+    """The path of the local socket at which the daemon of `node` listens by default if it runs as user `uid`. The
+    socket of root, and of a service to which systemd gives /run/tokenlake in the environment variable
+    RUNTIME_DIRECTORY, lies in `SYSTEM_DIRECTORY`, which is /run/tokenlake; that of any other user lies in the user's
+    runtime directory (XDG_RUNTIME_DIR), or in /tmp/tokenlake-UID where there is none."""
     if uid == ROOT or SYSTEM_DIRECTORY in environ.get("RUNTIME_DIRECTORY", "").split(":"):
         return _in(SYSTEM_DIRECTORY, node)
     return _in(_own_directories(environ, uid)[0], node)

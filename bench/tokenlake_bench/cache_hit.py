@@ -57,10 +57,11 @@ class CacheHitArguments:
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    swarm: int | None = None
     open_loop: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("pools", "baselines", "model", "gpu", "rate", "copies"):
+        for name in ("pools", "baselines", "model", "gpu", "rate", "copies", "swarm"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:

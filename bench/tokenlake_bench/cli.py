@@ -61,6 +61,9 @@ def bench() -> None:
 @click.option(
     "--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]"
 )
+@click.option(
+    "--swarm", type=int, help="simulate: every 20 s, add so many requests that share a new prefix of 16,384 tokens."
+)
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def cache_hit(**arguments: object) -> None:

@@ -80,10 +80,11 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `Run`. `tokens`: tokens generated with the pool, `cold_tokens` without; TTFT in milliseconds.
-    `shipped_tokens`: tokens of the prompt to which the engine attended at the nodes that have them; `query_bytes`:
-    bytes sent and received for that; `queries_sent` as in `Counts`. `error` is '' unless generating with the pool
-    raised."""
+    """Reply to `Run`. `tokens`: ids of the tokens generated with the pool; `ttft_ms`: their TTFT in milliseconds.
+    `cold_tokens`, `cold_ttft_ms`: the same without the pool. `shipped_tokens`: number of prompt tokens whose cache
+    stayed in the pool, so that queries were sent to it; `queries_sent`: number of query tokens sent to other nodes,
+    counted once for each layer and node; `query_bytes`: bytes sent and received for that. `error` is the text of the
+    error that generating with the pool raised, otherwise ''."""
 
     tokens: list[int]
     ttft_ms: float

@@ -40,8 +40,8 @@ def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
 
 @dataclass(slots=True)
 class Served:
-    """What one prompt of a replay found and stored in the pool. Counts are numbers of segments unless the name says
-    otherwise."""
+    """The outcome of one prompt of a replay: segments found and stored in the pool. Counts are numbers of segments
+    unless the name says otherwise."""
 
     keys: Sequence[SegmentKey]
     hits: int = 0

@@ -74,20 +74,21 @@ class MeasuredPool:
 
     @property
     def layout(self) -> Layout:
-        """See `CachePool`."""
+        """The layout of the segments; see `CachePool`."""
         return self._pool.layout
 
     @property
     def node(self) -> str:
-        """See `CachePool`."""
+        """The name of the daemon's node; see `CachePool`."""
         return self._pool.node
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
-        """See `CachePool`."""
+        """Returns the keys of a prompt's segments; see `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
-        """See `CachePool`."""
+        """Lease the longest prefix of `keys` that the pool has, measure the call, and count the code that cut the match
+        short; see `CachePool`."""
         # A match waits for segments that other engines compute at the moment; that time does not count as a wait for
         # the pool.
         with self._watch.call(waited_for=not options.in_flight_wait_s):
@@ -106,7 +107,8 @@ class MeasuredPool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        """See `CachePool`."""
+        """Store consecutive segments of one prompt and measure the call. While `Watch.flip` is set nothing is stored,
+        and each key gets EXISTS. See `CachePool`."""
         if self._watch.flip:
             return bytes([Code.EXISTS]) * len(keys)
         with self._watch.call(waited_for=False):
@@ -116,16 +118,16 @@ class MeasuredPool:
         return codes
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        """See `CachePool`."""
+        """Set in-flight markers, unless `Watch.flip` is set; see `CachePool`."""
         if not self._watch.flip:
             self._pool.claim(keys, seconds)
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
-        """See `CachePool`."""
+        """Send hints about stored segments; see `CachePool`."""
         self._pool.hint(keys, hints)
 
     def close(self) -> None:
-        """See `CachePool`."""
+        """End the connection of the wrapped pool; see `CachePool`."""
         self._pool.close()
 
 
@@ -138,25 +140,26 @@ class MeasuredLease:
 
     @property
     def hits(self) -> int:
-        """See `CacheLease`."""
+        """The number of leased segments; see `CacheLease`."""
         return self._lease.hits
 
     @property
     def local_hits(self) -> int:
-        """See `CacheLease`."""
+        """The number of leased segments on this node; see `CacheLease`."""
         return self._lease.local_hits
 
     def nodes(self) -> list[str]:
-        """See `CacheLease`."""
+        """Returns the name of the node that has each leased segment; see `CacheLease`."""
         return self._lease.nodes()
 
-    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """See `CacheLease`."""
+    def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
+        """Returns arrays over the leased segments [start, stop), and measures the call. While `Watch.flip` is set the
+        arrays are copies with wrong bytes. See `CacheLease`."""
         remote = self._lease.codes[start:stop].count(Code.REMOTE)
         if remote and self._watch.before_remote is not None:
             self._watch.before_remote(remote)
         with self._watch.call(waited_for=True):
-            arrays = self._lease.fetch(start, stop)
+            arrays = self._lease.fetch(start, stop, at_most_s=at_most_s)
         arrived = self._lease.codes[start : start + len(arrays)].count(Code.REMOTE)
         self._watch.remote += arrived
         self._watch.local += len(arrays) - arrived
@@ -167,7 +170,7 @@ class MeasuredLease:
         return [_flipped(array) for array in arrays] if self._watch.flip else arrays
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """See `CacheLease`."""
+        """End the lease of the segments [start, stop); see `CacheLease`."""
         self._lease.release(start, stop)
 
     def __enter__(self) -> Self:

@@ -28,8 +28,8 @@ _PAGE: Final = mix64(np.arange(1, _PAGE_WORDS + 1, dtype=np.uint64) * np.uint64(
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
-    """What determines the expected bytes of a segment besides its tokens: the seed of the run, the tenant's name and
-    the layout's fingerprint."""
+    """The values that, with its tokens, determine the expected bytes of a segment: the seed of the run, the
+    tenant's name and the layout's fingerprint."""
 
     seed: int
     tenant: str

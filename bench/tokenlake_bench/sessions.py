@@ -110,7 +110,7 @@ class SessionTrace:
 
     @property
     def name(self) -> str:
-        """See `Workload`."""
+        """Name of the trace in reports; see `Workload`."""
         return self._name
 
     def __len__(self) -> int:
@@ -129,7 +129,8 @@ class SessionTrace:
         return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT, request.follows, request.pause_s)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
-        """See `TraceSource`; `segment_tokens` is a multiple of 64."""
+        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
+        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size. See `TraceSource`."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
         chains = _Chains(segment_tokens // BLOCK_TOKENS)

@@ -77,7 +77,8 @@ class MooncakeTrace:
         return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
-        """See `TraceSource`; `segment_tokens` is a multiple of 512."""
+        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
+        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size. See `TraceSource`."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
         every = segment_tokens // BLOCK_TOKENS

@@ -82,8 +82,8 @@ class Turns(Generic[R]):
                 raise ConfigurationError("follows", request.follows, "absent: the requests are read one at a time")
 
     def answered(self, number: int) -> list[Numbered[R]]:
-        """The requests that wait for the answer to request `number`. Each is returned once: the list is empty from the
-        second call on."""
+        """Returns the requests of the workload that follow request `number`: they wait until the engine has answered
+        it. Each is returned once: the list is empty from the second call with the same number on."""
         return self._followers.pop(number, [])
 
 

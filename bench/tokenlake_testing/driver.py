@@ -77,6 +77,10 @@ class Pull(abc.ABC):
         self.stream = stream
         self.sender: NodeDriver | None = None
         """The driver of the sending node since it was asked to send, one per start of that node; None until then."""
+        self.answered = False
+        """True once the sender's rules have answered."""
+        self.aborted = False
+        """True once the receiver's rules have aborted the transfer."""
         self.returned = False
         """True once `FetchDone` was delivered; from then on no byte is written into the receiver's slots."""
 
@@ -106,7 +110,8 @@ class Pull(abc.ABC):
         """Deliver the event `FetchDone` with these codes and checksums to the receiver. Must be called once."""
         self.returned = True
         del self.receiver.receives[self.order.fetch]
-        self.receiver.deliver(events.FetchDone(self.order.fetch, codes, checksums))
+        answered = self.answered or (None if self.aborted else False)
+        self.receiver.deliver(events.FetchDone(self.order.fetch, codes, checksums, answered))
 
 
 class NodeDriver:
@@ -226,9 +231,11 @@ class NodeDriver:
     def _abort_fetch(self, order: instructions.AbortFetch) -> None:
         pull = self.receives.get(order.fetch)
         if pull is not None:
+            pull.aborted = True
             pull.abort()
 
     def _send_bulk(self, order: instructions.SendBulk) -> None:
         pull = self.sends.get(order.stream)
         if pull is not None:
+            pull.answered = True
             pull.send(order)

@@ -370,9 +370,9 @@ class Grants:
                 while self._aborts:
                     channel.tell(engine.Abort(self._aborts[-1]))
                     self._aborts.pop()
-                if self._releases:
-                    channel.tell(engine.Release(tuple(self._releases)))
-                    self._releases.clear()
+                while self._releases:
+                    channel.tell(engine.Release(tuple(self._releases[: engine.MAX_RANGES])))
+                    del self._releases[: engine.MAX_RANGES]
             except TokenLakeError as error:
                 log.debug("leases and writes could not be given back yet: %s", error)
 

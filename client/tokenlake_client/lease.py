@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,18 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, AttendedInPlace, Corrupt, Fetch, Fetched, Hint, Locate, Located, Matched
+from tokenlake.wire.engine import (
+    HERE,
+    MAX_FETCHED,
+    AttendedInPlace,
+    Corrupt,
+    Fetch,
+    Fetched,
+    Hint,
+    Locate,
+    Located,
+    Matched,
+)
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import slot_array
 from tokenlake_client.checksums import shard_checksums
@@ -26,6 +38,8 @@ __all__ = ["Lease", "PendingNodes"]
 
 COPY_BYTES = 4 << 20
 """Bytes of each piece of a copy that two threads share."""
+LEAST_S = 0.001
+"""Least deadline in seconds of a part of a fetch."""
 _LOCAL = bytes([Code.LOCAL])
 
 
@@ -113,17 +127,18 @@ class Lease:
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(
-        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None
+        self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
     ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
         The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
         Segments at other nodes are transferred to this node first.
 
-        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one. Raises
-        `Unreachable`.
+        `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one.
+        `at_most_s`: limit of that deadline, such as half of the time in which the engine computes the segments itself;
+        0: none. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
-        stop = self._make_local(start, stop, deadline_s)
+        stop = self._make_local(start, stop, deadline_s, at_most_s)
         arrays = self._map(start, stop) if start < stop else []
         if self._state.verify:
             for at, array in enumerate(arrays):
@@ -183,20 +198,32 @@ class Lease:
             return
         self._grants.release(self._hold, start, stop)
 
-    def _make_local(self, start: int, stop: int, deadline_s: float | None) -> int:
+    def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
-        if self._item_codes.count(Code.LOCAL, start, stop) < stop - start:
-            reply = self._fetch(start, stop, deadline_s)
-            self._record(start, stop, reply.codes, reply.slots, reply.checksums)
+        limit_s = self.link.deadlines.fetch_s if deadline_s is None else deadline_s
+        began = time.monotonic()
+        for at in range(start, stop, MAX_FETCHED):
+            end = min(stop, at + MAX_FETCHED)
+            if self._item_codes.count(Code.LOCAL, at, end) == end - at:
+                continue
+            # 0 stands for a deadline that the daemon predicts, so that a deadline that has passed is not 0.
+            passed_s = time.monotonic() - began
+            left_s, most_left_s = (max(LEAST_S, each - passed_s) if each else 0.0 for each in (limit_s, at_most_s))
+            reply = self._fetch(at, end, left_s, most_left_s)
+            self._record(at, end, reply.codes, reply.slots, reply.checksums)
+            if self._item_codes.count(Code.LOCAL, at, end) < end - at:
+                break
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
 
-    def _fetch(self, start: int, stop: int, deadline_s: float | None) -> Fetched:
+    def _fetch(self, start: int, stop: int, limit_s: float, at_most_s: float) -> Fetched:
         self._grants.sweep()
         link = self._grants.current(self.link)
-        verify, limit_s = self._state.verify, link.deadlines.fetch_s if deadline_s is None else deadline_s
-        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request))
+        verify = self._state.verify
+        pending = link.channel.begin(
+            lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request, at_most_s)
+        )
         if limit_s:
             return link.expect(link.channel.wait(pending, limit_s + link.deadlines.grace_s), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)

@@ -9,7 +9,8 @@ import msgspec
 
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.wire.engine import Match, Matched
+from tokenlake.wire import Code
+from tokenlake.wire.engine import MAX_KEYS, Match, Matched
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
@@ -48,7 +49,8 @@ class PendingMatch:
     def __init__(
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
-        """Sends the match. `request`: the name of the request, which the caller made up where `options` has none.
+        """Sends the match, of the first `MAX_KEYS` keys: the others count as not found. `request`: the name of the
+        request, which the caller made up where `options` has none.
         Raises `Unreachable`."""
         self._state = state
         self._keys = keys
@@ -56,7 +58,7 @@ class PendingMatch:
         self._deadline_s = deadline_s
         self._waits = options.in_flight_wait_s > 0
         self._lease: Lease | None = None
-        packed = join_keys(keys)
+        packed = join_keys(keys[:MAX_KEYS])
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = state.grants.link
@@ -102,4 +104,7 @@ class PendingMatch:
             self._link.channel.drop(self._pending)
 
     def _lease_of(self, matched: Matched) -> Lease:
+        beyond = len(self._keys) - MAX_KEYS
+        if beyond > 0:
+            matched = msgspec.structs.replace(matched, codes=matched.codes + bytes([Code.SESSION_LIMIT]) * beyond)
         return Lease(self._state, self._link, self._keys, matched, self._request)

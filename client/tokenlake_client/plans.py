@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
-from tokenlake.planner import PrefixTree, QueryPlan, TransferPlan, Way
+from tokenlake.planner import PrefillFit, PrefixTree, QueryPlan, TransferPlan, Way, fetch_limit_s
 from tokenlake_client.pool import Pool
 from tokenlake_client.queries import View
 
@@ -22,7 +22,13 @@ __all__ = ["new_cache", "open_views"]
 
 
 def open_views(
-    pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float, match_s: float | None = None
+    pool: Pool,
+    plan: QueryPlan,
+    tree: PrefixTree,
+    heads: int,
+    scale: float,
+    match_s: float | None = None,
+    prefill: PrefillFit | None = None,
 ) -> dict[int, View]:
     """For each request of the plan (an index into the requests of `tree`), a view of the part of its prefix that is not
     recomputed. The caller closes the views. The sequences that the plan fetches are fetched first, each once for all
@@ -30,7 +36,8 @@ def open_views(
 
     Segments may have been evicted since the plan was made: then a view covers fewer segments (`view.hits`), and a
     request without any segment left has no view, so that the engine computes its prefix. `match_s`: deadline of the
-    match of each prefix. Raises no `TokenLakeError`.
+    match of each prefix. `prefill`: the measured time of prefills, from which the limit of each fetch follows
+    (`tokenlake.planner.fetch_limit_s`). Raises no `TokenLakeError`.
     """
     stops: dict[int, int] = {}
     fetches: dict[int, list[tuple[int, int]]] = {}
@@ -42,8 +49,13 @@ def open_views(
         if decision.way is Way.FETCH:
             fetches.setdefault(decision.requests[0], []).append((start, stop))
     views: dict[int, View] = {}
+    size = tree.segment_tokens
     for request, stop in stops.items():
-        view = _open(pool, tree.requests[request].keys[:stop], fetches.get(request, []), heads, scale, match_s)
+        parts = [
+            (start, end, fetch_limit_s(prefill, start * size, end * size) if prefill is not None else 0.0)
+            for start, end in fetches.get(request, [])
+        ]
+        view = _open(pool, tree.requests[request].keys[:stop], parts, heads, scale, match_s)
         if view is not None:
             views[request] = view
     return views
@@ -52,7 +64,7 @@ def open_views(
 def _open(
     pool: Pool,
     keys: tuple[SegmentKey, ...],
-    fetches: list[tuple[int, int]],
+    fetches: list[tuple[int, int, float]],
     heads: int,
     scale: float,
     match_s: float | None,
@@ -62,8 +74,8 @@ def _open(
     except TokenLakeError:
         return None
     try:
-        for start, stop in fetches:
-            lease.fetch(start, min(stop, lease.hits))
+        for start, stop, limit_s in fetches:
+            lease.fetch(start, min(stop, lease.hits), at_most_s=limit_s)
         view = pool.open_view(lease, heads, scale) if lease.hits else None
     except TokenLakeError:
         view = None

@@ -41,7 +41,7 @@ RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
 """Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
 pause is twice the one before."""
 KEYS_PER_MESSAGE = 1024
-"""Limit of the segment keys in one message of `hint` or `claim`: some 32 KiB, below the `max_frame` of every daemon."""
+"""Limit of the segment keys in one message of `hint` or `claim`, as of one request (`MAX_KEYS`)."""
 STORE_WINDOW = 32
 """Number of segments that `store_all` reserves at a time, so that one prompt does not use up the write budget."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import signal
 import sys
 
 import torch
 
+from tokenlake.log_lines import set_up_log
 from tokenlake_query.daemon_channel import DaemonChannel, die_with_parent
 from tokenlake_query.process import QueryEngineProcess
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--channel", type=int, required=True, help="inherited descriptor of a Unix stream socket")
     parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: half of the cores")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s query: %(message)s")
+    set_up_log("%(asctime)s %(levelname)s query: %(message)s")
     die_with_parent()
     # Ctrl-C in a terminal sends SIGINT to the daemon and to this process. Only the daemon handles it; this process
     # exits when the daemon has ended.

@@ -6,23 +6,28 @@
     B attends to  s0 s1 t2        ->     s2 s3  queries of A                  then merged per task
                                          t2     queries of B
 
-A batch is every task that was submitted while the batch before it was computed. Tasks that attend to the same segment
-are computed together, so that the segment is read once for all of them.
+A batch is every task of one tenant that was submitted while the tenant's batch before it was computed. Tasks that
+attend to the same segment are computed together, so that the segment is read once for all of them.
+
+A batch is computed in slices. Before each slice the thread chooses the tenant that has used the least computing time,
+so that a tenant's huge query delays a query of another tenant by one slice::
+
+    red   [0 .. 5 ms]          [.. 10 ms][.. 15 ms]
+    blue             [0..1 ms]
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from tokenlake.attention import AttentionShape, Partial, Stored, merge
+from tokenlake.attention import AttentionShape, Partial, Stored, empty_partial, merge
 from tokenlake.layout import Layout
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.segments import Segments
@@ -34,6 +39,21 @@ log = logging.getLogger(__name__)
 MAX_KERNELS = 16
 """Maximum number of kernels that are kept for later batches; the least recently used one is dropped. Bounded because
 each kernel has threads and a scratch buffer, and engines may ask for any number of heads and any scale."""
+SLICE_S = 0.005
+"""Seconds that a slice should take while several tenants have queries. A shorter slice of many queries would spend more
+of its time on reading the segments and on merging results."""
+ALONE_SLICE_S = 0.050
+"""Seconds that a slice should take while one tenant alone has had queries for `ALONE_S`."""
+ALONE_S = 10.0
+LEAST_ROWS, MOST_ROWS = 32, 512
+"""Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes longer;
+with more, fewer segments fit, and the time to merge the results of slices counts."""
+READING_ROWS = 8
+"""The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
+FIRST_RATE = 1e10
+"""Multiplications per second that are assumed of a kernel before its first slice is measured."""
+MEASURED_NS = 1_000_000
+"""The fixed costs of a call are a large part of slices below this time, so that they do not raise the estimate."""
 
 
 class Attention(NamedTuple):
@@ -64,60 +84,196 @@ class Task:
     nanoseconds that its batch took."""
 
 
+class _Cost:
+    """The time that a kernel takes, estimated from earlier slices."""
+
+    def __init__(self, attention: Attention) -> None:
+        shape = attention.shape
+        self._ns = (
+            shape.q_heads * attention.layout.segment_tokens * (shape.key_dim + shape.value_dim) / FIRST_RATE * 1e9
+        )
+        """Nanoseconds per query token and segment."""
+
+    def measured(self, rows: int, segments: int, ns: int) -> None:
+        """Record that `rows` query tokens over `segments` segments took `ns` nanoseconds."""
+        measured = max(1e-3, ns / ((rows + READING_ROWS) * segments))
+        if ns >= MEASURED_NS or measured < self._ns:
+            self._ns = (self._ns + measured) / 2
+
+    def slice_of(self, rows: int, segments: int, seconds: float) -> tuple[int, int]:
+        """The numbers of query tokens and segments, of `rows` and `segments`, that take about `seconds` together; at
+        least one segment and `LEAST_ROWS` query tokens."""
+        products = seconds * 1e9 / self._ns
+        if (rows + READING_ROWS) * segments <= products:
+            return rows, segments
+        fewer = min(rows, max(LEAST_ROWS, min(MOST_ROWS, int(products / READING_ROWS))))
+        return fewer, max(1, min(segments, int(products / (fewer + READING_ROWS))))
+
+
 class ComputeThread:
     """The thread that computes attention, in batches of tasks. `submit` is thread-safe."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
-        self._kernels: dict[Attention, Kernel] = {}
+        self._changed = threading.Condition()
+        self._waiting: dict[str, list[Task]] = {}
+        """Tasks of the next batch, by tenant."""
+        self._submitted: dict[str, float] = {}
+        """The time at which each tenant last submitted tasks, in monotonic seconds."""
+        self._batches: dict[str, Iterator[None]] = {}
+        """By tenant, the batch that is being computed: each step of the iterator computes one slice. For the computing
+        thread alone, as all attributes below."""
+        self._used: dict[str, int] = {}
+        """By tenant, the nanoseconds of computing time that it has used. A tenant that was idle begins with the least
+        of those that have tasks, so that idle time is not saved up."""
+        self._kernels: dict[Attention, tuple[Kernel, _Cost]] = {}
         """Kernels that were made for earlier batches, in order of use, the most recently used last."""
 
     def start(self) -> None:
         """Start the thread."""
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
-    def submit(self, tasks: Sequence[Task]) -> None:
-        """Queue tasks for one batch of the computing thread."""
-        self._queue.put(tasks)
+    def submit(self, tasks: Sequence[Task], tenant: str) -> None:
+        """Queue tasks of `tenant` for its next batch."""
+        with self._changed:
+            self._waiting.setdefault(tenant, []).extend(tasks)
+            self._submitted[tenant] = time.monotonic()
+            self._changed.notify()
 
     def _run(self) -> None:
         while True:
-            self._compute_all()
+            self._compute_slice()
 
-    def _compute_all(self) -> None:
-        """Wait for tasks and compute all that are queued. This is a function of its own so that its local variables are
-        gone when the thread waits again: a reference to a task keeps the segments of the task leased."""
-        tasks = list(self._queue.get())
-        while not self._queue.empty():
-            tasks += self._queue.get()
+    def _compute_slice(self) -> None:
+        """Wait for tasks and compute one slice. This is a function of its own so that its local variables are gone when
+        the thread waits again: a reference to a task keeps the segments of the task leased."""
+        tenant = self._next_tenant()
+        batch = self._batches.pop(tenant, None) or self._take_batch(tenant)
+        began = time.perf_counter_ns()
+        try:
+            next(batch)
+            self._batches[tenant] = batch
+        except StopIteration:
+            pass
+        except Exception:
+            # A batch that fails must not end this thread, which computes for other tenants too.
+            log.exception("a batch failed")
+        self._used[tenant] += time.perf_counter_ns() - began
+
+    def _next_tenant(self) -> str:
+        """Wait for tasks, and return the tenant of the next slice."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._batches)
+            active = dict.fromkeys([*self._batches, *self._waiting])
+        least = min((self._used[tenant] for tenant in active if tenant in self._used), default=0)
+        # The use of an idle tenant is forgotten once it is not more than that of an active one.
+        idle = {tenant: used for tenant, used in self._used.items() if used > least}
+        self._used = idle | {tenant: max(least, self._used.get(tenant, 0)) for tenant in active}
+        return min(active, key=self._used.__getitem__)
+
+    def _take_batch(self, tenant: str) -> Iterator[None]:
+        with self._changed:
+            return self._compute_all(self._waiting.pop(tenant))
+
+    def _compute_all(self, tasks: Sequence[Task]) -> Iterator[None]:
         batches: dict[tuple[Attention, int], list[Task]] = {}
         for task in tasks:
             batches.setdefault((task.attention, task.layer), []).append(task)
-        for batch in batches.values():
-            self._compute(batch)
+        for number, batch in enumerate(batches.values()):
+            if number:
+                yield
+            yield from self._compute(batch)
 
-    def _compute(self, batch: Sequence[Task]) -> None:
-        wanted = [task for task in batch if task.wanted()]
-        partials: dict[Task, Partial] = {}
+    def _compute(self, batch: Sequence[Task]) -> Iterator[None]:
+        """Compute tasks of one layer and `Attention`, in slices, and deliver their results."""
+        partials: dict[Task, Partial | None] = {}
         try:
+            wanted = [task for task in batch if task.wanted()]
             if wanted:
-                kernel = self._kernel(wanted[0].attention)
-                began = time.perf_counter_ns()
-                partials.update(zip(wanted, attend_together(kernel, wanted), strict=True))
-                _share(time.perf_counter_ns() - began, wanted)
+                results = yield from self._attend_together(wanted)
+                partials = dict(zip(wanted, results, strict=True))
         except Exception:
-            # A task that fails must not end this thread, which computes for other engines too.
-            log.exception("attention over layer %d failed", wanted[0].layer)
+            log.exception("attention over layer %d failed", batch[0].layer)
+            if len(batch) > 1:
+                # One task may be the cause: each of the others gets its result.
+                for task in batch:
+                    yield
+                    yield from self._compute([task])
+                return
         for task in batch:
             try:
                 task.done(partials.get(task))
             except Exception:
                 log.exception("a result of layer %d could not be delivered", task.layer)
 
-    def _kernel(self, attention: Attention) -> Kernel:
+    def _attend_together(self, batch: Sequence[Task]) -> Generator[None, None, list[Partial | None]]:
+        """The result of each task of `batch`, in order; None for tasks that are not wanted any more. All tasks have the
+        same layer and the same `Attention`."""
+        results: list[list[Partial]] = [[] for _ in batch]
+        lacking: set[int] = set()
+        spent = 0
+        for number, (members, segments) in enumerate(_shared_segments(batch)):
+            if number:
+                yield
+            tasks = [batch[member] for member in members]
+            partial, ns = yield from self._attend(tasks, segments)
+            spent += ns
+            if partial is None:
+                lacking.update(members)
+                continue
+            ends = np.cumsum([len(task.queries) for task in tasks])[:-1]
+            outs, lses = np.split(partial.out, ends), np.split(partial.lse, ends)
+            for member, out, lse in zip(members, outs, lses, strict=True):
+                results[member].append(Partial(out, lse))
+        _share(spent, batch)
+        return [
+            None if number in lacking else _merged(task, parts)
+            for number, (task, parts) in enumerate(zip(batch, results, strict=True))
+        ]
+
+    def _attend(self, tasks: Sequence[Task], segments: Segments) -> Generator[None, None, tuple[Partial | None, int]]:
+        """Attention of the queries of all `tasks`, joined, over all `segments`, and the nanoseconds that it took. None
+        once no task is wanted any more."""
+        kernel, cost = self._kernel(tasks[0].attention)
+        queries = [task.queries for task in tasks]
+        joined = queries[0] if len(queries) == 1 else np.concatenate(queries)
+        done: list[Partial] = []
+        row = ns = 0
+        while row < len(joined):
+            rows, _ = cost.slice_of(len(joined) - row, len(segments), self._slice_s)
+            part: Partial | None = None
+            first = 0
+            while first < len(segments):
+                if row or first:
+                    yield
+                    if not any(task.wanted() for task in tasks):
+                        return None, ns
+                _, count = cost.slice_of(rows, len(segments) - first, self._slice_s)
+                began = time.perf_counter_ns()
+                new = kernel.attend(joined[row : row + rows], segments.slots[first : first + count], tasks[0].layer)
+                part = new if part is None else merge([part, new])
+                took = time.perf_counter_ns() - began
+                cost.measured(rows, count, took)
+                ns += took
+                first += count
+            assert part is not None
+            done.append(part)
+            row += rows
+        if len(done) == 1:
+            return done[0], ns
+        return Partial(np.concatenate([part.out for part in done]), np.concatenate([part.lse for part in done])), ns
+
+    @property
+    def _slice_s(self) -> float:
+        """Seconds that a slice should take now."""
+        since = time.monotonic() - ALONE_S
+        with self._changed:
+            self._submitted = {tenant: at for tenant, at in self._submitted.items() if at > since}
+            return SLICE_S if len(self._submitted) > 1 else ALONE_SLICE_S
+
+    def _kernel(self, attention: Attention) -> tuple[Kernel, _Cost]:
         kernel = self._kernels.pop(attention, None)
         if kernel is None:
-            kernel = kernel_for(attention.layout, attention.shape)
+            kernel = kernel_for(attention.layout, attention.shape), _Cost(attention)
             if len(self._kernels) >= MAX_KERNELS:
                 del self._kernels[next(iter(self._kernels))]
         self._kernels[attention] = kernel
@@ -133,21 +289,18 @@ def _share(ns: int, batch: Sequence[Task]) -> None:
         task.spent(ns * product // whole)
 
 
-def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:
-    """The result of each task of `batch`, in order. All tasks have the same layer and the same `Attention`."""
-    if len(batch) == 1:
-        return [_attend(kernel, batch[0].layer, batch[0].segments, [batch[0].queries])[0]]
-    results: list[list[Partial]] = [[] for _ in batch]
-    for members, segments in _shared_segments(batch):
-        queries = [batch[member].queries for member in members]
-        for member, partial in zip(members, _attend(kernel, batch[0].layer, segments, queries), strict=True):
-            results[member].append(partial)
-    return [parts[0] if len(parts) == 1 else merge(parts) for parts in results]
+def _merged(task: Task, parts: Sequence[Partial]) -> Partial:
+    if not parts:
+        shape = task.attention.shape
+        return empty_partial(len(task.queries), shape.q_heads, shape.value_dim)
+    return parts[0] if len(parts) == 1 else merge(parts)
 
 
 def _shared_segments(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segments]]:
     """The segments of all tasks of `batch`, each segment once, grouped by the tasks that attend to it (indices into
     `batch`)."""
+    if len(batch) == 1:
+        return [((0,), batch[0].segments)] if batch[0].segments else []
     readers: dict[int, list[int]] = {}
     slots = {}
     for number, task in enumerate(batch):
@@ -158,15 +311,3 @@ def _shared_segments(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segme
     for address, members in readers.items():
         groups.setdefault(tuple(members), []).append(address)
     return [(members, Segments([slots[address] for address in group])) for members, group in groups.items()]
-
-
-def _attend(kernel: Kernel, layer: int, segments: Segments, queries: Sequence[Stored]) -> list[Partial]:
-    """Attention of each of `queries` over all `segments`."""
-    joined = queries[0] if len(queries) == 1 else np.concatenate(queries)
-    partial = kernel.attend(joined, segments.slots, layer)
-    if len(queries) == 1:
-        return [partial]
-    ends = np.cumsum([len(part) for part in queries])[:-1]
-    return [
-        Partial(out, lse) for out, lse in zip(np.split(partial.out, ends), np.split(partial.lse, ends), strict=True)
-    ]

@@ -34,8 +34,8 @@ READ_BYTES = 64 << 10
 STALLED_S = 10
 """Seconds after which a connection is closed whose other side reads nothing."""
 MAX_UNSENT_BYTES = 1 << 30
-"""A connection is closed when more bytes than this wait to be sent because the other side does not read. Queries to
-peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
+"""A connection with a peer is closed when more bytes than this wait to be sent because the peer does not read. Queries
+to peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
 reading queries long before results reach this bound (`wait_unsent`)."""
 MAX_BUFFERS = 512
 """Maximum number of buffers that are passed to one call of `sendmsg`; Linux accepts at most 1,024."""
@@ -99,8 +99,10 @@ class Connection:
     """One connection of the query engine: sends and receives frames over the socket `sock`, which it owns. `serve`
     reads the socket in a thread of the connection; `send` may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    def __init__(self, sock: socket.socket, name: str, max_unsent: int = MAX_UNSENT_BYTES) -> None:
+        """`max_unsent`: the connection is closed when more bytes than this wait to be sent."""
         self.name = name
+        self._max_unsent = max_unsent
         self._sock = sock
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
@@ -121,7 +123,8 @@ class Connection:
 
     def serve(self, handle: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
         """Start the thread that reads the connection: it calls `handle(body)` for every frame, and `on_end()` once. An
-        exception of `handle` ends the connection; a `TokenLakeError` is first sent to the other side as `Refused`."""
+        exception of `handle` ends the connection; a `TokenLakeError` is first sent to the other side as `Refused`.
+        Where no thread can be started the connection ends at once."""
 
         def read() -> None:
             try:
@@ -135,12 +138,19 @@ class Connection:
             except Exception:
                 log.exception("closing the connection with %s", self.name)
             finally:
-                self.close()
-                self._sock.close()
-                self.reader.close()
-                on_end()
+                end()
 
-        threading.Thread(target=read, name=f"read {self.name}", daemon=True).start()
+        def end() -> None:
+            self.close()
+            self._sock.close()
+            self.reader.close()
+            on_end()
+
+        try:
+            threading.Thread(target=read, name=f"read {self.name}", daemon=True).start()
+        except RuntimeError as error:
+            log.error("closing the connection with %s: %s", self.name, error)
+            end()
 
     def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame and the raw bytes that follow it. Never blocks: a thread sends later what the socket does not
@@ -184,12 +194,17 @@ class Connection:
     def _keep(self, buffers: deque[memoryview]) -> None:
         self._unsent += buffers
         self._unsent_bytes += sum(map(len, buffers))
-        if self._unsent_bytes > MAX_UNSENT_BYTES:
+        if self._unsent_bytes > self._max_unsent:
             self._end(f"the other side left {self._unsent_bytes} bytes unread")
             return
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_rest, name=f"send {self.name}", daemon=True)
-            self._sender.start()
+            sender = threading.Thread(target=self._send_rest, name=f"send {self.name}", daemon=True)
+            try:
+                sender.start()
+            except RuntimeError as error:
+                self._end(f"the rest of a frame cannot be sent: {error}")
+                return
+            self._sender = sender
         self._changed.notify_all()
 
     def _send_rest(self) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import pack_frame
 from tokenlake.wire.frames import decode
 from tokenlake.wire.supervision import (
@@ -46,11 +46,14 @@ class DaemonChannel:
         self._sending = threading.Lock()
 
     def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
-        """Block until the daemon sends a message; returns (message, connection sent with it, or None without one).
-        Exits the process with status 0 when the channel has ended, and 1 after a message that cannot be decoded."""
+        """Block until the daemon sends a message; returns (message, connection sent with it, or None without one: this
+        process may have no descriptor left for it). Exits the process with status 0 when the channel has ended, and 1
+        after a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
-            if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):
+            if not isinstance(message, EngineConnected | PeerConnected | DialSucceeded):
+                return message, None
+            with contextlib.suppress(ProtocolRefused):
                 return message, socket.socket(fileno=self._reader.descriptor())
             return message, None
         except (EOFError, OSError):
@@ -59,10 +62,10 @@ class DaemonChannel:
             log.exception("the daemon sent a message that this version does not know")
             os._exit(1)
 
-    def dial(self, node: str) -> None:
-        """Ask the daemon for a connection to the query engine of `node`. A later `read` returns the answer,
-        `DialSucceeded` or `DialFailed`."""
-        self.send(Dial(node))
+    def dial(self, node: str, tenant: str) -> None:
+        """Ask the daemon for a connection to the query engine of `node`, for the queries of `tenant`. A later `read`
+        returns the answer, `DialSucceeded` or `DialFailed`."""
+        self.send(Dial(node, tenant))
 
     def send(self, message: ToDaemon) -> None:
         """Send one frame, so small that it does not block. An error is ignored: it means that the daemon is dead, and

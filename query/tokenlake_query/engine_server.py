@@ -8,18 +8,21 @@ import mmap
 import os
 import socket
 import threading
-from concurrent.futures import Executor
+from collections.abc import Callable
+from functools import partial as bind
 
 import numpy as np
 
 from tokenlake.attention import Stored, stored_dtype
-from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
+from tokenlake_query.peer_server import MAX_STEP_BYTES
 from tokenlake_query.rounds import Part, Round, Step, Threads
+from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.views import View, ViewOpener
 
 __all__ = ["EngineServer"]
@@ -27,6 +30,8 @@ __all__ = ["EngineServer"]
 MAX_VIEWS = 1 << 14
 MAX_BUFFERS = 256
 MAX_BUFFER_BYTES = 16 << 30
+MAX_UNSENT_BYTES = 16 << 20
+"""A connection is closed when its engine leaves more than this of its answers unread."""
 
 
 class _SharedMemory:
@@ -92,12 +97,14 @@ class EngineServer:
         sock: socket.socket,
         name: str,
         opener: ViewOpener,
-        opening: Executor,
+        opening: TenantThreads,
         threads: Threads,
         counters: Counters,
+        on_end: Callable[[], None],
     ) -> None:
         """`sock`: the engine's connection, which this object owns from now on. `opening`: threads that may block while
-        they open a view."""
+        they open a view. `on_end` is called once when the connection has ended."""
+        self._on_end = on_end
         self._opener = opener
         self._opening = opening
         self._threads = threads
@@ -107,7 +114,8 @@ class EngineServer:
         self._views: dict[int, View | None] = {}
         """The engine's open views, by the number that the engine gave each; the value is None while the view is being
         opened."""
-        self._connection = Connection(sock, name)
+        self._connection = Connection(sock, name, MAX_UNSENT_BYTES)
+        counters.add(connections=1)
         self._connection.serve(self._handle, self._ended)
 
     def _handle(self, body: bytes) -> None:
@@ -169,11 +177,14 @@ class EngineServer:
             parts.append(Part(view, slice(end, end + tokens)))
             end += tokens
         array, single = buffer.memory.array, np.dtype(np.float32)
+        queries = array(message.queries, (end, shape.q_heads, shape.key_dim), stored_dtype(message.dtype))
+        if queries.nbytes > MAX_STEP_BYTES:
+            raise LimitReached(f"a step of {queries.nbytes} bytes of queries; at most {MAX_STEP_BYTES}")
         buffer.step = Step(
             message.step,
             message.dtype,
             tuple(parts),
-            array(message.queries, (end, shape.q_heads, shape.key_dim), stored_dtype(message.dtype)),
+            queries,
             array(message.outputs, (end, shape.q_heads, shape.value_dim), single),
             array(message.sums, (end, shape.q_heads), single),
         )
@@ -208,16 +219,24 @@ class EngineServer:
             raise ProtocolRefused(f"view {message.view} is open already")
         with self._lock:
             self._views[message.view] = None
-        self._opening.submit(self._open, message)
+        try:
+            self._opening.submit(self._threads.tenant, bind(self._open, message), len(message.keys))
+        except LimitReached:
+            with self._lock:
+                del self._views[message.view]
+            raise
 
     def _open(self, message: wire.OpenView) -> None:
         try:
             view, codes = self._opener.open(message)
-        except TokenLakeError as error:
+        except Exception as error:
             with self._lock:
                 self._views.pop(message.view, None)
-            self._refuse(message.view, error)
-            return
+            if isinstance(error, TokenLakeError):
+                self._refuse(message.view, error)
+                return
+            self._refuse(message.view, Unreachable(f"the query engine failed to open the view: {type(error).__name__}"))
+            raise
         with self._lock:
             closed = message.view not in self._views
             if not closed:
@@ -250,3 +269,4 @@ class EngineServer:
         self._buffers.clear()
         self._close_views(tuple(self._views))
         self._counters.add(connections=-1)
+        self._on_end()

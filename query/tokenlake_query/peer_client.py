@@ -1,4 +1,8 @@
-"""Connections to the query engines of other nodes: one per node, dialled when first needed."""
+"""Connections to the query engines of other nodes: one per node and tenant, dialled when first needed.
+
+Each tenant has connections of its own, because a connection that is full of one tenant's queries, or whose peer is
+overdue after one tenant's deadline, must not delay the queries of another tenant.
+"""
 
 from __future__ import annotations
 
@@ -198,50 +202,52 @@ class PeerClient:
 
 
 class PeerClients:
-    """The connections to the query engines of other nodes, one `PeerClient` per node. `dial(node)` asks the daemon for
-    a connection; its answer must be passed to `connected` or `unreached`."""
+    """The connections to the query engines of other nodes, one `PeerClient` per node and tenant. `dial(node, tenant)`
+    asks the daemon for a connection; its answer must be passed to `connected` or `unreached`."""
 
-    def __init__(self, dial: Callable[[str], None], counters: Counters) -> None:
+    def __init__(self, dial: Callable[[str, str], None], counters: Counters) -> None:
         self._dial = dial
         self._counters = counters
         self._lock = threading.Lock()
-        self._clients: dict[str, PeerClient] = {}
-        self._dialling: dict[str, Future[PeerClient]] = {}
+        self._clients: dict[tuple[str, str], PeerClient] = {}
+        self._dialling: dict[tuple[str, str], Future[PeerClient]] = {}
 
-    def get(self, node: str) -> Future[PeerClient]:
-        """A future of the connection to `node`, which is dialled if none is open. The future fails with Unreachable if
-        the daemon cannot dial, and has failed already, with DeadlinePassed, if the peer is overdue."""
+    def get(self, node: str, tenant: str) -> Future[PeerClient]:
+        """A future of the connection to `node` for queries of `tenant`, which is dialled if none is open. The future
+        fails with Unreachable if the daemon cannot dial, and has failed already, with DeadlinePassed, if the peer is
+        overdue."""
+        name = node, tenant
         with self._lock:
-            future = self._dialling.get(node)
+            future = self._dialling.get(name)
             if future is not None:
                 return future
             future = Future()
-            client = self._clients.get(node)
+            client = self._clients.get(name)
             if client is not None and client.usable:
                 future.set_result(client)
                 return future
             if client is not None and client.open:
                 future.set_exception(DeadlinePassed(f"the query engine of {node} missed a deadline"))
                 return future
-            self._dialling[node] = future
-        self._dial(node)
+            self._dialling[name] = future
+        self._dial(node, tenant)
         return future
 
-    def connected(self, node: str, sock: socket.socket) -> None:
-        """Take the connection to the query engine of `node` that the daemon has dialled; this object owns `sock` from
-        now on."""
+    def connected(self, node: str, tenant: str, sock: socket.socket) -> None:
+        """Take the connection to the query engine of `node` that the daemon has dialled for `tenant`; this object owns
+        `sock` from now on."""
         client = PeerClient(sock, node, self._counters)
         with self._lock:
-            self._clients[node] = client
-            future = self._dialling.pop(node, None)
+            self._clients[node, tenant] = client
+            future = self._dialling.pop((node, tenant), None)
         if future is not None:
             future.set_result(client)
 
-    def unreached(self, node: str, reason: str) -> None:
-        """Record that the daemon could not dial the query engine of `node`: the callers that wait for the connection
-        get Unreachable."""
+    def unreached(self, node: str, tenant: str, reason: str) -> None:
+        """Record that the daemon could not dial the query engine of `node` for `tenant`: the callers that wait for the
+        connection get Unreachable."""
         with self._lock:
-            future = self._dialling.pop(node, None)
+            future = self._dialling.pop((node, tenant), None)
         if future is not None:
             future.set_exception(Unreachable(f"no query engine of {node}: {reason}"))
 

@@ -1,4 +1,5 @@
-"""Serves the query engine of another node: computes attention of its queries over segments in this node's arena."""
+"""Serves the query engine of another node: computes attention of its queries over segments in this node's arena. Each
+tenant has a connection of its own (`peer_client`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial as bind
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from tokenlake_query.compute_thread import Attention, ComputeThread, Task
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
 from tokenlake_query.segments import Pools, Segments, open_local
+from tokenlake_query.tenant_threads import TenantThreads
 
 __all__ = ["PeerServer"]
 
@@ -30,14 +31,16 @@ log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16
 MAX_PENDING_BYTES = 512 << 20
-"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
-request may be larger."""
+"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket."""
+MAX_STEP_BYTES = 512 << 20
+"""Maximum bytes of the queries of one request. Engines are refused larger steps (`engine_server`)."""
 MAX_UNSENT_BYTES = 64 << 20
 """Limit of the bytes of results that wait for the other side to read them. While more wait, no further queries are read
 from its connection."""
 
 
 class _OpenView(NamedTuple):
+    tenant: str
     attention: Attention
     segments: Segments
 
@@ -52,7 +55,7 @@ class PeerServer:
         node: str,
         pools: Pools,
         compute: ComputeThread,
-        opening: Executor,
+        opening: TenantThreads,
         counters: Counters,
     ) -> None:
         """`sock`: the other query engine's connection, which this object owns from now on. `opening`: threads that may
@@ -69,6 +72,7 @@ class PeerServer:
         self._pending_bytes = 0
         self._spare: list[bytearray] = []
         self._connection = Connection(sock, f"query engine of {node}")
+        counters.add(connections=1)
         self._connection.serve(self._handle, self._ended)
 
     def _handle(self, body: bytes) -> None:
@@ -83,7 +87,12 @@ class PeerServer:
                 raise ProtocolRefused(f"view {message.view} is open already")
             with self._lock:
                 self._views[message.view] = None
-            self._opening.submit(self._open, message)
+            try:
+                self._opening.submit(message.tenant, bind(self._open, message), len(message.keys))
+            except LimitReached as error:
+                with self._lock:
+                    del self._views[message.view]
+                self._refuse(message.view, error)
         else:
             with self._lock:
                 for view in message.views:
@@ -99,15 +108,17 @@ class PeerServer:
             if len(set(keys)) < len(keys):
                 raise ProtocolRefused("a key is named twice; expected each once")
             segments = open_local(self._pools.get(message.tenant, layout), keys)
-        except (TokenLakeError, ValueError) as error:
+        except Exception as error:
             with self._lock:
                 self._views.pop(message.view, None)
             self._refuse(message.view, error)
-            return
+            if isinstance(error, TokenLakeError | ValueError):
+                return
+            raise
         with self._lock:
             # The peer may have closed the view while this thread leased its segments.
             if message.view in self._views:
-                self._views[message.view] = _OpenView(Attention(layout, shape), segments)
+                self._views[message.view] = _OpenView(message.tenant, Attention(layout, shape), segments)
                 self._counters.add(views=1)
         hits = len(segments)
         codes = bytes([Code.LOCAL]) * hits + bytes([Code.MISSING]) * (len(keys) - hits)
@@ -141,6 +152,8 @@ class PeerServer:
         ]
         if sum(sizes) != ask.nbytes or not all(sizes) or not sizes:
             raise ProtocolRefused(f"{ask.nbytes} bytes of queries; expected {sum(sizes)}")
+        if ask.nbytes > MAX_STEP_BYTES:
+            raise LimitReached(f"a request of {ask.nbytes} bytes of queries; at most {MAX_STEP_BYTES}")
         self._connection.wait_unsent(MAX_UNSENT_BYTES)
         buffer = self._take_buffer(ask.nbytes)
         self._connection.reader.into(memoryview(buffer)[: ask.nbytes])
@@ -162,7 +175,7 @@ class PeerServer:
                     self._spent,
                 )
             )
-        self._compute.submit(tasks)
+        self._compute.submit(tasks, opened[0].tenant)
 
     def _spent(self, ns: int) -> None:
         self._counters.add(result_ns=ns)

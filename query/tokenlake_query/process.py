@@ -7,10 +7,10 @@ import itertools
 import logging
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial as bind
 from pathlib import Path
 
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import LimitReached
 from tokenlake.layout import Layout
 from tokenlake.wire import supervision
 from tokenlake_query.compute_thread import ComputeThread
@@ -21,6 +21,7 @@ from tokenlake_query.peer_client import PeerClients
 from tokenlake_query.peer_server import PeerServer
 from tokenlake_query.rounds import Threads
 from tokenlake_query.segments import Pools
+from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import ViewOpener
 
@@ -33,8 +34,9 @@ OPENING_THREADS = 8
 Opening a view blocks a thread while it waits for the daemon or other nodes."""
 FETCHING_THREADS = 8
 """Number of threads that fetch the segments of views whose node's query engine stopped answering."""
-MAX_CONNECTIONS = 1024
-"""Maximum number of connections from engines and other query engines, together, that are open at a time."""
+MAX_CONNECTIONS = 2048
+"""Number of connections from engines and other query engines from which on further ones of query engines are refused.
+The daemon bounds the connections of engines (`tokenlake_server.query_engine`)."""
 REPORT_S = 1.0
 
 
@@ -48,9 +50,10 @@ class QueryEngineProcess:
         self._peers = PeerClients(channel.dial, self._counters)
         # Views for other query engines are opened by threads of their own. If they queued behind views of engines,
         # which wait for other nodes, two query engines could wait for each other.
-        self._opening = ThreadPoolExecutor(OPENING_THREADS, "open")
-        self._opening_for_peers = ThreadPoolExecutor(OPENING_THREADS, "open-peer")
-        self._threads = Threads(ComputeThread(), TimerThread(), ThreadPoolExecutor(FETCHING_THREADS, "fetch"))
+        self._opening = TenantThreads(OPENING_THREADS, "open")
+        self._opening_for_peers = TenantThreads(OPENING_THREADS, "open-peer")
+        self._fetching = TenantThreads(FETCHING_THREADS, "fetch")
+        self._compute, self._timer = ComputeThread(), TimerThread()
         self._names = itertools.count(1)
 
     def run(self) -> None:
@@ -59,39 +62,45 @@ class QueryEngineProcess:
         if not isinstance(start, supervision.Start):
             raise SystemExit(f"the daemon's first message is {type(start).__name__}; expected Start")
         self._pools = Pools(Path(start.socket), start.credential)
-        self._threads.compute.start()
-        self._threads.timer.start()
+        self._compute.start()
+        self._timer.start()
         self._report()
         while True:
             message, sock = self._channel.read()
-            if isinstance(message, supervision.DialFailed):
-                self._peers.unreached(message.node, message.reason)
-            elif sock is not None and isinstance(message, supervision.DialSucceeded):
-                self._peers.connected(message.node, sock)
-            elif sock is not None:
-                self._accept(message, sock)
-
-    def _accept(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
-        """Serve a connection that the daemon accepted from an engine or from another query engine."""
-        if self._counters["connections"] >= MAX_CONNECTIONS:
-            log.error("refused a connection: %d are open", MAX_CONNECTIONS)
-            sock.close()
-        elif isinstance(message, supervision.EngineConnected):
             try:
-                layout = Layout.decode(message.layout)
-            except TokenLakeError as error:
-                log.error("refused an engine's connection: %s", error)
-                sock.close()
-                return
-            opener = ViewOpener(message.tenant, layout, self._pools, self._peers)
-            name = f"engine {next(self._names)}"
-            self._counters.add(connections=1)
-            EngineServer(sock, name, opener, self._opening, self._threads, self._counters)
+                self._handle(message, sock)
+            except Exception as error:
+                # Mostly no thread or descriptor is left. The connections that exist are still served.
+                log.exception("the daemon's %s could not be handled", type(message).__name__)
+                if sock is not None:
+                    sock.close()
+                if isinstance(message, supervision.DialSucceeded):
+                    self._peers.unreached(message.node, message.tenant, str(error))
+                elif isinstance(message, supervision.EngineConnected):
+                    self._channel.send(supervision.EngineEnded(message.tenant))
+
+    def _handle(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
+        """Handle a message of the daemon. `sock`: the connection that was sent with it, if there is one."""
+        if isinstance(message, supervision.DialFailed):
+            self._peers.unreached(message.node, message.tenant, message.reason)
+        elif sock is None:
+            raise OSError("a connection arrived without its descriptor")
+        elif isinstance(message, supervision.DialSucceeded):
+            self._peers.connected(message.node, message.tenant, sock)
+        elif isinstance(message, supervision.EngineConnected):
+            self._serve_engine(message, sock)
         elif isinstance(message, supervision.PeerConnected):
-            self._counters.add(connections=1)
-            compute = self._threads.compute
-            PeerServer(sock, message.node, self._pools, compute, self._opening_for_peers, self._counters)
+            if self._counters["connections"] >= MAX_CONNECTIONS:
+                raise LimitReached(f"{MAX_CONNECTIONS} connections are open")
+            PeerServer(sock, message.node, self._pools, self._compute, self._opening_for_peers, self._counters)
+
+    def _serve_engine(self, message: supervision.EngineConnected, sock: socket.socket) -> None:
+        tenant = message.tenant
+        opener = ViewOpener(tenant, Layout.decode(message.layout), self._pools, self._peers)
+        threads = Threads(tenant, self._compute, self._timer, self._fetching)
+        ended = bind(self._channel.send, supervision.EngineEnded(tenant))
+        EngineServer(sock, f"engine {next(self._names)}", opener, self._opening, threads, self._counters, ended)
 
     def _report(self) -> None:
         self._channel.send(self._counters.report())
-        self._threads.timer.at(time.monotonic() + REPORT_S, self._report)
+        self._timer.at(time.monotonic() + REPORT_S, self._report)

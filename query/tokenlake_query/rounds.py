@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial as bind
 
@@ -23,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.attention import Partial, Stored, merge
+from tokenlake.errors import LimitReached
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake_query.compute_thread import ComputeThread, Task
 from tokenlake_query.segments import Segments
-from tokenlake_query.timer_thread import TimerThread
+from tokenlake_query.tenant_threads import TenantThreads
+from tokenlake_query.timer_thread import TimedCall, TimerThread
 from tokenlake_query.views import Share, View
 
 __all__ = ["Part", "Round", "Step", "Threads"]
@@ -35,6 +36,8 @@ __all__ = ["Part", "Round", "Step", "Threads"]
 PEER_SHARE = 0.5
 """Fraction of a query's deadline within which peers must answer. If a peer has not, the segments that it should have
 attended to are fetched, and this process attends to them."""
+FETCH_BYTES = 256
+"""Memory of a fetch that waits for a thread; an estimate."""
 ROUND_SHARE = 0.95
 """Fraction of a query's deadline after which its round ends, so that the answer reaches the engine within the
 deadline."""
@@ -42,11 +45,12 @@ deadline."""
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads that work on queries; all queries of the process share them."""
+    """The threads that work on queries of all tenants, and the tenant for whose queries they are used."""
 
+    tenant: str
     compute: ComputeThread
     timer: TimerThread
-    fetching: Executor
+    fetching: TenantThreads
     """Threads that fetch segments from other nodes; they may block while they wait for the daemon."""
 
 
@@ -76,7 +80,7 @@ class Round:
     """The work on one `wire.Query`. Call `begin` once, and `cancel` when the buffer is closed or gets another round.
 
     Thread-safe. No call blocks, except for the lock under which results are merged. A round that is over refers to
-    neither views nor the buffer, although the timer may still refer to the round."""
+    neither views nor the buffer, although a peer's request may still refer to the round."""
 
     def __init__(
         self, step: Step, query: wire.Query, threads: Threads, answer: Callable[[wire.Answered], None]
@@ -102,6 +106,8 @@ class Round:
         """For each part of the query: do its outputs hold a result already, with which the next one must be merged?"""
         self._sent_bytes = 0
         self._received_bytes = 0
+        self._timed: list[TimedCall] = []
+        """Calls of the timer that are cancelled when the round is over."""
 
     def begin(self) -> None:
         """Start the work on the query: ask the peers, then compute over the local segments."""
@@ -132,12 +138,13 @@ class Round:
         for number, share in unusable:
             self.replace(number, share)
         if asks:
-            self._threads.timer.at(self._peers_until, bind(self._replace_late, list(asks.values())))
-        self._threads.timer.at(self._until, self._expire)
+            late = self._threads.timer.at(self._peers_until, bind(self._replace_late, list(asks.values())))
+            self._timed.append(late)
+        self._timed.append(self._threads.timer.at(self._until, self._expire))
         if tasks:
             # The local work is submitted last: from here on the computing thread competes with this one for the
             # interpreter lock.
-            self._threads.compute.submit(tasks)
+            self._threads.compute.submit(tasks, self._threads.tenant)
         with self._lock:
             self._remaining -= 1
             self._finish_if_done()
@@ -146,7 +153,7 @@ class Round:
         """End the work on the query without an answer, because the engine closed its buffer or uses it for another
         query."""
         with self._lock:
-            self._step = None
+            self._end()
 
     def wanted(self) -> bool:
         """False once the query was answered or cancelled."""
@@ -177,7 +184,10 @@ class Round:
         """Fetch the segments of `share` to this node in a thread that may block, because the query engine that has them
         does not answer for part `number` of the query."""
         if self._step is not None and share in self._awaited[number]:
-            self._threads.fetching.submit(self._fetch, number, share)
+            try:
+                self._threads.fetching.submit(self._threads.tenant, bind(self._fetch, number, share), FETCH_BYTES)
+            except LimitReached:
+                self.put(number, share, None)
 
     # -- inside
 
@@ -225,7 +235,7 @@ class Round:
         if segments is None:
             self.put(number, share, None)
         else:
-            self._threads.compute.submit([self._task(step, number, segments, fetched)])
+            self._threads.compute.submit([self._task(step, number, segments, fetched)], self._threads.tenant)
 
     def _replace_late(self, asks: Sequence[_Ask]) -> None:
         """Fetch the shares of `asks` that have no answer yet. Called when `PEER_SHARE` of the deadline has passed."""
@@ -249,10 +259,17 @@ class Round:
         self._remaining -= len(self._awaited[number])
         self._awaited[number].clear()
 
+    def _end(self) -> None:
+        """End the work on the query. The caller holds the lock."""
+        self._step = None
+        for timed in self._timed:
+            self._threads.timer.cancel(timed)
+        self._timed.clear()
+
     def _finish_if_done(self) -> None:
         if self._remaining or self._step is None:
             return
-        self._step = None
+        self._end()
         query = self._query
         self._answer(
             wire.Answered(

@@ -17,8 +17,8 @@ from tokenlake_client import Pool
 
 __all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 
-MAX_POOLS = 64
-"""Maximum number of pools, one per tenant and layout, whose connection is kept for later views."""
+MAX_POOLS = 16
+"""Maximum number of a tenant's pools, one per layout, whose connection is kept for later views."""
 MATCH_S = 0.100
 """Maximum seconds that a match may take; `fetch_segments` gives the match at most half of its own deadline. The daemon
 answers at once where it has the segments itself."""
@@ -45,26 +45,29 @@ class Segments:
 
 
 class Pools:
-    """One `Pool` per tenant and layout, connected on first use. Beyond `MAX_POOLS` the least recently used one is
-    dropped; it closes itself when the last array over its segments is gone."""
+    """One `Pool` per tenant and layout, connected on first use. Beyond `MAX_POOLS` of a tenant its least recently used
+    one is dropped; it closes itself when the last array over its segments is gone."""
 
     def __init__(self, daemon: Path, credential: str) -> None:
         self._daemon = daemon
         self._credential = credential
         self._lock = threading.Lock()
-        self._pools: dict[tuple[str, bytes], Pool] = {}
-        """The connected pools by (tenant, layout), in order of use, the most recently used last."""
+        self._tenants: dict[str, tuple[threading.Lock, dict[bytes, Pool]]] = {}
+        """By tenant, the connected pools by layout, in order of use, the most recently used last, and the lock under
+        which they are used: a pool that takes long to connect delays no other tenant."""
 
     def get(self, tenant: str, layout: Layout) -> Pool:
         """The pool of a tenant and layout. Thread-safe. Raises as `Pool.connect`."""
-        name = (tenant, layout.fingerprint())
+        name = layout.fingerprint()
         with self._lock:
-            pool = self._pools.pop(name, None)
+            lock, pools = self._tenants.setdefault(tenant, (threading.Lock(), {}))
+        with lock:
+            pool = pools.pop(name, None)
             if pool is None:
-                if len(self._pools) >= MAX_POOLS:
-                    del self._pools[next(iter(self._pools))]
                 pool = Pool.connect(self._daemon, layout, f"{self._credential}:{tenant}")
-            self._pools[name] = pool
+                if len(pools) >= MAX_POOLS:
+                    del pools[next(iter(pools))]
+            pools[name] = pool
             return pool
 
 

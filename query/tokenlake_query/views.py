@@ -124,7 +124,7 @@ class ViewOpener:
         for node in message.nodes:
             # The connections to the other nodes' query engines are requested here, so that the daemon dials while this
             # thread leases the local segments.
-            self._peers.get(node)
+            self._peers.get(node, self._tenant)
         local = open_local(pool, [keys[index] for index in here])
         hits = len(keys) if len(local) == len(here) else here[len(local)]
         shares: dict[str, Share] = {}
@@ -169,7 +169,7 @@ class ViewOpener:
         of its keys, with the keys up to the first that it lacks."""
         until = time.monotonic() + OPEN_S
         asked: list[tuple[str, PeerClient, int, Future[bytes]]] = []
-        for node, connecting in {node: self._peers.get(node) for node in keys}.items():
+        for node, connecting in {node: self._peers.get(node, self._tenant) for node in keys}.items():
             try:
                 peer = connecting.result(max(0.0, until - time.monotonic()))
             except (TokenLakeError, TimeoutError) as error:

@@ -6,16 +6,22 @@ import ipaddress
 import secrets
 import socket
 
+from tokenlake.config import Address
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
-__all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
+__all__ = ["family", "introduce", "read_frame", "receive_exactly", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
 """Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
 they are still in the processor's cache."""
+
+
+def family(address: Address) -> socket.AddressFamily:
+    """The address family of a configured address."""
+    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
 
 
 def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
@@ -24,7 +30,7 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
     sock.sendall(pack_frame(dialler.hello))
-    challenge = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    challenge = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
     if not isinstance(challenge, peer.PeerChallenge):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {challenge}")
     try:
@@ -33,7 +39,7 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
         sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         raise
     sock.sendall(pack_frame(proof))
-    welcome = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    welcome = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
     if not isinstance(welcome, peer.PeerWelcome):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {welcome}")
 

@@ -3,6 +3,9 @@
 The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`) replies with one `Pulled` frame and the
 raw slots. A large fetch is split in two halves over two connections. The rules reserved the slots of the receiver and
 pin those of the sender for as long as the transfer lasts.
+
+A fetch can be aborted at any time: while it waits for a thread, connects, or receives. One node takes at most half of
+the threads, so that a node that does not answer leaves threads for the others.
 """
 
 from __future__ import annotations
@@ -11,35 +14,37 @@ import contextlib
 import logging
 import socket
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import introduce, read_frame, receive_exactly, size_buffer
+from tokenlake_server.blocking_sockets import family, introduce, read_frame, receive_exactly, size_buffer
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
 
-__all__ = ["RECEIVE_THREADS", "BulkReceiver"]
+__all__ = ["RECEIVE_THREADS", "THREADS_PER_NODE", "BulkReceiver"]
 
 log = logging.getLogger(__name__)
 
 RECEIVE_THREADS = 8
 """Number of threads that receive segments. A fetch from a frozen peer blocks one or two of them until its deadline; the
 others serve fetches from other peers."""
+THREADS_PER_NODE = RECEIVE_THREADS // 2
+"""Maximum number of these threads that receive from one node at a time: two large fetches, in two halves each."""
 IDLE_CONNECTIONS = 4
 """Limit of the unused bulk connections per peer that stay open for later fetches."""
-CONNECT_S = 5.0
 HALVES_BYTES = 16 << 20
 """Bytes from which a fetch is split in two halves, each over a connection of its own: a single connection is limited by
 one processor on each side."""
@@ -57,12 +62,20 @@ class _Job:
         count = len(instruction.keys) // KEY_BYTES
         self.codes = bytearray([Code.LOST]) * count
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
+        self.answered: bool | None = None
+        """See `FetchDone`. Set to True by any thread of the job, and to False by one that failed before."""
         half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
         self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()
         self._left = len(self.parts)
         self._aborted = False
+
+    def failed(self) -> None:
+        """Record that a part of the fetch failed. If it was not aborted, the node should have answered."""
+        with self._lock:
+            if self.answered is None and not self._aborted:
+                self.answered = False
 
     def use(self, sock: socket.socket) -> None:
         """Record that the fetch uses the socket: from now on `abort` shuts it down. Raises TimeoutError when the fetch
@@ -101,8 +114,24 @@ class BulkReceiver:
         self._addresses = dict(addresses)
         self._arena = arena
         self._driver = driver
-        self._threads = ThreadPoolExecutor(RECEIVE_THREADS, thread_name_prefix="receive")
         self._jobs: dict[int, _Job] = {}
+        self._changed = threading.Condition()
+        """Guards the three fields below, and wakes threads without work when one of them changes."""
+        self._queue: deque[tuple[_Job, range]] = deque()
+        """Parts of fetches that wait for a thread, oldest first."""
+        self._busy: Counter[str] = Counter()
+        """Number of threads that receive from each node."""
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"receive-{number}", daemon=True)
+            for number in range(RECEIVE_THREADS)
+        ]
+        try:
+            # All threads start now: later a thread might not start, and the slots of a fetch would stay reserved.
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
         self._idle: dict[str, list[socket.socket]] = {}
         self._idle_lock = threading.Lock()
         driver.carry_out(StartFetch, self._start)
@@ -111,13 +140,46 @@ class BulkReceiver:
     def _start(self, instruction: StartFetch) -> None:
         job = _Job(instruction)
         self._jobs[instruction.fetch] = job
-        for part in job.parts:
-            self._threads.submit(self._run, job, part)
+        with self._changed:
+            self._queue.extend((job, part) for part in job.parts)
+            self._changed.notify(len(job.parts))
 
     def _abort(self, instruction: AbortFetch) -> None:
         job = self._jobs.get(instruction.fetch)
-        if job is not None:
-            job.abort()
+        if job is None:
+            return
+        job.abort()
+        with self._changed:
+            waiting = [part for each, part in self._queue if each is job]
+            for part in waiting:
+                self._queue.remove((job, part))
+        for _ in waiting:
+            self._end_part(job)
+
+    def _work(self) -> None:
+        """Receive parts of fetches until the daemon ends, in a thread."""
+        while (taken := self._take()) is not None:
+            job, part = taken
+            try:
+                self._run(job, part)
+            finally:
+                with self._changed:
+                    self._busy[job.instruction.node] -= 1
+                    self._changed.notify()
+
+    def _take(self) -> tuple[_Job, range] | None:
+        """Wait for a part of a fetch from a node that has threads left, and take it out of the queue. Returns None when
+        the daemon ends."""
+        with self._changed:
+            while not self._closing:
+                for at, (job, part) in enumerate(self._queue):
+                    node = job.instruction.node
+                    if self._busy[node] < THREADS_PER_NODE:
+                        del self._queue[at]
+                        self._busy[node] += 1
+                        return job, part
+                self._changed.wait()
+        return None
 
     def _run(self, job: _Job, part: range) -> None:
         """Fetch one part of the segments of a `StartFetch`, in a thread. In every case the last part posts `FetchDone`
@@ -125,24 +187,39 @@ class BulkReceiver:
         instruction = job.instruction
         try:
             self._pull(job, part)
+            self._end_part(job)
+            return
         except (OSError, TokenLakeError) as error:
             named = f" for request {instruction.request!r}" if instruction.request else ""
             log.info("fetch %d from %s%s ended early: %s", instruction.fetch, instruction.node, named, error)
         except Exception:
             log.exception("fetch %d from %s failed", instruction.fetch, instruction.node)
+        job.failed()
+        if not job.answered:
+            # What keeps this connection from answering may keep the idle ones from it.
+            self._drop_idle(instruction.node)
+        self._end_part(job)
+
+    def _end_part(self, job: _Job) -> None:
         if job.end_part():
-            self._jobs.pop(instruction.fetch, None)
-            self._driver.post(events.FetchDone(instruction.fetch, bytes(job.codes), bytes(job.checksums)))
+            fetch = job.instruction.fetch
+            self._jobs.pop(fetch, None)
+            self._driver.post(events.FetchDone(fetch, bytes(job.codes), bytes(job.checksums), job.answered))
 
     def _pull(self, job: _Job, part: range) -> None:
         instruction = job.instruction
         whole = False
-        sock = self._borrow(instruction.node, job)
+        until = time.monotonic() + instruction.answer_s
+        sock = self._borrow(instruction.node, job, until)
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
             pull = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
+            _limit(sock, until)
             sock.sendall(pack_frame(pull))
-            self._receive(sock, job, part)
+            reply = decode(peer.pulled_decoder, read_frame(sock, peer.MAX_FRAME))
+            job.answered = True
+            sock.settimeout(None)
+            self._receive(sock, job, part, reply)
             whole = True
         finally:
             job.leave(sock)
@@ -151,9 +228,8 @@ class BulkReceiver:
             else:
                 sock.close()
 
-    def _receive(self, sock: socket.socket, job: _Job, part: range) -> None:
+    def _receive(self, sock: socket.socket, job: _Job, part: range, reply: peer.Pulled) -> None:
         instruction = job.instruction
-        reply = decode(peer.pulled_decoder, read_frame(sock, self._identity.max_frame))
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
         if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):
@@ -174,14 +250,21 @@ class BulkReceiver:
 
     # -- connections
 
-    def _borrow(self, node: str, job: _Job) -> socket.socket:
-        """An idle bulk connection to `node`, else a new one. The caller owns it, and an abort of `job` shuts it
-        down."""
-        sock = self._take_idle(node) or socket.create_connection(self._addresses[node], timeout=CONNECT_S)
+    def _borrow(self, node: str, job: _Job, until: float) -> socket.socket:
+        """An idle bulk connection to `node`, else a new one, made until the time `until`. The caller owns it, and an
+        abort of `job` shuts it down."""
+        idle = self._take_idle(node)
+        address = self._addresses[node]
+        sock = idle or socket.socket(family(address), socket.SOCK_STREAM)
         try:
+            # From here on an abort also ends the attempt to connect: it shuts the socket down.
             job.use(sock)
-            if sock.gettimeout() is not None:
-                self._introduce(sock, node)
+            if idle is None:
+                _limit(sock, until)
+                sock.connect(tuple(address))
+                _limit(sock, until)
+                size_buffer(sock, socket.SO_RCVBUF)
+                introduce(sock, self._identity, node, "bulk")
         except BaseException:
             job.leave(sock)
             sock.close()
@@ -198,12 +281,11 @@ class BulkReceiver:
                 sock.close()
         return None
 
-    def _introduce(self, sock: socket.socket, node: str) -> None:
-        """Do the handshake of a new connection, then remove its timeout. A connection without a timeout has done its
-        handshake (`_borrow`)."""
-        size_buffer(sock, socket.SO_RCVBUF)
-        introduce(sock, self._identity, node, "bulk")
-        sock.settimeout(None)
+    def _drop_idle(self, node: str) -> None:
+        with self._idle_lock:
+            idle = self._idle.pop(node, [])
+        for sock in idle:
+            sock.close()
 
     def _give_back(self, node: str, sock: socket.socket) -> None:
         with self._idle_lock:
@@ -215,9 +297,13 @@ class BulkReceiver:
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         for job in list(self._jobs.values()):
             job.abort()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads:
+            thread.join()
         with self._idle_lock:
             for sock in [sock for idle in self._idle.values() for sock in idle]:
                 sock.close()
@@ -247,6 +333,14 @@ def _receive_shard(sock: socket.socket, shard: memoryview) -> int:
         receive_exactly(sock, piece)
         digest.update(piece)
     return digest.intdigest()
+
+
+def _limit(sock: socket.socket, until: float) -> None:
+    """Let the calls of `sock` raise TimeoutError at the time `until`. Raises TimeoutError after that time."""
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the node did not answer in time")
+    sock.settimeout(left_s)
 
 
 def _dropped(sock: socket.socket) -> bool:

@@ -73,7 +73,12 @@ class BulkSender:
             target=self._serve, args=(stream, sock, hello.node, instructions), name=f"send-{stream}", daemon=True
         )
         self._streams[stream] = (sock, instructions, thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("a bulk connection of %s is closed, because no thread can be started: %s", hello.node, error)
+            del self._streams[stream]
+            sock.close()
 
     def _hand_over(self, instruction: SendBulk) -> None:
         self._streams[instruction.stream][1].put(instruction)
@@ -92,7 +97,7 @@ class BulkSender:
         posted."""
         try:
             while True:
-                body = read_frame(sock, self._identity.max_frame)
+                body = read_frame(sock, peer.MAX_FRAME)
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
                     raise ProtocolRefused(
@@ -102,10 +107,10 @@ class BulkSender:
                     count = len(request.keys) // KEY_BYTES
                     log.debug("request %r: %s pulls %d segments", request.request, node, count)
                 self._driver.post(events.PullRequested(stream, node, request.tenant, request.keys, request.background))
-                instruction = instructions.get()
-                if instruction is None:
-                    return
                 try:
+                    instruction = instructions.get()
+                    if instruction is None:
+                        return
                     self._send(sock, instruction)
                 finally:
                     self._driver.post(events.SendDone(stream))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.table import Table
 from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
 from tokenlake.errors import TokenLakeError
+from tokenlake.log_lines import set_up_log
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.event_log import replay as replay_log
@@ -62,7 +62,7 @@ def run_daemon(
     """Run a daemon, as the command `serve` does. `speed`: seconds of the rules' clock per real second; benchmarks
     replay a trace faster than it happened. `made` is called with the daemon before its first event. Raises
     `click.ClickException`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_log("%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = _load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())

@@ -37,6 +37,7 @@ from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
@@ -73,6 +74,9 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
     )
 
 
+WORK_THREADS = 4
+"""Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
+processes."""
 WALK_SLOTS = 1 << 16
 """Slots that are examined at a time for segments in use when the daemon ends."""
 
@@ -105,7 +109,6 @@ class Daemon:
             core.ring.epoch,
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
-            config.max_frame,
             config.cluster_secret,
         )
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
@@ -120,14 +123,15 @@ class Daemon:
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential)
-        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
+        self.query_engine = (
+            QueryEngine(start, identity, addresses, tenants.count, loop) if config.query_engine else None
+        )
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
                 NodeId(config.node),
                 Incarnation(incarnation),
                 Path(config.socket),
-                config.max_frame,
                 config.max_sessions,
                 config.region_size,
                 config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it
@@ -281,6 +285,7 @@ async def run(
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     arena = Arena(config.memory // config.region_size, config.region_size, config.huge_pages)
     total = config.memory // config.region_size * config.region_size
     done = 0

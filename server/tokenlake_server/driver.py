@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import NodeCore
-from tokenlake.core.events import Event, Tick
-from tokenlake.core.instructions import Instruction
+from tokenlake.core.events import Event, FetchDone, SendDone, SlotChecked, Tick
+from tokenlake.core.instructions import CheckSlot, Instruction, SendBulk, StartFetch
 from tokenlake.core.node import HandlerFailed
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake_server.event_log import Recorder
 
 __all__ = ["Driver", "Handle", "Sink"]
@@ -115,6 +118,7 @@ class Driver:
                 self._sinks[type(instruction)](instruction)
             except Exception:
                 log.exception("%s could not be carried out", type(instruction).__name__)
+                self._queue.extend(_end_of(instruction))
         if failure is not None:
             self._on_failure(event, failure)
 
@@ -167,3 +171,18 @@ class Driver:
             self._alarm = None
             self._alarm_at = float("inf")
             self.handle(Tick())
+
+
+def _end_of(instruction: Instruction) -> list[Event]:
+    """The event that ends an instruction that could not be carried out: no thread will post it, and the rules keep
+    slots reserved or pinned until then. Empty for an instruction that no event ends."""
+    match instruction:
+        case StartFetch():
+            count = len(instruction.keys) // KEY_BYTES
+            lost = bytes([Code.LOST]) * count
+            return [FetchDone(instruction.fetch, lost, bytes(CHECKSUM_BYTES * instruction.shards * count), None)]
+        case SendBulk():
+            return [SendDone(instruction.stream)]
+        case CheckSlot():
+            return [SlotChecked(instruction.check, right=False)]
+    return []

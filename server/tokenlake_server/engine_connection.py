@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from tokenlake.config import format_size
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
@@ -20,16 +22,23 @@ from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.layout import Layout
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import agree, engine, pack_frame
+from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake_server.connected_process import ConnectedProcess
 from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.kept_bytes import CONNECTION_BYTES, Account, KeptBytes
 from tokenlake_server.tenants import Tenants
 
-__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "MAX_KEYS", "EngineConnection", "keys_over_limit"]
+__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
 
 HELLO_S = 10.0
 """Seconds after which a connection without a `Hello` is closed."""
-MAX_KEYS = 1 << 16
-"""Limit of the segments in one request of an engine."""
+PAUSE_BYTES = 512 << 10
+"""Bytes of unread answers beyond which no further request of an engine's process is handled."""
+HELLO_BYTES = 64 << 10
+"""Limit of the bytes of a frame until the `Hello`, which is the first one, is accepted."""
+KEPT_PER_REQUEST, KEPT_PER_KEY = 2048, 256
+"""Bytes that are charged for an unanswered request, and for each segment that it names: the state of a match that
+waits."""
 MAX_IN_FLIGHT = 1024
 """Limit of the unanswered requests on one connection of an engine."""
 
@@ -41,12 +50,12 @@ class EngineConnection:
         self,
         number: int,
         sock: socket.socket,
-        max_frame: int,
         loop: asyncio.AbstractEventLoop,
-        on_frame: Callable[[EngineConnection, bytes], None],
+        on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
-        """`on_frame(connection, body)` is called for each frame; `on_closed(connection, reason)` once, when the socket
+        """`on_frame(connection, body)` is called for each frame, and returns the rest of its work, if any (as of
+        `FrameConnection`); `on_closed(connection, reason)` once, when the socket
         is closed."""
         self.number = number
         self.origin = secrets.randbits(63)
@@ -73,14 +82,19 @@ class EngineConnection:
         """True once the process has locked its file (`ConnectedProcess.lock`)."""
         self._loop = loop
         self._version = 0
-        self._in_flight = 0
+        self._account: Account | None = None
+        """The bytes that the connection makes the daemon keep, once its tenant is known."""
+        self._in_flight: dict[int, int] = {}
+        """The bytes that are charged for each unanswered request, by its id."""
         self._frames: FrameConnection | None = FrameConnection(
             loop,
             sock,
-            max_frame,
+            HELLO_BYTES,
             lambda body: on_frame(self, body),
             lambda reason: self._on_closed(reason, on_closed),
             lambda error: self.refuse(0, error),
+            pause_bytes=PAUSE_BYTES,
+            charge=self._charge,
         )
         self._deadline = loop.call_later(HELLO_S, self.close, f"no Hello within {HELLO_S:.0f} s")
 
@@ -118,22 +132,43 @@ class EngineConnection:
         if self._frames is not None:
             self._frames.close(reason)
 
+    # -- limits
+
+    def _charge(self, nbytes: int) -> None:
+        if self._account is not None:
+            self._account.charge(nbytes)
+
+    def close_account(self) -> None:
+        """Charge nothing for this connection any more. To be called when the daemon keeps nothing of it."""
+        if self._account is not None:
+            self._account.close()
+
     # -- requests
 
-    def limit_reached(self, message: engine.EngineRequest) -> str:
-        """A text that names the limit that a request exceeds; empty when the request is within all limits. For requests
-        that have a reply."""
-        if self._in_flight >= MAX_IN_FLIGHT:
-            return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
-        return keys_over_limit(message)
-
-    def begin_request(self) -> None:
-        """Count a request of the engine's process that is passed to the rules; it is unanswered until `answer`."""
-        self._in_flight += 1
+    def admit(self, message: engine.EngineRequest) -> str:
+        """Count a request of the engine's process that has a reply and is about to be passed to the rules; it is
+        unanswered until `answer`. Returns a text that names the limit that the request exceeds; it is not counted then.
+        Empty: the request is within all limits."""
+        # A process that has not joined, which may only ask for an explanation, has one request at a time.
+        limit = MAX_IN_FLIGHT if self._account is not None else 1
+        if len(self._in_flight) >= limit:
+            return f"limit 'max_in_flight' of {limit} unanswered requests is reached"
+        if reason := keys_over_limit(message):
+            return reason
+        number = getattr(message, "id", 0)
+        if number in self._in_flight:
+            return f"request {number} is not answered yet; another request cannot have the same id"
+        cost = KEPT_PER_REQUEST + KEPT_PER_KEY * _segments(message)
+        try:
+            self._charge(cost)
+        except LimitReached as error:
+            return str(error)
+        self._in_flight[number] = cost
+        return ""
 
     def answer(self, message: engine.EngineReply) -> None:
         """Send the rules' answer to a request of the engine's process."""
-        self._in_flight = max(0, self._in_flight - 1)
+        self._charge(-self._in_flight.pop(message.id, 0))
         self.send(message)
         if isinstance(message, engine.Failed) and not self.joined:
             self.close(f"refused: {message.reason}")
@@ -156,8 +191,19 @@ class EngineConnection:
                 f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
                 f"{format_size(region_bytes)}; raise the daemon's 'region_size'"
             )
-        self.hello, self.layout, self._version = hello, layout, version
+        # Of the `Hello` only the numbers are used from now on: its layout and token are not kept.
+        self.hello = msgspec.structs.replace(hello, layout=b"", probe=b"", token=None)
+        self.layout, self._version = layout, version
         self.tenant, self.secret = tenant.name, tenant.secret
+
+    def open_account(self, kept: KeptBytes) -> None:
+        """Charge the tenant of this connection for what the daemon keeps of it from now on. Raises `LimitReached`."""
+        assert self.layout is not None
+        account = Account(kept, self.tenant)
+        account.charge(CONNECTION_BYTES + len(self.layout.encode()))
+        self._account = account
+        if self._frames is not None:
+            self._frames.max_frame = engine.MAX_FRAME
 
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
         """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the
@@ -175,11 +221,13 @@ class EngineConnection:
 def keys_over_limit(message: engine.EngineRequest) -> str:
     """A text about the limit that the number of segments in a request exceeds; empty when the number is within the
     limit."""
-    keys = 0
+    keys = _segments(message)
+    name, limit = ("max_fetched", MAX_FETCHED) if isinstance(message, engine.Fetch) else ("max_keys", MAX_KEYS)
+    return f"{keys} segments in one request; limit '{name}' is {limit}" if keys > limit else ""
+
+
+def _segments(message: engine.EngineRequest) -> int:
+    """The number of segments that a request names."""
     if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
-        keys = len(message.keys) // KEY_BYTES
-    elif isinstance(message, engine.Commit):
-        keys = len(message.indices)
-    if keys > MAX_KEYS:
-        return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
-    return ""
+        return len(message.keys) // KEY_BYTES
+    return max(0, message.stop - message.start) if isinstance(message, engine.Fetch) else 0

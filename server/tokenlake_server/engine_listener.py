@@ -6,13 +6,15 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
+from tokenlake.core.pieces import LONG, LongRequest
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
@@ -23,6 +25,7 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.connected_process import LOCK_S
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
+from tokenlake_server.kept_bytes import KeptBytes
 from tokenlake_server.local_socket import listen
 from tokenlake_server.tenants import Tenants
 
@@ -31,8 +34,10 @@ __all__ = ["EngineListener", "EngineSettings"]
 log = logging.getLogger(__name__)
 
 PROCESSES_PER_SESSION = 16
-"""Connections per session: the listener accepts `max_sessions` times this number. An engine has one for its scheduler
-and one for each rank; the others are for those that a restarted engine has not closed yet."""
+"""Connections per session: at most `max_sessions` times this number may join. An engine has one for its scheduler and
+one for each rank; the others are for those that a restarted engine has not closed yet."""
+MAX_UNPROVEN = 64
+"""Limit of the connections of one user that have not sent their `Hello`; further ones close the oldest of them."""
 ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
@@ -47,7 +52,6 @@ class EngineSettings(msgspec.Struct, frozen=True):
     node: NodeId
     incarnation: Incarnation
     path: Path
-    max_frame: int
     max_sessions: int
     region_bytes: int
     lease_s: float
@@ -74,6 +78,12 @@ class EngineListener:
         self._driver = driver
         self._loop = loop
         self._connections: dict[int, EngineConnection] = {}
+        self._unproven: dict[int, dict[int, EngineConnection]] = {}
+        """The connections whose `Hello` has not been accepted, by user and number; those of a user are in the order in
+        which they were accepted."""
+        self._processes: Counter[str] = Counter()
+        """Number of connections of each tenant whose `Hello` was accepted."""
+        self._kept = KeptBytes(tenants.count)
         self._last = 0
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
@@ -100,13 +110,13 @@ class EngineListener:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         self._last += 1
-        connection = EngineConnection(
-            self._last, sock, self._settings.max_frame, self._loop, self._received, self._socket_closed
-        )
+        connection = EngineConnection(self._last, sock, self._loop, self._received, self._socket_closed)
         self._connections[connection.number] = connection
-        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
-        if len(self._connections) > limit:
-            connection.refuse(0, LimitReached(f"{limit} processes are connected; no more are accepted"))
+        unproven = self._unproven.setdefault(self._tenants.user(connection.process.uid), {})
+        unproven[connection.number] = connection
+        if len(unproven) > MAX_UNPROVEN:
+            oldest = next(iter(unproven.values()))
+            oldest.refuse(0, LimitReached(f"{MAX_UNPROVEN} newer connections of this user have not sent a Hello"))
 
     def _accept_again(self) -> None:
         if self._sock.fileno() >= 0:
@@ -130,12 +140,24 @@ class EngineListener:
         """Release the resources of the connection; returns False when they were released before."""
         if self._connections.pop(connection.number, None) is None:
             return False
+        if not self._no_longer_unproven(connection):
+            self._processes[connection.tenant] -= 1
         connection.joined = False
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
         connection.process.close()
         connection.close("the process is gone")
+        connection.close_account()
         return True
+
+    def _no_longer_unproven(self, connection: EngineConnection) -> bool:
+        """Returns True if the `Hello` of the connection had not been accepted before."""
+        user = self._tenants.user(connection.process.uid)
+        unproven = self._unproven.get(user, {})
+        was_unproven = unproven.pop(connection.number, None) is not None
+        if not unproven:
+            self._unproven.pop(user, None)
+        return was_unproven
 
     def refuse(self, number: int, error: Exception) -> None:
         """Reply with the error on connection `number` of an engine's process, and close it."""
@@ -166,7 +188,8 @@ class EngineListener:
 
     # -- requests
 
-    def _received(self, connection: EngineConnection, body: bytes) -> None:
+    def _received(self, connection: EngineConnection, body: bytes) -> Iterator[None] | None:
+        """Handle a request. Returns the rest of the work on it, or None when nothing is left."""
         try:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
@@ -175,20 +198,20 @@ class EngineListener:
                 raise ProtocolRefused("the process does not hold the lock that shows the daemon whether it is alive")
         except ProtocolRefused as error:
             connection.refuse(0, error)
-            return
+            return None
         own = self._requests.get(type(message))
         if own is None:
-            self._pass_on(connection, message)
-            return
+            return self._pass_on(connection, message)
         try:
             own(connection, message)
         except OSError as error:
             # The daemon has no descriptor left. It replies, because the engine would take a silent daemon for frozen.
             reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
+        return None
 
-    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
-        """Hand a request to the rules, unless it exceeds a limit."""
+    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> Iterator[None] | None:
+        """Hand a request to the rules, unless it exceeds a limit. Returns the rest of the work on it."""
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
             kind = type(message).__name__
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
@@ -198,13 +221,20 @@ class EngineListener:
             # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
-                return
+                return None
         else:
-            if reason := connection.limit_reached(message):
+            if reason := connection.admit(message):
                 connection.fail(number, LimitReached, reason)
-                return
-            connection.begin_request()
+                return None
+        if isinstance(message, LONG):
+            return self._in_pieces(connection, message)
         self._driver.handle(events.Requested(connection.number, message))
+        return None
+
+    def _in_pieces(self, connection: EngineConnection, message: LongRequest) -> Iterator[None]:
+        for piece in self._driver.core.pieces(connection.number, message):
+            self._driver.handle(events.Requested(connection.number, piece))
+            yield
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)
@@ -220,9 +250,13 @@ class EngineListener:
             layout = connection.layout
             assert layout is not None
             self._check_session(message.session, connection.tenant, layout)
+            self._check_processes(connection.tenant)
+            connection.open_account(self._kept)
         except TokenLakeError as error:
             connection.refuse(message.id, error)
             return
+        self._no_longer_unproven(connection)
+        self._processes[connection.tenant] += 1
         resumed = self._resumed(connection)
         if resumed is None and connection.process.pidfd is None:
             connection.process.make_lock()
@@ -240,6 +274,17 @@ class EngineListener:
                 resumed.number if resumed else 0,
             )
         )
+
+    def _check_processes(self, tenant: str) -> None:
+        """Raise `LimitReached` when no further process of the tenant may join."""
+        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
+        if self._processes.total() >= limit:
+            raise LimitReached(f"{limit} processes are connected; no more are accepted")
+        share = max(1, limit // self._tenants.count)
+        if self._processes[tenant] >= share:
+            raise LimitReached(
+                f"{share} processes of tenant '{tenant}' are connected, its part of {limit}; no more are accepted"
+            )
 
     def _resumed(self, connection: EngineConnection) -> EngineConnection | None:
         """The earlier connection of the same process that the `Hello` of `connection` resumes; None where there is
@@ -305,9 +350,6 @@ class EngineListener:
 
     def _explain(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Explain)
-        if reason := connection.limit_reached(message):
-            connection.fail(message.id, LimitReached, reason)
-            return
         tenant = connection.tenant
         if not connection.joined:
             try:
@@ -315,7 +357,9 @@ class EngineListener:
             except TokenLakeError as error:
                 connection.refuse(message.id, error)
                 return
-        connection.begin_request()
+        if reason := connection.admit(message):
+            connection.fail(message.id, LimitReached, reason)
+            return
         # The token is removed from the `Hello`, because the event may be written to the event log, which holds no
         # credentials.
         self._driver.handle(
@@ -356,7 +400,7 @@ class EngineListener:
                 secret=connection.secret,
                 probe=probe(connection.secret, connection.layout.fingerprint()),
                 heartbeat_s=self._settings.lease_s / 3,
-                max_frame=self._settings.max_frame,
+                max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
             ),
             [] if lock is None else [lock],

@@ -21,6 +21,7 @@ from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
+from tokenlake_server.private_file import open_private
 
 __all__ = ["Recorder", "Replayed", "replay"]
 
@@ -43,10 +44,11 @@ def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Inst
 
 
 class Recorder:
-    """Writes an event log to `path`. The file is buffered: a daemon that is killed loses the last records."""
+    """Writes an event log to `path`, a file for the daemon's user only. Writes are buffered: a killed daemon loses the
+    last records."""
 
     def __init__(self, path: Path, config: CoreConfig, started: float) -> None:
-        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
+        self._file: BinaryIO = open_private(path, buffering=1 << 20)
         self._digest = _first_digest(config, started)
         self._write(_encoder.encode(config))
         self._write(_encoder.encode(started))

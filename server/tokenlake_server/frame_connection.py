@@ -1,16 +1,21 @@
 """A socket of the control loop that receives and sends frames and never blocks.
 
 It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
+
+The connections of a loop share its time. A slice of time of a connection, in which it handles frames, ends after
+`SLICE_S`. The frames that are left are handled in its next slices, and nothing more is read from the socket until then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from tokenlake.errors import ProtocolRefused
+from tokenlake.errors import LimitReached, ProtocolRefused
 from tokenlake.wire import FrameDecoder
 
 __all__ = ["FrameConnection"]
@@ -18,9 +23,21 @@ __all__ = ["FrameConnection"]
 READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
 costs more than the read."""
+SLICE_S = 0.001
+"""Seconds after which a slice of a connection ends. It ends between two frames, or two parts of the work on one frame,
+so it lasts longer by at most one of them."""
 MAX_UNSENT_BYTES = 16 << 20
 """Limit of the unsent bytes of a connection: it is closed when its other side leaves more than this unread, so that
 memory is bounded."""
+MAX_UNSENT_DESCRIPTORS = 8
+"""Number of unsent descriptors from which on a connection with a `pause_bytes` handles no further frames."""
+
+JOINED_BYTES = 64 << 10
+"""Unsent bytes up to which further frames are appended to the same buffer: a buffer for each of many short frames would
+take several times their bytes."""
+
+Unsent = tuple[bytearray, tuple[int, ...]]
+"""Unsent bytes, and the descriptors that are sent with the first of them, which the connection owns."""
 
 
 class FrameConnection:
@@ -32,82 +49,122 @@ class FrameConnection:
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
         max_frame: int,
-        on_frame: Callable[[bytes], None],
+        on_frame: Callable[[bytes], Iterator[None] | None],
         on_closed: Callable[[str], None],
         on_broken: Callable[[ProtocolRefused], None] | None = None,
+        *,
+        max_unsent: int = MAX_UNSENT_BYTES,
+        pause_bytes: int = 0,
+        charge: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`on_broken(error)` is called before the connection closes because a frame exceeds `max_frame`; it may send
-        the reason to the other side."""
+        """`on_frame(body)` handles a frame. It may return an iterator that does a part of the work at each step; the
+        next frame is handled after its last step. `on_broken(error)` is called before the connection closes because a
+        frame exceeds `max_frame`; it may send the reason to the other side.
+
+        `max_unsent`: limit of the unsent bytes, beyond which the connection closes. `pause_bytes`: above 0, no frame is
+        handled while more bytes than this are unsent, so that the other side, which does not read, causes no further
+        answers. Not for a connection whose two sides both pause: each could wait for the other. `charge(nbytes)` is
+        called when the connection keeps `nbytes` more, or fewer if negative, of unsent answers and of frames that are
+        not whole; it raises `LimitReached` for more than may be kept, and the connection closes."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.on_broken = on_broken
         self._loop = loop
+        self._max_unsent = max_unsent
+        self._pause_bytes = pause_bytes
+        self._charge = charge
+        self._charged = 0
+        self._clock = clock
         self._decoder = FrameDecoder(max_frame)
-        self._unsent: deque[bytes | memoryview] = deque()
+        self._bodies: Iterator[bytes] = iter(())
+        """The frames that were read and are not handled yet."""
+        self._work: Iterator[None] = iter(())
+        """The rest of the work on the last frame."""
+        self._waiting = False
+        """True while frames may be left for a later slice; nothing is read from the socket meanwhile."""
+        self._scheduled = False
+        self._unsent: deque[Unsent] = deque()
         self._unsent_bytes = 0
+        self._unsent_descriptors = 0
         self._open = True
         sock.setblocking(False)
         loop.add_reader(sock, self._readable)
+
+    @property
+    def max_frame(self) -> int:
+        """Limit of the bytes of a frame that this side accepts."""
+        return self._decoder.max_frame
+
+    @max_frame.setter
+    def max_frame(self, value: int) -> None:
+        self._decoder.max_frame = value
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send the frame; the part that does not fit into the socket's buffer is queued. Does nothing once closed.
         `descriptors` are sent with the frame's first byte and stay the caller's."""
         if not self._open:
             return
-        if descriptors:
-            self._send_with(frame, descriptors)
-            return
+        sent = 0
         if not self._unsent:
             try:
-                sent = self.sock.send(frame)
+                sent = _send(self.sock, frame, descriptors)
             except BlockingIOError:
-                sent = 0
+                pass
             except OSError as error:
                 self.close(f"write failed: {error}")
                 return
             if sent == len(frame):
                 return
             self._loop.add_writer(self.sock, self._writable)
-            self._keep(memoryview(frame)[sent:])
-        else:
-            self._keep(frame)
-
-    def _send_with(self, frame: bytes, descriptors: Sequence[int]) -> None:
-        # A frame with descriptors is not queued: the connection is closed when the socket's buffer is full, that is,
-        # when the other side does not read its replies.
         try:
-            if self._unsent:
-                raise BlockingIOError
-            sent = socket.send_fds(self.sock, [frame], list(descriptors))
+            kept = () if sent else _duplicates(descriptors)
         except OSError as error:
-            self.close(f"a descriptor could not be sent: {error}")
+            self.close(f"a descriptor could not be kept until the other side reads: {error}")
             return
-        if sent < len(frame):
-            self._loop.add_writer(self.sock, self._writable)
-            self._keep(memoryview(frame)[sent:])
-
-    def _keep(self, data: bytes | memoryview) -> None:
-        self._unsent.append(data)
-        self._unsent_bytes += len(data)
-        if self._unsent_bytes > MAX_UNSENT_BYTES:
+        if self._unsent and not kept and len(self._unsent[-1][0]) < JOINED_BYTES:
+            self._unsent[-1][0].extend(frame)
+        else:
+            self._unsent.append((bytearray(memoryview(frame)[sent:]), kept))
+        self._unsent_bytes += len(frame) - sent
+        self._unsent_descriptors += len(kept)
+        if self._unsent_bytes > self._max_unsent:
             self.close(f"the other side left {self._unsent_bytes} bytes unread")
+        self._settle()
 
     def _writable(self) -> None:
+        until = self._clock() + SLICE_S
         try:
-            while self._unsent:
-                sent = self.sock.send(self._unsent[0])
+            while self._unsent and self._clock() < until:
+                data, descriptors = self._unsent[0]
+                sent = _send(self.sock, data, descriptors)
                 self._unsent_bytes -= sent
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = memoryview(self._unsent[0])[sent:]
-                    return
+                self._unsent_descriptors -= len(descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if sent < len(data):
+                    del data[:sent]
+                    self._unsent[0] = data, ()
+                    break
                 self._unsent.popleft()
         except BlockingIOError:
-            return
+            pass
         except OSError as error:
             self.close(f"write failed: {error}")
             return
-        self._loop.remove_writer(self.sock)
+        if not self._unsent:
+            self._loop.remove_writer(self.sock)
+        self._settle()
+        if self._waiting and not self._paused:
+            self._slice_soon()
+
+    @property
+    def _paused(self) -> bool:
+        """True while the other side has to read answers before further frames of it are handled."""
+        if not self._pause_bytes:
+            return False
+        return self._unsent_bytes > self._pause_bytes or self._unsent_descriptors >= MAX_UNSENT_DESCRIPTORS
 
     def _readable(self) -> None:
         try:
@@ -120,15 +177,68 @@ class FrameConnection:
         if not data:
             self.close("closed by the other side")
             return
+        self._bodies = self._decoder.feed(data)
+        self._slice()
+
+    def _slice(self) -> None:
+        """Handle the frames that were read. Those that are left when the slice ends are handled in later slices."""
+        until = self._clock() + SLICE_S
         try:
-            for body in self._decoder.feed(data):
-                self.on_frame(body)
+            while not self._paused:
+                if next(self._work, self) is self:
+                    # The work on the last frame is complete.
+                    body = next(self._bodies, None)
+                    if body is None:
+                        self._wait(False)
+                        break
+                    self._work = self.on_frame(body) or iter(())
                 if not self._open:
                     return
+                if self._clock() >= until:
+                    self._wait(True)
+                    self._slice_soon()
+                    break
+            else:
+                self._wait(True)
+            self._settle()
         except ProtocolRefused as error:
             if self.on_broken is not None:
                 self.on_broken(error)
             self.close(str(error))
+
+    def _settle(self) -> None:
+        """Charge the bytes that the connection keeps now."""
+        if self._charge is None or not self._open:
+            return
+        kept = self._unsent_bytes + len(self._decoder)
+        if kept == self._charged:
+            return
+        try:
+            self._charge(kept - self._charged)
+        except LimitReached as error:
+            self.close(str(error))
+        else:
+            self._charged = kept
+
+    def _slice_soon(self) -> None:
+        """Handle further frames after the callbacks that are due now."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._next_slice)
+
+    def _next_slice(self) -> None:
+        self._scheduled = False
+        if self._open:
+            self._slice()
+
+    def _wait(self, waiting: bool) -> None:
+        """Record whether frames are left for a later slice: the socket is read only when none are."""
+        if waiting is not self._waiting:
+            self._waiting = waiting
+            if waiting:
+                self._loop.remove_reader(self.sock)
+            else:
+                self._loop.add_reader(self.sock, self._readable)
 
     def detach(self) -> tuple[socket.socket, bytes]:
         """Remove the callbacks. Returns the socket, which is the caller's from now on, and the bytes that were read and
@@ -144,5 +254,29 @@ class FrameConnection:
             return
         self.detach()
         self.sock.close()
+        for _, descriptors in self._unsent:
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._unsent.clear()
+        self._bodies, self._work = iter(()), iter(())
+        if self._charge is not None:
+            self._charge(-self._charged)
         self.on_closed(reason)
+
+
+def _send(sock: socket.socket, data: bytes | bytearray, descriptors: Sequence[int]) -> int:
+    """Send some of `data`, with `descriptors` beside the first byte. Returns the number of bytes that were sent."""
+    return socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
+
+
+def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
+    """Duplicates of the descriptors, for a frame that is sent later. Raises OSError and keeps none when the process has
+    no descriptor left."""
+    made: list[int] = []
+    try:
+        made.extend(map(os.dup, descriptors))
+    except OSError:
+        for descriptor in made:
+            os.close(descriptor)
+        raise
+    return tuple(made)

@@ -49,7 +49,6 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     """The members of the hash ring in the form that error texts show (`ring_members`)."""
     names: tuple[str, ...]
     """The names of the nodes on the hash ring."""
-    max_frame: int
     secret: Secret = Secret()
     """The setting `cluster_secret`; empty where there is none."""
 

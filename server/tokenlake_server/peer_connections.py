@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, T
 from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake_server.blocking_sockets import family
 from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
@@ -35,12 +37,18 @@ REDIAL_S = 0.1
 attempt without a listener fails at once and costs little."""
 HANDSHAKE_S = 5.0
 """Seconds after which a connection between daemons is closed whose handshake is not complete."""
-MAX_HANDSHAKES = 64
-"""Limit of the connections between daemons whose handshake is not complete; further ones are closed at once."""
+MAX_HANDSHAKES = 128
+"""Limit of the accepted connections whose handshake is not complete. Beyond it the oldest connection of the source
+address that has the most is closed: a peer completes its handshake long before as many others have connected."""
+MAX_HANDSHAKES_OF_SOURCE = 64
+"""The same limit for connections of one source address, so that no address keeps another one out."""
+UNSENT_BYTES, LEAST_UNSENT_BYTES = 32 << 20, peer.MAX_FRAME
+"""Limit of the bytes that wait to be sent to all other nodes together, which share it in equal parts; and the least
+part of a node."""
 MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
-"""Least seconds between two lines of the log about refusals of the same node."""
+"""Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
@@ -53,6 +61,8 @@ class _Handshake:
     """A connection whose other side has not yet proven its identity."""
 
     timer: asyncio.TimerHandle
+    source: str
+    """The source address of an accepted connection; empty where this daemon dialled."""
     dialled: str | None
     """The node that this daemon dialled; None where the other daemon dialled."""
     ended: asyncio.Future[None] | None
@@ -134,7 +144,7 @@ class PeerConnections:
         """Connect to the daemon of node `name` once and wait until the handshake has succeeded or failed. Raises
         OSError when there is no connection."""
         address = self._addresses[name]
-        sock = socket.socket(_family(address), socket.SOCK_STREAM)
+        sock = socket.socket(family(address), socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HANDSHAKE_S)
@@ -142,7 +152,7 @@ class PeerConnections:
                 # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
                 raise ConnectionRefusedError
             ended: asyncio.Future[None] = self._loop.create_future()
-            self._begin_handshake(sock, name, ended)
+            self._begin_handshake(sock, "", name, ended)
         except BaseException:
             sock.close()
             raise
@@ -152,7 +162,7 @@ class PeerConnections:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, (source, *_) = self._sock.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -160,16 +170,29 @@ class PeerConnections:
             self._loop.remove_reader(self._sock)
             self._loop.call_later(REDIAL_S, self._accept_again)
             return
-        if len(self._handshakes) >= MAX_HANDSHAKES:
-            sock.close()
+        self._make_room(source)
+        self._begin_handshake(sock, source, None, None)
+
+    def _make_room(self, source: str) -> None:
+        """Close the oldest connection whose handshake is not complete, where there are too many for another one from
+        the address `source`."""
+        accepted = Counter(handshake.source for handshake in self._handshakes.values() if handshake.source)
+        if accepted[source] >= MAX_HANDSHAKES_OF_SOURCE:
+            crowded = source
+        elif accepted.total() >= MAX_HANDSHAKES:
+            crowded = max(accepted, key=accepted.__getitem__)
+        else:
             return
-        self._begin_handshake(sock, None, None)
+        oldest = next(each for each, handshake in self._handshakes.items() if handshake.source == crowded)
+        oldest.close("its handshake was not complete when too many others had connected")
 
     def _accept_again(self) -> None:
         if not self._closing:
             self._loop.add_reader(self._sock, self._accept)
 
-    def _begin_handshake(self, sock: socket.socket, dialled: str | None, ended: asyncio.Future[None] | None) -> None:
+    def _begin_handshake(
+        self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def closed(reason: str) -> None:
@@ -182,13 +205,14 @@ class PeerConnections:
         connection = FrameConnection(
             self._loop,
             sock,
-            self._identity.max_frame,
+            peer.HANDSHAKE_BYTES,
             lambda body: self._continue_handshake(connection, handshake, body),
             closed,
             lambda error: self._refuse_handshake(connection, handshake, error),
+            max_unsent=max(LEAST_UNSENT_BYTES, UNSENT_BYTES // max(1, len(self._addresses))),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
-        handshake = self._handshakes[connection] = _Handshake(timer, dialled, ended, None)
+        handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None)
         if dialled is not None:
             handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
             connection.send(pack_frame(handshake.side.hello))
@@ -245,13 +269,12 @@ class PeerConnections:
     def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
         line. Peers repeat their attempts, so a refusal that was left out is logged later."""
-        # Name and reason may come from a process that has not proven its identity. Unprintable characters are replaced,
-        # so that it cannot forge lines of the log; names of nodes that are not peers share one entry of the map, so
-        # that it cannot make the map grow.
+        # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
+        # share one entry of the map, so that the map cannot grow.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None:
             name = f"{name} (not proven)"
-        line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
+        line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
@@ -267,6 +290,7 @@ class PeerConnections:
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
+        connection.max_frame = peer.MAX_FRAME
         connection.on_frame = lambda body: self._frame(connection, node, body)
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
@@ -324,12 +348,8 @@ class PeerConnections:
             connection.close("the daemon stops")
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
-
-
 def _listen(address: Address) -> socket.socket:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
+    sock = socket.socket(family(address), socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(tuple(address))

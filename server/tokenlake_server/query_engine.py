@@ -12,16 +12,18 @@ import logging
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from tokenlake.config import Address
-from tokenlake.errors import ConfigurationError, TokenLakeError, Unreachable
+from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
+from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.started_threads import started_threads
 
 __all__ = ["QueryEngine"]
 
@@ -35,6 +37,9 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 """Limit in seconds of the pause before an ended query engine is started again. The pause doubles, from `FIRST_PAUSE_S`
 on, each time that a process ended within this time."""
+MAX_ENGINES = 768
+"""Limit of the connections of engines that the query engine serves, each with a thread. Every tenant has an equal share
+of it."""
 STOP_S = 5.0
 """Seconds after which a query engine whose channel is closed is killed when it has not ended."""
 
@@ -47,10 +52,11 @@ class QueryEngine:
         start: supervision.Start,
         identity: PeerIdentity,
         addresses: Mapping[str, Address],
+        tenants: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Makes the daemon's side of the query engine; nothing is started yet. Raises `ConfigurationError` when the
-        package or torch is not installed."""
+        """Makes the daemon's side of the query engine; nothing is started yet. `tenants`: the number of tenants of the
+        daemon. Raises `ConfigurationError` when the package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
@@ -59,9 +65,13 @@ class QueryEngine:
         self._identity = identity
         self._addresses = dict(addresses)
         self._loop = loop
-        self._threads = ThreadPoolExecutor(DIAL_THREADS, thread_name_prefix="dial-query")
+        self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
         self._closing = False
+        self._share = max(1, MAX_ENGINES // tenants)
+        """Limit of the connections of one tenant's engines."""
+        self._engines: Counter[str] = Counter()
+        """The connections of engines that this process of the query engine serves, by tenant."""
         self.starts = 0
         """The number of query engine processes that this daemon has started."""
         self.report: supervision.Report | None = None
@@ -75,10 +85,14 @@ class QueryEngine:
 
     def connect_engine(self, tenant: str, layout: bytes) -> socket.socket:
         """A connection to the query engine, for an engine; the caller closes it. Raises `Unreachable` while no query
-        engine serves."""
+        engine serves, and `LimitReached` when the tenant has its share of connections."""
         refusal = Unreachable(f"the query engine of node '{self._start.node}' is not ready")
         if not self.ready:
             raise refusal
+        if self._engines[tenant] >= self._share:
+            raise LimitReached(
+                f"the query engine serves {self._share} connections of this tenant; no more are accepted"
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._hand_over(supervision.EngineConnected(tenant, layout), theirs)
@@ -86,6 +100,7 @@ class QueryEngine:
             # The channel to the query engine broke while the connection was sent over it.
             ours.close()
             raise refusal
+        self._engines[tenant] += 1
         return ours
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
@@ -97,9 +112,9 @@ class QueryEngine:
                 sock.setblocking(True)
                 self._hand_over(supervision.PeerConnected(hello.node), sock)
 
-    def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
+    def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:
-            self._channel.send(pack_frame(message), [sock.fileno()])
+            self._channel.send(pack_frame(message), [sock.fileno()] if sock else [])
 
     # -- the process
 
@@ -144,10 +159,18 @@ class QueryEngine:
 
         def closed(reason: str) -> None:
             self._channel = self.report = None
+            self._engines.clear()
             if not ended.done():
                 ended.set_result(None)
 
-        self._channel = FrameConnection(self._loop, ours, self._identity.max_frame, self._received, closed)
+        self._channel = FrameConnection(
+            self._loop,
+            ours,
+            peer.MAX_FRAME,
+            self._received,
+            closed,
+            max_unsent=2 * MAX_ENGINES * MAX_LAYOUT_BYTES,
+        )
         self._channel.send(pack_frame(self._start))
         try:
             await ended
@@ -162,33 +185,34 @@ class QueryEngine:
         message = decode(supervision.daemon_decoder, body)
         if isinstance(message, supervision.Report):
             self.report = message
+        elif isinstance(message, supervision.EngineEnded):
+            self._engines[message.tenant] -= 1
+        elif message.node in self._addresses:
+            self._threads.submit(self._dial, message.node, message.tenant)
         else:
-            self._threads.submit(self._dial, message.node)
+            reason = f"node '{message.node}' is not among the peers of this node"
+            self._hand_over(supervision.DialFailed(message.node, message.tenant, reason), None)
 
-    def _dial(self, node: str) -> None:
-        """Open a connection to another node's query engine, in a thread."""
+    def _dial(self, node: str, tenant: str) -> None:
+        """Open a connection to another node's query engine, for the queries of `tenant`, in a thread."""
         sock: socket.socket | None = None
         try:
-            address = self._addresses.get(node)
-            if address is None:
-                raise Unreachable(f"node '{node}' is not among the peers of this node")
-            sock = socket.create_connection(address, timeout=DIAL_S)
+            sock = socket.create_connection(self._addresses[node], timeout=DIAL_S)
             introduce(sock, self._identity, node, "query")
             sock.settimeout(None)
         except (OSError, TokenLakeError) as error:
             if sock is not None:
                 sock.close()
-            self._answer(supervision.DialFailed(node, str(error)), None)
+            self._answer(supervision.DialFailed(node, tenant, str(error)), None)
         else:
-            self._answer(supervision.DialSucceeded(node), sock)
+            self._answer(supervision.DialSucceeded(node, tenant), sock)
 
     def _answer(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         """Send the outcome of a dial to the query engine, from a thread."""
 
         def send() -> None:
             with sock or contextlib.nullcontext():
-                if self._channel is not None:
-                    self._channel.send(pack_frame(message), [sock.fileno()] if sock else [])
+                self._hand_over(message, sock)
 
         # A closed loop raises RuntimeError: the daemon may stop before the thread that dialled has returned.
         with contextlib.suppress(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -13,6 +12,7 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
+from tokenlake_server.started_threads import started_threads
 
 __all__ = ["SlotChecker"]
 
@@ -25,7 +25,7 @@ class SlotChecker:
     def __init__(self, arena: Arena, driver: Driver) -> None:
         self._arena = arena
         self._driver = driver
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self._thread = started_threads(1, "check")
         driver.carry_out(CheckSlot, self._start)
 
     def _start(self, instruction: CheckSlot) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tokenlake.core.learned import MAX_LEARNED_BYTES
 from tokenlake.errors import ConfigurationError
+from tokenlake_server.private_file import open_private
 
 __all__ = ["StateFile", "require_directory"]
 
@@ -60,7 +61,8 @@ class StateFile:
             return
         fresh = self.path.with_name(self.path.name + ".new")
         try:
-            fresh.write_bytes(_MAGIC + _digest(learned) + learned)
+            with open_private(fresh) as file:
+                file.write(_MAGIC + _digest(learned) + learned)
             fresh.replace(self.path)
         except OSError as error:
             if not self._complained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 
@@ -11,6 +12,8 @@ from tokenlake.config import ServerConfig, Tenant
 from tokenlake.errors import CredentialRefused
 
 __all__ = ["Tenants"]
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SECRET = hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest()
 """Secret of the tenant 'default'. It is public: a single tenant has no other tenant to be protected from, and every
@@ -29,6 +32,22 @@ class Tenants:
         self._tenants = config.tenants or (Tenant(name="default", secret=DEFAULT_SECRET, uids=allowed),)
         self.query_credential = secrets.token_hex(32)
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
+        if len(self._tenants) > 1 and os.getuid() in self._allowed:
+            log.warning(
+                "tenants are not protected from processes of uid %d, which may use this daemon and is its own uid: "
+                "through /proc they can open the memory of every tenant; run engines as other users, and leave the uid "
+                "out of 'allow_uids'",
+                os.getuid(),
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of tenants."""
+        return len(self._tenants)
+
+    def user(self, uid: int) -> int:
+        """The user id, or -1 for all users that may not use this daemon."""
+        return uid if uid in self._allowed else -1
 
     def is_query_engine(self, token: str | None) -> bool:
         """True when `token` is the credential of this daemon's query engine."""
@@ -38,6 +57,12 @@ class Tenants:
     def identify(self, uid: int, token: str | None) -> Tenant:
         """The tenant of a process with user id `uid` that sent `token`. Raises `CredentialRefused`, whose text never
         contains a token."""
+        if self.is_query_engine(token):
+            # It runs as the daemon's own user, who need not be allowed for that.
+            name = (token or "").partition(":")[2]
+            for tenant in self._tenants:
+                if tenant.name == name:
+                    return tenant
         if uid not in self._allowed:
             raise CredentialRefused(
                 f"uid {uid} may not use this daemon; add it to 'allow_uids' or to a tenant's 'uids'"
@@ -46,11 +71,6 @@ class Tenants:
             for tenant in self._tenants:
                 if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
                     return tenant
-            if self.is_query_engine(token):
-                name = token.partition(":")[2]
-                for tenant in self._tenants:
-                    if tenant.name == name:
-                        return tenant
             raise CredentialRefused("the token belongs to no tenant of this daemon")
         for tenant in self._tenants:
             if uid in tenant.uids:

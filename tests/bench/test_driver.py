@@ -117,7 +117,7 @@ def test_a_pull_delivers_each_end_once() -> None:
     receiver, _ = node(clock)
     sender, _ = node(clock, "b")
     sender.deliver(events.PeerUp("a", 1))
-    order = instructions.StartFetch(7, "b", "red", bytes(32), bytes(16), 4096, 1)
+    order = instructions.StartFetch(7, "b", "red", bytes(32), bytes(16), 4096, 1, 0.25)
     pull = Recorded(receiver, order, 5)
     receiver.receives[7] = pull
     pull.ask(sender)

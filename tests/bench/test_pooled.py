@@ -92,13 +92,14 @@ def test_a_router_waits_for_its_lookup() -> None:
 
 
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
-    """A match finds at most as many segments as a node has slots, and at least half as many."""
+    """Several nodes have the segments: a match finds more of them than one node has slots at best, and half as many at
+    worst."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    assert max(found) == 48
+    assert 48 < max(found) < 60
     assert min(found) >= 24
 
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
-from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged
+from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged, with_swarms
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
 from tokenlake_testing.clock import Clock
 
@@ -92,6 +92,27 @@ def test_one_copy_is_the_workload_itself() -> None:
     arrivals = [Arrival(float(at), 1000, chain(0, 100 + at)) for at in range(10)]
     for mine, theirs in zip(merged(arrivals, 1), arrivals, strict=True):
         assert (mine.at_s, mine.tokens, mine.chain.tolist()) == (theirs.at_s, theirs.tokens, theirs.chain.tolist())
+
+
+def test_the_requests_of_a_swarm_share_one_new_prefix() -> None:
+    first = Arrival(0.0, 512, np.array([7]))
+    answered = Arrival(50.0, 1024, np.array([7, 8]), follows=0, pause_s=1.0)
+    follower = Arrival(61.0, 1536, np.array([7, 8, 9]), follows=1, pause_s=2.0)
+    mixed = list(with_swarms([first, answered, follower], 4, 512, seed=3))
+    assert [each.at_s for each in mixed] == sorted(each.at_s for each in mixed)
+    assert len(mixed) == 3 + 3 * 4
+    assert [mixed[each.follows].at_s for each in mixed if each.follows is not None] == [0.0, 50.0]
+    for begins_s in (20.0, 40.0, 60.0):
+        swarm = [each for each in mixed if begins_s <= each.at_s < begins_s + 0.5]
+        chains = [each.chain.tolist() for each in swarm]
+        assert len(swarm) == 4
+        assert len({tuple(chain[:32]) for chain in chains}) == 1
+        behind = [number for chain in chains for number in chain[32:]]
+        assert len(behind) == len(set(behind)) > 0
+        others = {
+            number for each in mixed if not begins_s <= each.at_s < begins_s + 0.5 for number in each.chain.tolist()
+        }
+        assert not others & {number for chain in chains for number in chain}
 
 
 def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:

@@ -146,7 +146,7 @@ def test_a_request_that_is_too_large_is_not_sent(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(8, 1).tokens).keys * (1 << 17)
         with pytest.raises(LimitReached, match="max_frame"):
-            pool.match(keys * 2)
+            pool.store(keys * 2)
         assert pool.match(keys[:10]).hits == 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.side import CHEAP, DEAR, ENOUGH, SEGMENT, Bench, blocks_of, know, load, prefill, request
+from tests.connector.side import CHEAP, DEAR, ENOUGH, SEGMENT, TOKEN_S, Bench, blocks_of, know, load, prefill, request
 from tokenlake.errors import Unreachable
+from tokenlake.planner.costs import LEAST_FETCH_S
 from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
 
 
@@ -59,6 +60,23 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     (loads,) = plan.loads
     assert (loads.start, loads.stop, loads.local) == (0, 24, False)
     assert bench.counters.read().tokens_skipped_by_cost == 16
+
+
+def test_a_load_waits_at_most_half_as_long_as_its_prefill() -> None:
+    """Without measured prefills it has no limit, and a short load has that of a busy machine."""
+    bench, asked = Bench(), request(4001)
+    know(bench, asked, ["far"] * 500)
+    assert bench.place(asked) == 4000
+    (plan,) = bench.side.step([], lambda name: []).loads
+    assert plan.at_most_s == 0.0
+    prefill(bench)
+    load(bench, CHEAP, "far")
+    for number, (tokens, at_most_s) in enumerate([(4000, 4000 * TOKEN_S / 2), (SEGMENT, LEAST_FETCH_S)]):
+        asked = request(tokens + 1, f"long {number}", 30_000 * (number + 1))
+        know(bench, asked, ["far"] * (tokens // SEGMENT))
+        assert bench.place(asked) == tokens
+        (plan,) = bench.side.step([], lambda name: []).loads
+        assert plan.at_most_s == pytest.approx(at_most_s, rel=0.01)
 
 
 def test_token_counts_add_up() -> None:

@@ -45,7 +45,7 @@ class Lease:
         self.hits, self.incarnation, self._arrives = hits, incarnation, arrives
         self.released = False
 
-    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+    def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         return [np.full(1, index, np.uint8) for index in range(start, min(stop, self._arrives))]
 
     def release(self) -> None:

@@ -20,6 +20,8 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.instructions import Answer, CheckSlot, Instruction, Note, SendToPeer, Stamp, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
+from tokenlake.hints import Hints, Outlook
+from tokenlake.identity import TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.frames import decode, encode
@@ -186,13 +188,42 @@ def test_no_segment_lies_deeper_than_messages_can_say() -> None:
     cluster = calm(2)
     writer = cluster.join(0)
     cluster.run_for(0.05)
-    deepest = (1 << 32) - 1
+    deepest = (1 << 32) - 2
     refused(
         cluster.core(0),
         events.Requested(writer.processes[0].connection, engine.Prepare(1, join_keys(KEYS[:2]), deepest)),
         cluster.clock.now,
     )
     assert set(prepare(cluster, writer, KEYS[:1], deepest).codes) == {Code.RESERVED}
+
+
+@pytest.mark.parametrize("first", [(1 << 32) - 2, (1 << 32) - 1])
+def test_a_store_at_the_greatest_depth_leads_to_messages_that_other_nodes_accept(first: int) -> None:
+    """The record of the access counts one segment more than the index of the last one. A node that was sent 1 << 32
+    closed the connection of the node with the segment, and did so again with each message about it."""
+    cluster = calm(3)
+    writer = cluster.join(0)
+    cluster.run_for(0.05)
+    core, connection, sent = cluster.core(0), writer.processes[0].connection, []
+    [key] = placed(cluster, 1, 2)
+    try:
+        out = core.handle(events.Requested(connection, engine.Prepare(1, key, first)), cluster.clock.now)
+    except ValueError:
+        assert first + 1 == 1 << 32, "a depth that messages can say is refused"
+        return
+    [prepared] = [i.message for i in out if isinstance(i, Answer) and isinstance(i.message, engine.Prepared)]
+    for event in (
+        events.Requested(connection, engine.Commit(2, prepared.write, (0,), 3, bytes(16))),
+        events.PeerSent("n1", peer.Lookup(1, "red", key)),
+        events.PeerSent("n1", peer.Touched("red", key, Hints(Outlook.OVER))),
+    ):
+        sent += core.handle(event, cluster.clock.now)
+    core._context.store.evicted.append(core.store.get(TenantId("red"), key))  # type: ignore[arg-type]
+    sent += core.handle(events.SendDone(4711), cluster.clock.now)
+    messages = [each.message for each in sent if isinstance(each, SendToPeer)]
+    assert {type(message) for message in messages} >= {peer.LookupReply, peer.Evicted}
+    for message in messages:
+        assert decode(peer.peer_decoder, encode(message)) == message
 
 
 # -- mistakes of the rules
@@ -263,6 +294,11 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
         out = failed(core, events.Requested(reader.processes[0].connection, request), now)
     [ordered] = [each for each in out if isinstance(each, StartFetch)]
     lost = bytes([Code.LOST]) * (len(ordered.keys) // KEY_BYTES)
-    core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
+    out = core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
+    # The fetch asks the other candidates for the segments that did not come.
+    while further := [each for each in out if isinstance(each, StartFetch)]:
+        for each in further:
+            lost = bytes([Code.LOST]) * (len(each.keys) // KEY_BYTES)
+            out = core.handle(events.FetchDone(each.fetch, lost, bytes(8 * each.shards * len(lost))), now)
     core.check_integrity()
     assert not core.census()["transfers"]

@@ -225,6 +225,19 @@ def test_a_node_that_does_not_send_in_time_is_named() -> None:
     cluster.node(0).thaw()
 
 
+def test_a_node_that_delivers_nothing_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    cluster.node(0).silent = True
+    for request in ("r", "s"):
+        read(cluster, reader, keys, request)
+        funnel = explained(cluster, reader, request)
+        assert why(funnel) == {MissReason.TOO_SLOW: 2 * SIZE}
+        assert "n0" in detail(funnel, MissReason.TOO_SLOW)
+
+
 def test_segments_in_flight_are_pending() -> None:
     cluster = calm(1, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(0)

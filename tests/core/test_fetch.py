@@ -13,7 +13,7 @@ from tests.sim.engine import Engine
 from tokenlake.core import peers
 from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.grants import SHIPPED, SKIPPED
-from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
 from tokenlake.core.match import ASKED
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
@@ -233,8 +233,8 @@ def offering(share: float = 0.5) -> tuple[Cluster, Engine, list[SegmentKey]]:
 
 
 def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: float) -> list[engine.Fetched]:
-    """A fetch of `count` segments of node 2, which is frozen, so that it lasts for `seconds`. The list that its reply
-    will be in."""
+    """A fetch of `count` segments of node 2, which is frozen while it sends, so that it lasts for `seconds`. The list
+    that its reply will be in."""
     helper = cluster.join(2)
     cluster.run_for(0.05)
     others = placed(cluster, 2, 1, count, "read")
@@ -242,8 +242,11 @@ def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: fl
     cluster.run_for(1.0)
     found = match(cluster, reader, others)
     assert found.codes == bytes([Code.REMOTE] * count)
-    cluster.node(2).freeze()
+    sends = len(said(cluster, 2, SendBulk))
     fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, count, seconds)
+    while len(said(cluster, 2, SendBulk)) == sends:
+        cluster.run_for(0.0001)
+    cluster.node(2).freeze()
     cluster.run_for(0.01)
     assert cluster.core(0).census()["transfers"] == 1
     return fetched

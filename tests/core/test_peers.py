@@ -10,7 +10,7 @@ from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import ABORTED, deadline_s
-from tokenlake.core.peers import PINGED, SUSPECTED, Peers
+from tokenlake.core.peers import PINGED, SUSPECTED, UNANSWERED, Peers
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
@@ -123,7 +123,7 @@ def test_a_fetch_from_a_frozen_node_ends_at_its_deadline() -> None:
     began = cluster.clock.now
     assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOST] * 2
     assert cluster.clock.now - began < 0.060
-    assert cluster.core(2).counters[ABORTED] == 1
+    assert cluster.core(2).counters[UNANSWERED] == 1
     # The receiver has not returned yet: its slots are still reserved. Then they are free.
     cluster.run_for(0.2)
     assert not copies(cluster, keys[0]).get(2)

@@ -48,6 +48,18 @@ def test_sessions_beyond_the_limit_and_unknown_ones_are_refused() -> None:
     assert "session 4711 does not exist" in refused[1]
 
 
+def test_each_tenant_has_its_part_of_the_sessions() -> None:
+    cluster = calm(max_sessions=5, quotas={"red": 1.0, "blue": 1.0})
+    for connection, tenant in enumerate(("red", "red", "red", "blue", "blue", "blue"), 1):
+        cluster.node(0).deliver(events.Joined(connection, 1, tenant, 64, 2, 16, 0, 0))
+    refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
+    assert refused == [f"tenant '{name}' has 2 sessions, its part of 'max_sessions' of 5" for name in ("red", "blue")]
+    cluster.node(0).deliver(events.ProcessGone(1))
+    cluster.node(0).deliver(events.Joined(7, 1, "red", 64, 2, 16, 0, 0))
+    assert cluster.core(0).census()["sessions"] == 4
+    cluster.check()
+
+
 def test_remote_leases_are_renewed_until_the_engine_ends() -> None:
     cluster = calm(peer_lease_s=1.0)
     writer, reader = cluster.join(0), cluster.join(2)

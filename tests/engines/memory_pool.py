@@ -115,7 +115,7 @@ class MemoryLease:
         self.pool.fail("nodes")
         return [self.pool.node] * self.hits
 
-    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+    def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         self.pool.fail("fetch")
         if start > 0:
             self.pool.fail("second fetch")

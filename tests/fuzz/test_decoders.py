@@ -148,7 +148,7 @@ def test_packed_fields_add_up_or_are_refused(unpack: Any, data: st.DataObject) -
 
 
 def identity(node: str, secret: bytes) -> PeerIdentity:
-    return PeerIdentity(node, 1, 7, ("n0", "n1"), ("n0", "n1"), 1 << 20, Secret(secret))
+    return PeerIdentity(node, 1, 7, ("n0", "n1"), ("n0", "n1"), Secret(secret))
 
 
 handshakes = st.lists(st.sampled_from(kinds(peer.handshake_decoder)).flatmap(hostile), min_size=1, max_size=4)

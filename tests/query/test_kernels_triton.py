@@ -36,7 +36,7 @@ class FromHost:
         self._kernel = kernel
 
     def attend(self, queries: Stored, slots: list[NDArray[np.uint8]], layer: int) -> Partial:
-        """See `Kernel`."""
+        """Attention by the kernel under test over copies of the slots on its device; see `Kernel`."""
         return self._kernel.attend(queries, [torch.from_numpy(slot.copy()).to(DEVICE) for slot in slots], layer)
 
 

@@ -188,22 +188,22 @@ def test_views_are_opened_refused_or_unreachable(scene: Scene) -> None:
 
 
 def test_a_node_is_dialled_again_after_its_connection() -> None:
-    dialled: list[str] = []
-    peers = PeerClients(dialled.append, Counters())
-    first, second = peers.get("b"), peers.get("b")
-    assert dialled == ["b"]
+    dialled: list[tuple[str, str]] = []
+    peers = PeerClients(lambda node, tenant: dialled.append((node, tenant)), Counters())
+    first, second = peers.get("b", "red"), peers.get("b", "red")
+    assert dialled == [("b", "red")]
     ours, theirs = socket.socketpair()
-    peers.connected("b", ours)
+    peers.connected("b", "red", ours)
     client = first.result(0)
-    assert client is second.result(0) is peers.get("b").result(0)
+    assert client is second.result(0) is peers.get("b", "red").result(0)
     client.ask(Recorder(), 0, SHAPE, "float32", [(1, 1)], [draw_queries(0, 1).reshape(-1).view(np.uint8).data])
     client.deadline_missed()
     with pytest.raises(DeadlinePassed):
-        peers.get("b").result(0)
+        peers.get("b", "red").result(0)
     theirs.close()
     wait_until(lambda: not client.open, "it ended")
-    third = peers.get("b")
-    assert dialled == ["b", "b"]
-    peers.unreached("b", "nobody there")
+    third = peers.get("b", "red")
+    assert dialled == [("b", "red")] * 2
+    peers.unreached("b", "red", "nobody there")
     with pytest.raises(Unreachable, match="nobody there"):
         third.result(0)

@@ -6,8 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries
 from tests.robustness.live import wait_until
-from tokenlake.attention import AttentionShape, Partial, empty_partial
+from tokenlake.attention import AttentionShape, Partial, Stored, empty_partial
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -26,10 +25,11 @@ pytest.importorskip("torch")
 
 from tokenlake_query import compute_thread
 from tokenlake_query.compute_thread import MAX_KERNELS, Attention, ComputeThread, Task
-from tokenlake_query.kernels import Kernel, kernel_for
+from tokenlake_query.kernels import Kernel, Slot, kernel_for
 from tokenlake_query.peer_client import PeerClient, ResultHandler
 from tokenlake_query.rounds import Part, Round, Step, Threads
 from tokenlake_query.segments import Segments
+from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import Share, View
 
@@ -39,12 +39,11 @@ NO_POOL = cast(Pool, None)
 
 
 @pytest.fixture
-def threads() -> Iterator[Threads]:
+def threads() -> Threads:
     """The computing thread is not started: the tests put results themselves."""
     timer = TimerThread()
     timer.start()
-    with ThreadPoolExecutor(1) as fetching:
-        yield Threads(ComputeThread(), timer, fetching)
+    return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
 
 
 def view_of(segments: Segments) -> View:
@@ -153,7 +152,7 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
     tasks = [task(number, segments, layer) for number, (segments, layer) in enumerate(cases)]
     # All tasks are queued before the thread starts: they are one batch.
     for one_task in tasks:
-        worker.submit([one_task])
+        worker.submit([one_task], "red")
     worker.start()
     assert finished.wait(30)
     assert results.pop(len(cases) - 1) is None
@@ -168,7 +167,7 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
             came.set()
 
         segments, layer = cases[number]
-        alone.submit([Task(attention, layer, segments, draw_queries(number, 1 + number), lambda: True, done)])
+        alone.submit([Task(attention, layer, segments, draw_queries(number, 1 + number), lambda: True, done)], "red")
         assert came.wait(30)
         assert together is not None
         assert taken[0] is not None
@@ -193,7 +192,7 @@ def test_tasks_share_the_time_of_their_batch() -> None:
         )
 
     began = time.perf_counter_ns()
-    worker.submit([task(1, 4), task(3, 4), task(2, 2), task(9, 4, wanted=False)])
+    worker.submit([task(1, 4), task(3, 4), task(2, 2), task(9, 4, wanted=False)], "red")
     worker.start()
     assert finished.wait(30)
     assert 0 < sum(spent.values()) < time.perf_counter_ns() - began
@@ -237,7 +236,7 @@ def test_the_number_of_kept_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) 
             came.set()
 
         attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE + number))
-        worker.submit([Task(attention, 0, segments, draw_queries(number, TOKENS), lambda: True, done)])
+        worker.submit([Task(attention, 0, segments, draw_queries(number, TOKENS), lambda: True, done)], "red")
         assert came.wait(30)
         assert taken[0] is not None
     gc.collect()
@@ -268,3 +267,116 @@ def test_an_immediate_answer_counts_the_sent_bytes(threads: Threads) -> None:
         (bytes([Code.LOCAL]), 100, 50)
     ]
     assert np.array_equal(outputs, drawn(1).out)
+
+
+class Failing:
+    """A kernel that fails on queries that begin with `POISON`, and records the size of each call."""
+
+    POISON = 7.0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.entered = threading.Event()
+        self.proceed = threading.Event()
+        self.proceed.set()
+
+    def attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
+        self.calls.append((len(queries), len(slots)))
+        self.entered.set()
+        assert self.proceed.wait(30)
+        if (queries[:, 0, 0] == self.POISON).any():
+            raise MemoryError("no room for these queries")
+        return empty_partial(len(queries), HEADS, LAYOUT.value_dim)
+
+
+class Worker:
+    """A computing thread with a `Failing` kernel, and the order in which its tasks are done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel = Failing()
+        monkeypatch.setattr(compute_thread, "kernel_for", lambda layout, shape: self.kernel)
+        self.thread = ComputeThread()
+        self.done: dict[str, Partial | None] = {}
+        self.segments = Segments([Text(1, 1).content(0)] * 64)
+
+    def submit(self, name: str, tenant: str, tokens: int = 1, poison: bool = False, wanted: bool = True) -> None:
+        queries = draw_queries(0, tokens)
+        if poison:
+            queries[0, 0, 0] = Failing.POISON
+        attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+        task = Task(attention, 0, self.segments, queries, lambda: wanted, lambda partial: self._put(name, partial))
+        self.thread.submit([task], tenant)
+
+    def _put(self, name: str, partial: Partial | None) -> None:
+        self.done[name] = partial
+
+    def wait(self, tasks: int) -> list[str]:
+        wait_until(lambda: len(self.done) == tasks, "all tasks are done")
+        return list(self.done)
+
+
+SLOW_RATE = 24_000
+"""Query tokens times segments per second."""
+
+
+def _make_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the computing thread take every kernel for one of `SLOW_RATE`."""
+    products = HEADS * LAYOUT.segment_tokens * (LAYOUT.key_dim + LAYOUT.value_dim)
+    monkeypatch.setattr(compute_thread, "FIRST_RATE", SLOW_RATE * products)
+    monkeypatch.setattr(compute_thread._Cost, "measured", lambda *_: None)
+
+
+@pytest.mark.parametrize("tenant", ["red", "blue"])
+def test_a_task_that_fails_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
+    """Not the tasks with which it was batched, of its own tenant or of another one."""
+    worker = Worker(monkeypatch)
+    worker.submit("first", "red")
+    worker.submit("poison", tenant, poison=True)
+    worker.submit("last", "red")
+    worker.thread.start()
+    assert set(worker.wait(3)) == {"first", "poison", "last"}
+    assert worker.done["poison"] is None
+    assert worker.done["first"] is not None
+    assert worker.done["last"] is not None
+
+
+def test_a_huge_task_is_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of another tenant are computed between its slices, one after the other."""
+    _make_slow(monkeypatch)
+    worker = Worker(monkeypatch)
+    worker.kernel.proceed.clear()
+    worker.submit("huge", "red", tokens=4096)
+    worker.submit("first", "blue")
+    worker.thread.start()
+    assert worker.kernel.entered.wait(30)
+    worker.submit("second", "blue")
+    worker.kernel.proceed.set()
+    assert worker.wait(3)[-1] == "huge"
+    computed = [rows * segments for rows, segments in worker.kernel.calls]
+    assert max(computed) <= SLOW_RATE * compute_thread.SLICE_S
+    assert sum(computed) == (4096 + 1 + 1) * len(worker.segments)
+
+
+def test_the_rest_of_an_unwanted_task_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_slow(monkeypatch)
+    worker = Worker(monkeypatch)
+    answers = iter([True, True, False])
+    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    queries = draw_queries(0, 4096)
+    task = Task(attention, 0, worker.segments, queries, lambda: next(answers, False), lambda it: worker._put("it", it))
+    worker.thread.submit([task], "red")
+    worker.thread.start()
+    worker.wait(1)
+    assert worker.done == {"it": None}
+    assert len(worker.kernel.calls) == 2
+
+
+def test_the_timer_forgets_finished_rounds() -> None:
+    """Their deadlines may be years away."""
+    timer = TimerThread()
+    timer.start()
+    threads = Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
+    for _ in range(1000):
+        Scene(threads, deadline_s=1e9).round.put(0, None, drawn(1))
+        Scene(threads, deadline_s=1e9).round.cancel()
+    assert len(timer) < 200

@@ -15,6 +15,7 @@ from tests.server import test_limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
+PEER_FAULTS = ("bulk-dead", "bulk-one-way")
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 
 
@@ -29,7 +30,8 @@ def test_a_promise_is_kept(cell: Cell) -> None:
 
 def test_each_subject_meets_each_fault() -> None:
     names = [cell.name for cell in CELLS] + list(MEANINGLESS)
-    assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in product(SUBJECTS, FAULTS))
+    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS)]
+    assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in pairs)
 
 
 def test_the_page_has_a_row_for_each() -> None:

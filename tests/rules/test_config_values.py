@@ -58,7 +58,6 @@ from tokenlake.errors import ConfigurationError
         ("max_sessions", 0),
         ("max_sessions", 2.0),
         ("max_sessions", False),
-        ("max_frame", "1KiB"),
         ("huge_pages", "yes"),
         ("huge_pages", 1),
         ("state_directory", "state"),

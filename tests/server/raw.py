@@ -29,9 +29,12 @@ LIMIT_S = 20.0
 class Raw:
     """A socket and frames; a context manager."""
 
-    def __init__(self, address: Path | tuple[str, int]) -> None:
+    def __init__(self, address: Path | tuple[str, int], source: str = "") -> None:
+        """`source`: the address from which to connect; empty: any."""
         family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
+        if source:
+            self.sock.bind((source, 0))
         # The socket is blocking: with a timeout, a full backlog would be an error at once.
         self.sock.connect(str(address) if isinstance(address, Path) else address)
         self.sock.settimeout(LIMIT_S)
@@ -124,7 +127,6 @@ def identity_of(node: Node) -> PeerIdentity:
         ring.epoch,
         ring_members(ring, rules.members),
         tuple(ring.members),
-        config.max_frame,
         config.cluster_secret,
     )
 

@@ -14,7 +14,7 @@ from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdent
 
 SECRET = Secret(b"s" * 16)
 MEMBERS = ("a", "b", "c-of-the-ring")
-A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, 1 << 20, SECRET)
+A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, SECRET)
 B = replace(A, node="b", incarnation=6)
 NONCE_A, NONCE_B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
 

@@ -14,8 +14,8 @@ from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, re
 from tests.server.raw import Raw, hello
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake_client import MatchOptions, Pool
-from tokenlake_server.engine_connection import MAX_KEYS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live

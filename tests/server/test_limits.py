@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
 import itertools
 import mmap
 import os
@@ -18,6 +20,7 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     PATIENT_S,
     Prompt,
     daemons,
@@ -31,11 +34,15 @@ from tests.robustness.live import (
 from tests.server.raw import Raw, hello
 from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
-from tokenlake.identity import NodeId
+from tokenlake.identity import NodeId, SessionId
 from tokenlake.layout import Layout
 from tokenlake.ring import Ring
 from tokenlake.wire import Code, engine, pack_frame
-from tokenlake_server.engine_connection import MAX_IN_FLIGHT, MAX_KEYS
+from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
+from tokenlake_client import Pool
+from tokenlake_server.engine_connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
+from tokenlake_server.engine_listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
+from tokenlake_server.kept_bytes import MAX_OF_CONNECTION
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -48,6 +55,13 @@ WIDE = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
 def cluster() -> Iterator[Cluster]:
     with daemons() as cluster:
         yield cluster
+
+
+def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
+    """Keys whose directory node is this one, without end."""
+    ring, draw = Ring({NodeId(each.name): 1 for each in cluster.nodes}), random.Random(2)
+    drawn = (draw.randbytes(32) for _ in itertools.count())
+    return (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[node].name)
 
 
 def regions_mapped(node: Node) -> int:
@@ -141,12 +155,9 @@ def test_requests_in_flight_are_bounded() -> None:
             raw.send(hello())
             assert isinstance(raw.reply(), engine.Welcome)
             cluster.nodes[1].freeze()
-            draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
             # The frozen node is the directory node of each key, so that every match waits for it.
-            ring = Ring({NodeId(each.name): 1 for each in cluster.nodes})
-            drawn = (draw.randbytes(32) for _ in itertools.count())
-            keys = (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[1].name)
+            keys = keys_at(cluster, 1)
             raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
             # A hint has no reply, so that the bound on requests in flight does not apply.
             raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
@@ -163,10 +174,182 @@ def test_requests_in_flight_are_bounded() -> None:
 def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(4, 1).tokens).keys * (MAX_KEYS + 1)
-        for ask in (pool.match, pool.store):
-            with pytest.raises(LimitReached, match="'max_keys' is 65536"):
-                ask(keys)
+        with pytest.raises(LimitReached, match="'max_keys' is 1024"):
+            pool.store(keys)
+        with Raw(cluster.nodes[0].socket) as raw:
+            raw.send(hello())
+            raw.reply()
+            raw.send(engine.Match(2, b"".join(keys), 0.1))
+            failed = raw.reply()
+            assert isinstance(failed, engine.Failed)
+            assert (failed.kind, "'max_keys' is 1024" in failed.reason) == (LimitReached.__name__, True)
         assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
+
+
+def test_a_match_of_more_keys_than_one_request_has_finds_the_first_ones() -> None:
+    prompt = Prompt(6, 4)
+    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        keys = pool.prefix(prompt.tokens).keys
+        with pool.match([*keys, *[keys[0]] * MAX_KEYS], deadline_s=PATIENT_S) as lease:
+            assert lease.hits == MAX_KEYS
+            assert lease.codes == bytes([Code.LOCAL]) * MAX_KEYS + bytes([Code.SESSION_LIMIT]) * len(keys)
+
+
+def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
+    """The daemon refuses the frame before it decodes the ranges. It once spent seconds on one."""
+    with Raw(cluster.nodes[0].socket) as raw:
+        raw.send(hello())
+        raw.reply()
+        raw.write(pack_frame(engine.Release(((1, 0, 1),) * 100_000)))
+        failed = raw.reply()
+        assert isinstance(failed, engine.Failed)
+        assert f"length <= {MAX_RANGES}" in failed.reason
+        assert raw.closed()
+
+
+def test_a_client_gives_back_more_ranges_than_one_release_has() -> None:
+    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+        prompt, node = Prompt(7, 1), cluster.nodes[0]
+        store(pool, prompt)
+        leases = [pool.match(pool.prefix(prompt.tokens).keys * 1024, deadline_s=PATIENT_S) for _ in range(3)]
+        # The arrays over every second segment keep it leased, so that no two released ranges touch.
+        arrays = [lease.fetch(at, at + 1) for lease in leases for at in range(0, 1024, 2)]
+        with pool._grants.lock:
+            for lease in leases:
+                pool._grants._give_back(lease._hold, 0, lease._hold.release(0, 1024))
+            assert len(pool._grants._releases) > MAX_RANGES
+        pool._grants.sweep()
+        del arrays
+        gc.collect()
+        pool._grants.sweep()
+        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "all are given back")
+        assert pool.connected
+
+
+def test_an_engine_with_unread_answers_opens_a_region() -> None:
+    """The answers fill the socket's buffer, so that the descriptor has to wait. The daemon once closed
+    the connection."""
+    prompt = Prompt(8, 1)
+    with (
+        daemons(1, "64MiB", "16MiB") as cluster,
+        cluster.connect(0, LAYOUT) as pool,
+        Raw(cluster.nodes[0].socket) as raw,
+    ):
+        store(pool, prompt)
+        raw.send(hello())
+        raw.reply()
+        # Each answer has a byte for each key.
+        keys, matches = random.Random(8).randbytes(32 * MAX_KEYS), 400
+        for number in range(2, 2 + matches):
+            raw.send(engine.Match(number, keys, 0.1))
+        raw.send(engine.OpenRegion(1000, 0))
+        raw.send(engine.Heartbeat(1001))
+        wait_until(lambda: cluster.nodes[0].metrics()["tokenlake_match_requests_total"] >= matches, "all are answered")
+        received, descriptors = b"", list[int]()
+        while len(descriptors) < 1:
+            part, found, _, _ = socket.recv_fds(raw.sock, 1 << 16, 4)
+            assert part, "the daemon closed the connection"
+            received, descriptors = received + part, descriptors + found
+        while not received.endswith(pack_frame(engine.HeartbeatReply(1001, True))):
+            part = raw.sock.recv(1 << 16)
+            assert part
+            received += part
+        assert len(received) > 256 << 10
+        assert os.fstat(descriptors[0]).st_size >= 16 << 20
+        os.close(descriptors[0])
+
+
+TENANTS = """
+max_sessions = 8
+allow_uids = [{uid}]
+
+[[tenants]]
+name = "red"
+secret = "{red}"
+tokens = ["red-token-0123456789"]
+
+[[tenants]]
+name = "blue"
+secret = "{blue}"
+tokens = ["blue-token-0123456789"]
+"""
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> str:
+    """The path of a configuration file with two tenants and 8 sessions."""
+    file = tmp_path / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
+    return str(file)
+
+
+def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
+    with daemons(config=tenants) as cluster, contextlib.ExitStack() as pools:
+        socket_ = cluster.nodes[0].socket
+
+        def connect(name: str, session: SessionId | None = None) -> Pool:
+            token = f"{name}-token-0123456789"
+            return pools.enter_context(
+                Pool.connect(socket_, LAYOUT, token, deadlines=PATIENT, session=session or SessionId(0))
+            )
+
+        red = [connect("red") for _ in range(4)]
+        with pytest.raises(LimitReached, match="tenant 'red' has 4 sessions, its part of 'max_sessions' of 8"):
+            connect("red")
+        blue = [connect("blue") for _ in range(4)]
+        with pytest.raises(LimitReached, match="'max_sessions' of 8 sessions"):
+            connect("blue")
+        for _ in range(8 * PROCESSES_PER_SESSION // 2 - 4):
+            connect("red", red[0].session)
+        with pytest.raises(LimitReached, match="64 processes of tenant 'red' are connected, its part of 128"):
+            connect("red", red[0].session)
+        connect("blue", blue[0].session)
+
+
+def test_connections_without_a_hello_keep_no_engine_out_and_little_memory(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with contextlib.ExitStack() as silent:
+        rows = [silent.enter_context(Raw(node.socket)) for _ in range(MAX_UNPROVEN + 6)]
+        for raw in rows[:6]:
+            failed = raw.reply()
+            assert isinstance(failed, engine.Failed)
+            assert f"{MAX_UNPROVEN} newer connections" in failed.reason
+        with cluster.connect(0, LAYOUT) as pool:
+            assert outcomes(store(pool, Prompt(9, 1))) == {Code.COMMITTED}
+            # The newest ones are still open, and one that says Hello is served.
+            rows[-1].send(hello())
+            assert isinstance(rows[-1].reply(), engine.Welcome)
+    with Raw(node.socket) as raw:
+        raw.write((HELLO_BYTES + 1).to_bytes(4, "little"))
+        failed = raw.reply()
+        assert isinstance(failed, engine.Failed)
+        assert f"at most {HELLO_BYTES}" in failed.reason
+        assert raw.closed()
+
+
+def test_waiting_matches_are_bounded_in_bytes() -> None:
+    """Matches that wait for a frozen node, each of as many keys as one may have."""
+    with daemons(2, suspect_ms="20000") as cluster:
+        node = cluster.nodes[0]
+        with Raw(node.socket) as raw:
+            raw.send(hello())
+            assert isinstance(raw.reply(), engine.Welcome)
+            cluster.nodes[1].freeze()
+            keys, count = b"".join(itertools.islice(keys_at(cluster, 1), MAX_KEYS)), 100
+            for number in range(2, 2 + count):
+                raw.send(engine.Match(number, keys, 2.0))
+            replies = [raw.reply() for _ in range(count)]
+            cluster.nodes[1].thaw()
+            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
+            assert 0 < len(refused) < count
+            assert "'connection_bytes'" in refused[0].reason
+            waited = count - len(refused)
+            assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
+            # Everything was answered, so that as many matches may wait again.
+            raw.send(engine.Match(1, keys, 0.1))
+            assert isinstance(raw.reply(), engine.Matched)
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:

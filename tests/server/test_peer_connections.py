@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -12,6 +13,7 @@ import pytest
 from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
+from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
@@ -37,6 +39,32 @@ def test_rings_that_differ_are_named_on_both_sides() -> None:
             assert node.page("/health")
             assert total(node, "tokenlake_peers_connected") == 0
             assert node.stop() == 0
+
+
+def test_a_process_that_has_proven_nothing_sends_short_frames_only() -> None:
+    """The limit of both sides is part of the protocol. It was once the setting `max_frame`: nodes whose settings
+    differed closed their connections again and again."""
+    with daemons(2) as cluster:
+        member, node = cluster.nodes
+        with Raw(peer_address(node)) as raw:
+            raw.write((peer.HANDSHAKE_BYTES + 1).to_bytes(4, "little"))
+            refused = raw.answer()
+            assert isinstance(refused, peer.PeerRefused)
+            assert f"at most {peer.HANDSHAKE_BYTES}" in refused.reason
+            assert raw.closed()
+        identity = identity_of(member)
+        member.kill()
+        with Raw(peer_address(node)) as raw:
+            assert isinstance(introduce(raw, identity, node.name, "control"), peer.PeerWelcome)
+            wait_until(lambda: _connected(node), "the member is connected")
+            count = (peer.MAX_FRAME - 1024) // 32
+            raw.send(peer.Corrupt("default", bytes(32 * count)))
+            raw.send(peer.Ping(7, (0.0, 0.0, 0.0), 0.0))
+            while not isinstance(said := decode(peer.peer_decoder, raw.body()), peer.Pong):
+                pass
+            assert said.call == 7
+            raw.write((peer.MAX_FRAME + 1).to_bytes(4, "little"))
+            _until_logged(node, lambda text: f"at most {peer.MAX_FRAME} are accepted" in text)
 
 
 def test_two_nodes_of_one_name() -> None:
@@ -102,3 +130,37 @@ def test_a_dialler_that_dies_in_the_handshake(cluster: Cluster, purpose: peer.Pu
     with Raw(peer_address(node)) as raw:
         assert isinstance(introduce(raw, identity, node.name, "bulk"), peer.PeerWelcome)
     assert "Traceback" not in node.log.read_text()
+
+
+def test_silent_connections_keep_no_peer_out() -> None:
+    """They stay open, and further ones take the place of each that the daemon closes."""
+    with daemons(2) as cluster, contextlib.ExitStack() as stack:
+        member, node = cluster.nodes
+        identity = identity_of(member)
+        member.kill()
+        silent = [stack.enter_context(Raw(peer_address(node))) for _ in range(70)]
+        purposes: list[peer.Purpose] = ["control", "bulk", "query"]
+        for purpose in purposes:
+            with Raw(peer_address(node)) as raw:
+                assert isinstance(introduce(raw, identity, node.name, purpose), peer.PeerWelcome)
+            silent += [stack.enter_context(Raw(peer_address(node))) for _ in range(10)]
+        member.start()
+        wait_until(lambda: _connected(member) and _connected(node), "the two nodes know each other")
+
+
+def test_connections_of_one_address_close_none_of_another() -> None:
+    """Each source address has a share of the connections that have not proven their identity."""
+    with daemons(2) as cluster, contextlib.ExitStack() as stack:
+        member, node = cluster.nodes
+        # Any address of the network 127/8 is one of this machine.
+        with Raw(peer_address(node), "127.0.0.2") as raw:
+            dialler = Dialler(identity_of(member), node.name, secrets.token_bytes(NONCE_BYTES), "bulk")
+            raw.send(dialler.hello)
+            challenge = raw.answer()
+            for _ in range(200):
+                stack.enter_context(Raw(peer_address(node)))
+            with Raw(peer_address(node)) as last:
+                assert isinstance(introduce(last, identity_of(member), node.name, "bulk"), peer.PeerWelcome)
+            assert isinstance(challenge, peer.PeerChallenge)
+            raw.send(dialler.answer(challenge))
+            assert isinstance(raw.answer(), peer.PeerWelcome)

@@ -63,8 +63,8 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
-        identity = PeerIdentity("a", 1, 1, ("a",), ("a",), 1 << 20)
-        query_engine = QueryEngine(Start("", "a", ""), identity, {}, loop)
+        identity = PeerIdentity("a", 1, 1, ("a",), ("a",))
+        query_engine = QueryEngine(Start("", "a", ""), identity, {}, 1, loop)
         assert await asyncio.to_thread(started.wait, LIMIT_S)
         await query_engine.close()
 

@@ -11,9 +11,11 @@ import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_until
 from tests.server.raw import Raw, hello
+from tokenlake.config import load_config
 from tokenlake.errors import CredentialRefused, LimitReached, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
+from tokenlake_server.tenants import Tenants
 
 pytestmark = pytest.mark.live
 
@@ -100,6 +102,16 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
             assert not mapped["red"] & mapped["blue"]
             with pytest.raises(Refused, match="another tenant"):
                 Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
+
+
+def test_the_query_engine_needs_no_allowed_uid(tmp_path: Path) -> None:
+    """It runs as the daemon's user, who should not be allowed where there are several tenants."""
+    text = TENANTS.format(uid=os.getuid() + 1, red="aa" * 32, blue="bb" * 32)
+    tenants = Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
+    assert tenants.identify(os.getuid(), f"{tenants.query_credential}:blue").name == "blue"
+    for token in ("blue-token-0123456789", None, f"{tenants.query_credential}:green", ":blue"):
+        with pytest.raises(CredentialRefused):
+            tenants.identify(os.getuid(), token)
 
 
 CONNECT_AS_NOBODY = """

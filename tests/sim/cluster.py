@@ -102,6 +102,7 @@ class Cluster(World):
         """End all faults and all engines, let every deadline pass, and have every primary copy advertised again."""
         for node in self.nodes.values():
             node.thaw()
+            node.speak()
             if node.core is None:
                 node.start()
         for link in self._links.values():

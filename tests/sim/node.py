@@ -52,6 +52,10 @@ class SimNode:
         """By connection."""
         self.links: Mapping[str, Connection] = {}
         """By the other node's name."""
+        self.silent = False
+        """Its bulk path is dead: it answers no transfer, and every message."""
+        self.answers_probes = False
+        """While it is silent it still answers transfers of no segments."""
         self.start()
 
     # -- life
@@ -100,6 +104,10 @@ class SimNode:
         """SIGSTOP."""
         self.life.freeze()
 
+    def speak(self) -> None:
+        """The bulk path answers again."""
+        self.silent = False
+
     def thaw(self) -> None:
         """SIGCONT."""
         self.life.thaw()
@@ -109,7 +117,7 @@ class SimNode:
         return self.links[other].up
 
     def deliver(self, event: events.Event) -> None:
-        """See `NodeDriver`; the event is for the present life."""
+        """Hand an event to the rules of the node, in its present life; see `NodeDriver`."""
         self.life.deliver(event)
 
     def _observe(self, event: events.Event, orders: list[instructions.Instruction]) -> None:
@@ -134,13 +142,13 @@ class SimNode:
     # -- engines
 
     def answer(self, order: instructions.Answer) -> None:
-        """See `tokenlake_testing.driver.Engines`."""
+        """Send a reply to an engine's process; see `tokenlake_testing.driver.Engines`."""
         process = self.processes.get(order.connection)
         if process is not None:
             process.down.send(order.message)
 
     def welcome(self, order: instructions.Welcomed) -> None:
-        """See `tokenlake_testing.driver.Engines`."""
+        """Tell an engine's process which session it joined; see `tokenlake_testing.driver.Engines`."""
         process = self.processes.get(order.connection)
         if process is not None:
             process.down.send(order)
@@ -148,21 +156,22 @@ class SimNode:
     # -- network
 
     def say(self, order: instructions.SendToPeer) -> None:
-        """See `tokenlake_testing.driver.Network`."""
+        """Send a frame to a peer; see `tokenlake_testing.driver.Network`."""
         self.links[order.node].say(self.name, order.message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        """See `tokenlake_testing.driver.Network`."""
+        """Begin a transfer of segments from a peer; see `tokenlake_testing.driver.Network`."""
         return Transfer(self, self.links[order.node].ends[order.node], order, self.cluster.next_id())
 
     # -- memory
 
     def stamp(self, order: instructions.Stamp) -> None:
-        """See `tokenlake_testing.driver.Memory`."""
+        """Write the generation numbers of slots into the arena; see `tokenlake_testing.driver.Memory`."""
         self.arena.stamp(unpack_slots(order.slots))
 
     def check(self, order: instructions.CheckSlot) -> None:
-        """See `tokenlake_testing.driver.Memory`."""
+        """Compare the bytes of a slot with its checksums, after a random delay, and record a slot with wrong bytes; see
+        `tokenlake_testing.driver.Memory`."""
         life, arena, clock = self.life, self.arena, self.cluster.clock
         (slot,) = unpack_slots(order.slot)
 
@@ -180,7 +189,7 @@ class SimNode:
         clock.after(clock.delay_s(), checked)
 
     def replace(self, order: instructions.ReplaceRegion) -> None:
-        """See `tokenlake_testing.driver.Memory`."""
+        """Add the new region to the arena, 10 ms later; see `tokenlake_testing.driver.Memory`."""
         life = self.life
 
         def ready() -> None:

@@ -156,7 +156,10 @@ class ClusterMachine(RuleBasedStateMachine):
     # -- nodes and network
 
     @rule(
-        node=nodes, fault=st.sampled_from(("freeze", "crash")), seconds=st.sampled_from((0.03, 0.4, 1.5)), pause=PAUSES
+        node=nodes,
+        fault=st.sampled_from(("freeze", "crash", "silent")),
+        seconds=st.sampled_from((0.03, 0.4, 1.5)),
+        pause=PAUSES,
     )
     def node_fault(self, node: int, fault: str, seconds: float, pause: float) -> None:
         target = self.cluster.node(node)
@@ -165,6 +168,9 @@ class ClusterMachine(RuleBasedStateMachine):
             if fault == "freeze":
                 target.freeze()
                 self.cluster.clock.after(seconds, lambda: target.thaw() if target.incarnation == life else None)
+            elif fault == "silent":
+                target.silent = True
+                self.cluster.clock.after(seconds, target.speak)
             else:
                 target.crash()
                 self.cluster.clock.after(seconds, lambda: target.start() if target.core is None else None)

@@ -82,11 +82,11 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
         self._context.emit(AbortFetch(fetch))
         if transfer is not None:
             count = len(transfer.segments)
-            returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count))
+            returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count), None)
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
         if fetch in self._under_way:
-            returned(self, fetch, codes, checksums)
+            returned(self, fetch, codes, checksums, answered)
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
@@ -98,8 +98,8 @@ def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
-        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums)
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
+        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered)
 
     patch.setattr(Transfers, "done", done)
 

@@ -31,6 +31,8 @@ class End(Protocol):
     name: str
     life: NodeDriver
     arena: Arena
+    silent: bool
+    answers_probes: bool
 
     @property
     def core(self) -> NodeCore | None:
@@ -59,6 +61,7 @@ class Transfer(Pull):
         self._pieces: list[tuple[int, int, SlotRef]] = []
         self._stall = self.clock.random.random() < self.clock.stall_share
         self.clock.after(self.clock.delay_s(), self._ask)
+        self.clock.after(order.answer_s, self._give_up)
 
     # -- the sender's side
 
@@ -73,11 +76,13 @@ class Transfer(Pull):
         if self.source.core is None or not self.target.connected(self.source.name):
             self.fail()
             return
+        if self.source.silent and (self.order.keys or not self.source.answers_probes):
+            return
         self._from = self.source.arena
         self.ask(self.source.life)
 
     def send(self, bulk: SendBulk) -> None:
-        """See `Pull`."""
+        """Send the segments that the sender has, shard by shard, each after a random delay; see `Pull`."""
         slots = iter(unpack_slots(bulk.slots))
         size = 8 * SHARDS
         for index, code in enumerate(bulk.codes):
@@ -115,8 +120,13 @@ class Transfer(Pull):
     # -- the receiver's side
 
     def abort(self) -> None:
-        """See `Pull`. The receiver's thread takes its own time to return."""
+        """End the transfer without the missing bytes. The receiver's thread takes its own time to return. See
+        `Pull`."""
         self.clock.after(self.clock.random.uniform(0.0, 0.1), self._return)
+
+    def _give_up(self) -> None:
+        if not self.answered:
+            self._return()
 
     def fail(self) -> None:
         """The connection broke: both ends return."""

@@ -79,7 +79,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             kinds.whole(1, 65536),
-            "limit of engines that are connected at a time",
+            "limit of engines that are connected at a time; each of several tenants may have an equal part",
             why="8 engines of 8 ranks, with room for restarts; the limit bounds file descriptors and maps",
         ),
     ] = 256

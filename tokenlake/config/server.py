@@ -95,14 +95,6 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="ten slow round trips under load",
         ),
     ] = 250.0
-    max_frame: Annotated[
-        int,
-        Setting(
-            kinds.size(64 << 10, 1 << 30),
-            "limit of the size of a message",
-            why="a match over 128K tokens takes less than 100 KiB; bytes of segments are not part of a message",
-        ),
-    ] = 4 << 20
     huge_pages: Annotated[
         bool,
         Setting(

@@ -57,7 +57,8 @@ def of_flags(flags: Mapping[str, object]) -> Iterator[Given]:
 
 
 def _line(name: str, text: str) -> str:
-    """The suffix `, line N` for a top-level name. The line is found without parsing; empty where it is not found, for
+    """Returns the text `, line N` for error messages: N is the line of the TOML text `text` on which the setting or
+    table `name` begins. The line is found without a TOML parser; the result is empty where it is not found, for
     instance because the name is quoted."""
     pattern = re.compile(rf"\s*(?:\[\[?\s*)?{re.escape(name)}\s*[=.\]]")
     lines = [number for number, line in enumerate(text.split("\n"), 1) if pattern.match(line)]

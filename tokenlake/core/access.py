@@ -28,9 +28,13 @@ __all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_
 MAX_RECENT_MATCHES = 32
 """Number of matches with missing segments that a session remembers: an upper bound on the requests that its engine
 computes at a time."""
+MAX_RECENT_BYTES = 64 << 10
+"""Limit of the bytes of their keys: those of 32 prompts of 64 segments, or of 2 of the longest prompts of a match."""
 MAX_REPORTED = 4096
 """Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
 not reported."""
+TOUCHED = 128
+"""Keys of one report: the owner takes up to 5 us for each, during which it serves no other message."""
 _READY = State.READY
 
 
@@ -84,12 +88,17 @@ class RecentMatches:
     these prompts, which get the access records of the matches."""
 
     def __init__(self) -> None:
-        self._matches: deque[tuple[bytes, AccessRecord]] = deque(maxlen=MAX_RECENT_MATCHES)
+        self._matches: deque[tuple[bytes, AccessRecord]] = deque()
+        self._nbytes = 0
 
     def add(self, keys: bytes, access: AccessRecord) -> None:
         """Remember the match of the prompt with the concatenated `keys`, of which the engine will compute the missing
         segments."""
         self._matches.append((keys, access))
+        self._nbytes += len(keys)
+        while len(self._matches) > MAX_RECENT_MATCHES or self._nbytes > MAX_RECENT_BYTES:
+            oldest, _ = self._matches.popleft()
+            self._nbytes -= len(oldest)
 
     def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
         """Returns the access record of the request that stores `keys`, the first of which is segment `first` of its
@@ -215,7 +224,9 @@ class Touches:
         batches, self._batches = self._batches, {}
         for (node, tenant), batch in batches.items():
             for report, keys in batch.keys.items():
-                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), *report))
+                for start in range(0, len(keys), TOUCHED):
+                    part = join_keys(keys[start : start + TOUCHED])
+                    self._peers.tell(node, wire.Touched(tenant, part, *report))
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""

@@ -4,6 +4,7 @@ counters and timers."""
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -29,11 +30,13 @@ GOSSIP_S = 0.250
 PAUSE_S = 0.005
 """Seconds between two slices of work over all segments of a node: ten times the duration of one slice, so that other
 events are handled in between."""
+LEAST_PAUSE_S = 0.001
+"""The same where several works take turns."""
 
 
 KnownAccess = tuple[int, AccessRecord, float]
-"""What is known of the last access of one segment: (index of the segment in its prompt, access record of the request
-that accessed it last, seconds since that access)."""
+"""The last access of one segment, as far as this node knows: (index of the segment in its prompt, access record of the
+request that accessed it last, seconds since that access)."""
 
 
 class CoreConfig(RuleSettings, frozen=True):
@@ -84,6 +87,8 @@ class Context:
         )
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
+        self._sliced: deque[Callable[[], bool]] = deque()
+        """Work that is done in slices and has slices left; the first one's turn is next."""
         self.now = 0.0
         """Time in seconds of the event that the rules are handling now."""
         self.started = 0.0
@@ -126,9 +131,21 @@ class Context:
 
     def in_slices(self, work: Callable[[], bool]) -> None:
         """Call `work` now, and again after a pause for as long as it returns True. Each call handles a few hundred
-        segments, so that work over all segments of the node delays no other event by more than 1 ms."""
+        segments, so that work over all segments of the node delays no other event by more than 1 ms. Several works take
+        turns, one call at a time."""
         if work():
-            self.after(PAUSE_S, lambda: self.in_slices(work))
+            self._sliced.append(work)
+            if len(self._sliced) == 1:
+                self.after(PAUSE_S, self._slice)
+
+    def _slice(self) -> None:
+        work = self._sliced.popleft()
+        try:
+            if work():
+                self._sliced.append(work)
+        finally:
+            if self._sliced:
+                self.after(max(LEAST_PAUSE_S, PAUSE_S / len(self._sliced)), self._slice)
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
         """Returns, for each key, the tenant's READY segment of this node, or None where this node has no such

@@ -74,6 +74,9 @@ class FetchDone(_Event, frozen=True, tag=7):
     fetch: int
     codes: bytes
     checksums: bytes
+    answered: bool | None = True
+    """False if the other node was asked and nothing came back: the bulk path to it may be dead. None if the transfer
+    ended before that could be known."""
 
 
 class PullRequested(_Event, frozen=True, tag=8):

@@ -9,24 +9,28 @@
         |   a receiving thread of the daemon writes into the reserved slots
         v
     published with its checksum, pinned for each waiting lease -> Fetched
-        |   wrong checksum: the sender checks its copy, and other owners are asked within the same deadline
+        |   wrong checksum, or the node does not answer: other owners are asked within the same deadline
         v
     answered at the latest at the deadline; late bytes never reach a slot that has a new owner
 
 Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
+
+A node that did not answer a transfer gets no further one until it has answered a transfer of no segments, a probe
+(`Peers.delivers`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
-from tokenlake.core.grants import Grants, Lease, pack
+from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process
@@ -62,11 +66,18 @@ large piece takes two."""
 PIECE_S = 0.05
 """Expected duration of a background piece: a read that starts meanwhile is delayed by little more than this."""
 MAX_PIECE_BYTES = 16 << 20
+LEAST_ANSWER_S = 0.025
+"""Minimum seconds that a node has to answer a transfer: half of the least deadline that this node predicts. A transfer
+with a shorter deadline does not show that a node is slow."""
+MAX_PROBES = 2
+"""Maximum number of probes under way at a time: a probe that is not answered takes a receiving thread."""
+LONGEST_PAUSE_S = 10.0
+"""Maximum pause before a probe. A node that answers probes and delivers no segment costs a fetch per such pause."""
 MAX_CREDIT = 64 << 20
 """Most bytes of background transfers for which fetches of engines earn credit in advance (see `BackgroundLimit`)."""
 
-CopiesOf = Callable[[TenantId, SegmentKey], list[NodeId]]
-"""Other usable nodes that may have a copy of a segment, the likeliest first."""
+CopiesOf = Callable[[TenantId, Sequence[SegmentKey]], list[list[NodeId]]]
+"""For each segment, the other nodes that may have a copy of it and deliver segments, the likeliest first."""
 OnArrival = Callable[[Segment | None, Code], None]
 """Called once per wanted segment: with the segment, pinned for the caller, and LOCAL; or with None and the reason."""
 
@@ -159,6 +170,12 @@ class Transfers:
         """Background pieces that the limit holds back, oldest first."""
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
+        self._doubted: set[NodeId] = set()
+        """Nodes that did not answer a transfer, until they have answered one."""
+        self._to_probe: dict[NodeId, None] = {}
+        """Those of these nodes that are to be probed now."""
+        self._probes = 0
+        """Number of probes under way."""
 
     @property
     def under_way(self) -> Mapping[int, Transfer]:
@@ -180,7 +197,8 @@ class Transfers:
     ) -> None:
         """Transfer segments from `node` as copies of `kind`. `wanted`: (key, index in the prompt, callback) of each.
 
-        A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once.
+        A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once,
+        and one of a node that does not deliver is LOST at once.
         `wait_s`: seconds after which the transfer is aborted. CACHED copies are for an engine that waits; the others
         are background transfers.
         """
@@ -194,6 +212,9 @@ class Transfers:
                     # The segment waits in the queue of background transfers, and now an engine waits for it: the
                     # queued transfer that contains it starts at once.
                     self._start_queued(self._queued[known])
+                continue
+            if not self._peers.delivers(node):
+                refused.append((on_arrival, Code.LOST))
                 continue
             segment = self._context.store.reserve(
                 tenant, slot_bytes, key, kind, depth, self._context.now, hints or NO_HINTS
@@ -222,9 +243,12 @@ class Transfers:
             refused.append((on_arrival, Code.PENDING))
 
     def _start(self, transfer: Transfer) -> None:
+        self._limit.started(transfer.nbytes, background=transfer.background)
+        self._order(transfer)
+
+    def _order(self, transfer: Transfer) -> None:
         fetch = self._context.next_id()
         self._under_way[fetch] = transfer
-        self._limit.started(transfer.nbytes, background=transfer.background)
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -236,10 +260,47 @@ class Transfers:
                 b"".join(segment.packed for segment in transfer.segments),
                 transfer.slot_bytes,
                 transfer.shards,
+                # Half of the time is left for another copy. A node in good health answers as soon as a ping.
+                max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s)),
                 transfer.request,
                 background=transfer.background,
             )
         )
+
+    # -- probes
+
+    def _doubt(self, node: NodeId, pause_s: float) -> None:
+        """Probe `node` after `pause_s`, and again until it answers."""
+        if node not in self._doubted:
+            self._doubted.add(node)
+            self._probe_in(node, pause_s)
+
+    def _probe_in(self, node: NodeId, seconds: float) -> None:
+        def due() -> None:
+            self._to_probe[node] = None
+            self._start_probes()
+
+        self._context.after(seconds, due)
+
+    def _start_probes(self) -> None:
+        while self._to_probe and self._probes < MAX_PROBES:
+            node = next(iter(self._to_probe))
+            del self._to_probe[node]
+            if self._peers.answers(node):
+                self._doubted.discard(node)
+            elif not self._peers.usable(node):
+                self._probe_in(node, self._context.config.gossip_s)
+            else:
+                self._probes += 1
+                self._order(Transfer(node, TenantId(""), Kind.CACHED, 0, 1, 2 * self._context.config.suspect_s, ""))
+
+    def _probed(self, node: NodeId) -> None:
+        self._probes -= 1
+        if self._peers.answers(node):
+            self._doubted.discard(node)
+        else:
+            self._probe_in(node, self._context.config.gossip_s)
+        self._start_probes()
 
     # -- background transfers
 
@@ -286,8 +347,11 @@ class Transfers:
     # -- ends
 
     def _abort(self, fetch: int) -> None:
-        self._context.counters.add(ABORTED)
         transfer = self._under_way[fetch]
+        if not transfer.segments:
+            self._context.emit(AbortFetch(fetch))
+            return
+        self._context.counters.add(ABORTED)
         self._peers.silent_since(transfer.node, transfer.started_at)
         nbytes = sum(segment.slot_bytes for segment in transfer.segments)
         self._peers.missed(transfer.node, nbytes, self._context.now - transfer.started_at)
@@ -313,12 +377,22 @@ class Transfers:
                 "checksums"
             )
 
-    def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
-        the slots of the others, and call the callbacks that wait for them."""
+        the slots of the others, and call the callbacks that wait for them. `answered`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         if transfer.timer is not None:
             transfer.timer.cancel()
+        if answered:
+            self._peers.answered(transfer.node)
+        if not transfer.segments:
+            self._probed(transfer.node)
+            return
+        if answered is False:
+            times = self._peers.unanswered(transfer.node, transfer.started_at)
+            if times:
+                pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
+                self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
         self._limit.ended(background=transfer.background)
         store = self._context.store
         size = len(checksums) // max(1, len(codes))
@@ -367,13 +441,15 @@ class Transfers:
         """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
         leaks."""
         return {
-            "transfers": len(self._under_way),
+            "transfers": len(self._under_way) - self._probes,
+            "probes": self._probes,
             "queued transfers": len(self._queue),
             "segments in transfer": len(self._waiters),
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a segment belongs to no transfer or to two."""
+        """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
+        assert self._probes == sum(not transfer.segments for transfer in self._under_way.values())
         segments = list(self.pinned())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)
@@ -388,14 +464,19 @@ class _Fetch:
         self.lease = lease
         self.request = request
         self.codes = bytearray(lease.code(index) for index in range(request.start, request.stop))
-        self.awaited = 0
+        self.awaited: Counter[NodeId] = Counter()
+        """Number of items that are requested from each node and have not come."""
         self.timer: Timer | None = None
         self.answered = False
         self.until = 0.0
         self.tried: dict[int, list[NodeId]] = {}
-        """The nodes that were asked for each item that arrived with a wrong checksum, by index of the item."""
-        self.corrupt: list[int] = []
-        """Indices of items that arrived with a wrong checksum and are still to be requested from another node."""
+        """The nodes that did not bring an item, by index of the item; the first one is the node that leased it."""
+        self.wrong: set[int] = set()
+        """Indices of items that arrived with a wrong checksum."""
+        self.not_asked: set[int] = set()
+        """Indices of items whose leasing node was not asked, since it does not deliver now. They stay leased there."""
+        self.failed: list[int] = []
+        """Indices of items that did not come and are still to be requested from another node."""
 
     def set_code(self, index: int, code: Code) -> None:
         """Set the code that the answer gives for item `index` of the lease."""
@@ -470,7 +551,9 @@ class LeaseReads:
         if lease is not None:
             # Later reads and the release of the lease are recorded with the newest hints.
             lease.add_hints(hints)
-            self._touches.hint(tenant, lease.keys, hints)
+            if len(lease.keys) <= PIECE:
+                # The segments of a longer lease are named in pieces (`pieces`).
+                self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
         """Give back items of leases that a process does not read any more."""
@@ -498,7 +581,7 @@ class LeaseReads:
             fetch.until = self._context.now + limit_s
             fetch.timer = self._context.after(limit_s, lambda: self._answer(fetch))
         self._bring(fetch, by_node, limit_s)
-        if not fetch.awaited:
+        if not fetch.awaited.total():
             self._answer(fetch)
 
     def _items_by_node(self, fetch: _Fetch) -> dict[NodeId, list[int]]:
@@ -510,42 +593,50 @@ class LeaseReads:
             node = lease.remotes[index]
             if node is not None and lease.segments[index] is None:
                 by_node.setdefault(node, []).append(index)
-        for node in [node for node in by_node if not self._peers.usable(node)]:
+        for node in [node for node in by_node if not self._peers.delivers(node)]:
             if lease.trail is not None:
                 lease.trail.silent[node] = None
                 if not self._peers.connected(node):
                     lease.trail.unconnected |= {node}
-            for index in by_node.pop(node):
-                fetch.set_code(index, Code.LOST)
+            indices = by_node.pop(node)
+            others = self._copies_of(fetch.process.session.tenant, [lease.keys[index] for index in indices])
+            for index, copies in zip(indices, others, strict=True):
+                if copies:
+                    fetch.tried[index] = [node]
+                    fetch.not_asked.add(index)
+                    by_node.setdefault(copies[0], []).append(index)
+                else:
+                    fetch.set_code(index, Code.LOST)
         room = self._grants.fetch_room(fetch.process.session)
         if sum(map(len, by_node.values())) <= room:
             return by_node
         # The session may hold fewer further slots than this fetch has items. An item that another fetch of the lease
         # waits for takes no further slot. Of the others, the deepest ones, for which no slot is left, are left out of
         # the request.
-        indices = itertools.chain.from_iterable(by_node.values())
-        beyond = frozenset(sorted(index for index in indices if index not in lease.coming)[room:])
+        requested = itertools.chain.from_iterable(by_node.values())
+        beyond = frozenset(sorted(index for index in requested if index not in lease.coming)[room:])
         if beyond and lease.trail is not None:
             lease.trail.refused = Code.SESSION_LIMIT
         for index in sorted(beyond):
             fetch.set_code(index, Code.SESSION_LIMIT)
-        requested = {node: [index for index in at if index not in beyond] for node, at in by_node.items()}
-        return {node: at for node, at in requested.items() if at}
+        within = {node: [index for index in at if index not in beyond] for node, at in by_node.items()}
+        return {node: at for node, at in within.items() if at}
 
     def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
         """Returns the seconds after which the fetch is answered with the items that have arrived by then."""
-        if fetch.request.deadline_s > 0:
-            return min(fetch.request.deadline_s, MAX_DEADLINE_S)
-        size = fetch.process.session.slot_bytes
-        predicted_s = sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items())
-        return min(deadline_s(predicted_s), MAX_DEADLINE_S)
+        limit_s = fetch.request.deadline_s
+        if not limit_s:
+            size = fetch.process.session.slot_bytes
+            limit_s = deadline_s(sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items()))
+        return min(limit_s, fetch.request.at_most_s or MAX_DEADLINE_S, MAX_DEADLINE_S)
 
     def _bring(self, fetch: _Fetch, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
         """Start transfers of the items in `by_node`, from their nodes."""
         lease, session = fetch.lease, fetch.process.session
-        for index in itertools.chain.from_iterable(by_node.values()):
-            fetch.awaited += 1
-            self._grants.item_expected(session, lease, index)
+        for node, indices in by_node.items():
+            fetch.awaited[node] += len(indices)
+            for index in indices:
+                self._grants.item_expected(session, lease, index)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, OnArrival]] = [
                 (lease.keys[index], index, partial(self._arrived, fetch, node, index)) for index in indices
@@ -565,7 +656,7 @@ class LeaseReads:
     def _arrived(self, fetch: _Fetch, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
         """Handle the outcome of one item that was requested from `node`: its segment, or None and the reason `code`."""
         lease, session = fetch.lease, fetch.process.session
-        fetch.awaited -= 1
+        fetch.awaited[node] -= 1
         self._grants.item_settled(session, lease, index)
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
@@ -575,9 +666,11 @@ class LeaseReads:
                 lease.trail.fetched += 1
         elif segment is not None:
             self._context.store.unpin(segment)
-        elif wanted and (code is Code.BAD_CHECKSUM or (index in fetch.tried and not code.refused)):
+        elif wanted and code in (Code.BAD_CHECKSUM, Code.LOST):
             fetch.tried.setdefault(index, []).append(node)
-            fetch.corrupt.append(index)
+            fetch.failed.append(index)
+            if code is Code.BAD_CHECKSUM:
+                fetch.wrong.add(index)
         elif wanted and code.refused:
             # This node has no slot for the item. It stays leased at its node, and a later fetch may find a slot.
             if lease.trail is not None:
@@ -585,9 +678,9 @@ class LeaseReads:
         elif wanted:
             self._lost(fetch, index, node)
         fetch.set_code(index, code if lease.segments[index] is None else Code.LOCAL)
-        if not fetch.awaited and fetch.corrupt:
+        if not fetch.awaited[node] and fetch.failed:
             self._ask_other_copies(fetch)
-        if not fetch.awaited:
+        if not fetch.awaited.total():
             self._answer(fetch)
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
@@ -595,28 +688,30 @@ class LeaseReads:
         self._grants.item_lost(fetch.lease, index)
         self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
         if fetch.lease.trail is not None:
-            fetch.lease.trail.did_not_come(node, late=fetch.answered, wrong=index in fetch.tried)
+            late = fetch.answered or not self._peers.answers(node)
+            fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong)
 
     def _ask_other_copies(self, fetch: _Fetch) -> None:
-        """Request each item that arrived with a wrong checksum from the next node that may have a copy and can send it
-        before the deadline. That node is asked without a lease: it sends the segment if it still has it."""
+        """Request each item that did not come from the next node that may have a copy and can send it before the
+        deadline. That node is asked without a lease: it sends the segment if it still has it."""
         lease, session = fetch.lease, fetch.process.session
-        indices, fetch.corrupt = fetch.corrupt, []
+        indices, fetch.failed = fetch.failed, []
         left_s = 0.0 if fetch.answered else fetch.until - self._context.now
         by_node: dict[NodeId, list[int]] = {}
-        for index in indices:
+        keys = [lease.keys[index] for index in indices]
+        copies = self._copies_of(session.tenant, keys) if left_s > 0 else [[] for _ in keys]
+        for index, others in zip(indices, copies, strict=True):
             if lease.remotes[index] is None or not lease.is_held(index):
                 # Another fetch of the lease has settled the item, or it was released meanwhile.
                 fetch.set_code(index, lease.code(index))
                 continue
             tried = fetch.tried[index]
-            others = self._copies_of(session.tenant, lease.keys[index]) if left_s > 0 else []
             in_time = (node for node in others if self._peers.predict_s(node, session.slot_bytes) < left_s)
             node = next((node for node in in_time if node not in tried), None)
-            if node is None:
-                self._lost(fetch, index, tried[0])
-            else:
+            if node is not None:
                 by_node.setdefault(node, []).append(index)
+            elif index not in fetch.not_asked:
+                self._lost(fetch, index, tried[0])
         self._bring(fetch, by_node, left_s)
 
     def _answer(self, fetch: _Fetch) -> None:

@@ -20,10 +20,11 @@ from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, Tenant
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.wire import Code, peer
+from tokenlake.wire.engine import MAX_GRANTS
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import NO_SLOT_BYTES
 
-__all__ = ["Grants", "Lease", "SessionGrants", "Write", "pack"]
+__all__ = ["PIECE", "Grants", "Lease", "SessionGrants", "Write", "pack"]
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ SHIPPED = Metric("tokenlake_shipped_tokens_total", "Tokens found at another node
 SKIPPED = Metric(
     "tokenlake_skipped_by_cost_tokens_total", "Tokens found at another node and released without being fetched"
 )
+
+PIECE = 128
+"""Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
 
 
 class Lease:
@@ -66,6 +70,8 @@ class Lease:
         """The hints of the request; they are recorded with every read of an item."""
         self.trail: Trail | None = None
         """The record of the request for `Explain`; None for a request without a name."""
+        self.returned_from = len(keys)
+        """Index from which on all items were given back, the deepest first."""
         self.shipped = 0
         """Number of items, from the first on, over which an engine computed attention on the nodes where they are."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
@@ -210,6 +216,8 @@ class Grants:
         several processes the one that matched holds all items until the last process has read them, so every item
         counts at once.
         """
+        if len(session.leases) >= MAX_GRANTS:
+            return 0
         share = self._share(session, self._context.config.session_lease_share)
         if processes > 1:
             return max(0, min(len(found), share - session.leased))
@@ -224,6 +232,8 @@ class Grants:
 
     def reserve_room(self, session: SessionGrants) -> int:
         """Returns how many more slots the session may reserve for writes."""
+        if len(session.writes) >= MAX_GRANTS:
+            return 0
         return self._share(session, self._context.config.session_reserve_share) - session.reserved
 
     def _share(self, session: SessionGrants, share: float) -> int:
@@ -292,15 +302,17 @@ class Grants:
             for index in range(stop - 1, start - 1, -1):
                 if given[index - start] and not lease.is_held(index):
                     self._drop(session, lease, index, index + 1, 1)
-        if not any(flags):
+        if stop == lease.returned_from:
+            lease.returned_from = start
+        if 1 not in flags:
             del lease.held[connection]
         if lease.held:
             return False
         del session.leases[lease.id]
-        if stop - start < len(lease.keys):
-            # The process may have given back the beginning of the prompt first: count the read once more for the whole
-            # prompt, deepest segment first, so that its beginning is evicted last.
-            found = self._context.ready(session.tenant, lease.keys)
+        if lease.returned_from:
+            # The process may have given back the beginning of the prompt first: count the read of the beginning once
+            # more, so that it is evicted last.
+            found = self._context.ready(session.tenant, lease.keys[:PIECE])
             self._touches.read([segment for segment in found if segment is not None], lease.hints)
         return True
 

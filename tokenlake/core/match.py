@@ -9,6 +9,7 @@
                 |  all have answered, or a part of the deadline has passed
                 v
              ask the owners that they named, each also for the missing keys between those that it owns
+                |  an owner delivers no segment: ask the other nodes that may have a copy
                 |  a key that such an owner lacks: ask its directory node, then the owner that it names
                 v
              the first missing segment is in flight, or deferred, and the match may wait?
@@ -42,7 +43,7 @@ from tokenlake.core.access import access_of_match, with_access
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
-from tokenlake.core.fetch import MISSING
+from tokenlake.core.fetch import MISSING, CopiesOf
 from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
@@ -95,7 +96,7 @@ class MatchResult(NamedTuple):
     leases: tuple[tuple[NodeId, int], ...] = ()
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
-    """Nodes that did not answer a lookup of the match."""
+    """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
 
     @property
     def hits(self) -> int:
@@ -115,7 +116,7 @@ class _Found:
         """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
         access."""
         self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup of the match."""
+        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
@@ -196,6 +197,8 @@ class _Search:
     """(index of a key, node): the node answered that it has no copy of the segment."""
     answered: set[int] = field(default_factory=set)
     """Indices of the keys whose directory node has answered."""
+    undelivered: set[int] = field(default_factory=set)
+    """Indices of the keys whose segments a node has that answers lookups and delivers no segment (`Peers.delivers`)."""
     redirects: dict[int, NodeId] = field(default_factory=dict)
     """By index of a key: the node to which the owner that leased the segment redirects this reader."""
 
@@ -224,6 +227,7 @@ class Matches:
         directory_node: DirectoryNode,
         waiting: WaitingMatches,
         explain: Explain,
+        copies_of: CopiesOf,
     ) -> None:
         self._context = context
         self._grants = grants
@@ -231,6 +235,7 @@ class Matches:
         self._directory_node = directory_node
         self._waiting = waiting
         self._explain = explain
+        self._copies_of = copies_of
         self._under_way: dict[_Match, None] = {}
 
     def match(self, process: Process, request: engine.Match) -> None:
@@ -313,6 +318,9 @@ class Matches:
             owner = found.owners[index]
             if owner is None and found.segments[index] is None:
                 owner = search.named_owner(index)
+                if owner is None and index in search.undelivered:
+                    copies = self._copies_of(search.tenant, [search.keys[index]])[0]
+                    owner = next((node for node in copies if (index, node) not in search.denied), None)
                 if owner is None and index in answered:
                     break
                 missing.append((index, owner or nearest))
@@ -386,7 +394,17 @@ class Matches:
         if reply.lease:
             found.leases.setdefault(node, []).append(reply.lease)
         named = iter(reply.nodes)
+        delivers = self._peers.delivers(node)
+        if not delivers and _LOCAL in reply.codes:
+            found.silent.append(node)
         for index, code in zip(indices, reply.codes, strict=True):
+            if code == _LOCAL and not delivers:
+                # The lease is released when the match ends, since no segment of the match is leased there.
+                search.denied.add((index, node))
+                search.undelivered.add(index)
+                if search.directory_nodes[index] == node:
+                    search.answered.add(index)
+                continue
             if code == _LOCAL:
                 if owners[index] is None or search.redirects.get(index) == node:
                     owners[index] = node
@@ -396,7 +414,7 @@ class Matches:
             self._heard(search, index, node, code, owner)
         redirect = NodeId(reply.redirect)
         redirected: list[int] = []
-        for index in indices if self._peers.usable(redirect) else ():
+        for index in indices if self._peers.delivers(redirect) else ():
             if owners[index] == node and (index, redirect) not in search.asked:
                 search.asked.add((index, redirect))
                 search.redirects[index] = redirect
@@ -454,7 +472,7 @@ class Matches:
         """Continue a match after a pause in its wait. As long as the found prefix has not changed and its owners can be
         reached, only the directory node of the first missing segment is asked again."""
         self._recheck(search)
-        reachable = all(node is None or self._peers.usable(node) for node in search.found.owners)
+        reachable = all(node is None or self._peers.delivers(node) for node in search.found.owners)
         if reachable and search.found.prefix(len(search.keys)) == gap and self._may_wait(search, wait, gap):
             self._claim(search, wait, gap)
         else:
@@ -485,7 +503,8 @@ class Matches:
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()
-        for known in (search.asked, search.denied, search.absent, search.answered, search.redirects):
+        answers = search.answered, search.undelivered, search.redirects
+        for known in (search.asked, search.denied, search.absent, *answers):
             known.clear()
         self._recheck(search)
         self._begin(search)

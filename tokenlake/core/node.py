@@ -25,6 +25,7 @@ from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
+from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
@@ -36,7 +37,7 @@ from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.wire import engine, peer
-from tokenlake.wire.slots import split_keys
+from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["HandlerFailed", "NodeCore"]
 
@@ -71,6 +72,7 @@ class NodeCore:
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
+        self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node)
         self._explain = Explain(context, self._peers)
@@ -82,6 +84,7 @@ class NodeCore:
             self._directory_node,
             waiting,
             self._explain,
+            self._copies_of,
         )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
@@ -101,7 +104,7 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums, e.answered),
             events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
@@ -186,6 +189,11 @@ class NodeCore:
         timer. Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late
         therefore passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
+
+    def pieces(self, connection: int, message: LongRequest) -> Iterator[engine.EngineRequest]:
+        """Yields requests that together do what `message` of an engine's process does, each of which takes the rules a
+        millisecond at most. The driver passes in one after the other. Changes nothing."""
+        return self._pieces.cut(ConnectionId(connection), message)
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
         """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)
@@ -319,12 +327,16 @@ class NodeCore:
             age_s = self._context.since(segments[0].touched)
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
 
-    def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
-        """Returns the other usable nodes that may have a copy of the segment, the most likely first: the owner
-        according to this node's directory, then the two candidates of the key."""
-        named = self._directory_node.ask(tenant, [key])[0][1]
-        nodes = [*([named] if named is not None else []), *self._context.ring.candidates(key)[0]]
-        return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
+    def _copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
+        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
+        first: the owner according to this node's directory, then the two candidates of the key."""
+        answers = self._directory_node.ask(tenant, list(keys))
+        candidates = self._context.ring.candidates(join_keys(keys))
+        delivering = {peer_.node for peer_ in self._peers if peer_.delivers}
+        return [
+            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
+            for (_, named), pair in zip(answers, candidates, strict=True)
+        ]
 
     def _report(self) -> None:
         self._touches.report()

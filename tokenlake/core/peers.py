@@ -11,6 +11,13 @@ unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
      ^                           |                                                 |
      +------- any frame ---------+------------------ any frame --------------------+
 
+The bulk path, over which segments come, has a health of its own: a peer may answer every ping although no segment can
+be fetched from it (a firewall, no descriptors left, a full backlog)::
+
+    delivers -- a transfer to which nothing was answered --> delivers nothing: no transfer begins, no match leases there
+       ^                                                                             |
+       +------ a transfer of no segments, repeated in the background, is answered ---+
+
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
 all carry the load. So each peer reports, and is checked, once per round, without a message to every peer in every
@@ -41,6 +48,9 @@ __all__ = ["OnReply", "Peer", "Peers", "Reply"]
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
+UNANSWERED = Metric(
+    "tokenlake_unanswered_fetches_total", "Transfers that another node did not begin to answer in time, or refused"
+)
 
 Reply = wire.LookupReply | wire.OfferReply | wire.Pong | wire.ExplainMissingReply
 OnReply = Callable[[Reply | None], None]
@@ -51,6 +61,9 @@ first deadline holds on a slower network."""
 MEASURED_BYTES = 1 << 20
 """Minimum bytes of a fetch that counts for the measured rate: a smaller one measures the delay of the network and not
 its rate."""
+LEAST_RATE = 10e6
+"""Minimum of the rate assumed of a peer, in bytes per second (a network of 100 Mbit/s), so that the deadlines of
+fetches from a peer that sends next to nothing stop growing."""
 MAX_SLOWDOWN = 4
 """Maximum factor by which one fetch that missed its deadline reduces the expected rate of a peer."""
 LOAD_HOLDS_S = 1.0
@@ -73,6 +86,10 @@ class Peer:
         """Time in seconds at which this node first heard of the peer's incarnation."""
         self.liveness = Liveness()
         self.suspect = False
+        self.bulk = Liveness()
+        """Health of the bulk path. It is overdue from a transfer without an answer until a transfer is answered."""
+        self.unanswered = 0
+        """Number of transfers of segments in a row to which nothing was answered."""
         self.reported_at = -math.inf
         """Time in seconds of the newest message in which the peer reported its vacancy and load."""
         self.vacancy = UNKNOWN_VACANCY
@@ -94,6 +111,11 @@ class Peer:
     def usable(self) -> bool:
         """True if calls can be sent to the peer now: it is connected, not SUSPECT and not overdue."""
         return self.reachable and not self.liveness.overdue
+
+    @property
+    def delivers(self) -> bool:
+        """True if segments can be fetched from the peer now: it is usable, and its bulk path answers."""
+        return self.usable and not self.bulk.overdue
 
 
 class Peers:
@@ -136,6 +158,11 @@ class Peers:
         peer = self._peers.get(node)
         return peer is not None and peer.usable
 
+    def delivers(self, node: NodeId) -> bool:
+        """Returns True if `node` is another member of the cluster from which segments can be fetched now."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.delivers
+
     def reachable(self, node: NodeId) -> bool:
         """Returns True if `node` is another member of the cluster that can be sent one-way messages."""
         peer = self._peers.get(node)
@@ -173,6 +200,7 @@ class Peers:
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
+            peer.bulk, peer.unanswered = Liveness(), 0
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -341,6 +369,33 @@ class Peers:
         `began`."""
         self._peers[node].liveness.deadline_missed(began)
 
+    # -- the bulk path
+
+    def answered(self, node: NodeId) -> None:
+        """A transfer from `node` was answered: segments can be fetched from it."""
+        peer = self._peers[node]
+        if peer.bulk.overdue:
+            self._context.emit(Note(f"peer {node} delivers segments again"))
+        peer.bulk.heard(self._context.now)
+
+    def answers(self, node: NodeId) -> bool:
+        """Returns True unless `node` did not answer a transfer, and none since."""
+        return not self._peers[node].bulk.overdue
+
+    def unanswered(self, node: NodeId, began: float) -> int:
+        """A transfer of segments from `node` that began at the time `began` was not answered: nothing is fetched from
+        the node until `answered`, unless another transfer was answered since. Returns the number of such transfers in a
+        row; 0 if the node still delivers, or was known before not to."""
+        peer = self._peers[node]
+        self._context.counters.add(UNANSWERED)
+        known = peer.bulk.overdue
+        peer.bulk.deadline_missed(began)
+        if known or not peer.bulk.overdue:
+            return 0
+        peer.unanswered += 1
+        self._context.emit(Note(f"peer {node} delivers nothing: it did not answer a fetch, and is asked for none"))
+        return peer.unanswered
+
     # -- speed
 
     def predict_s(self, node: NodeId, nbytes: int) -> float:
@@ -349,19 +404,20 @@ class Peers:
 
     def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
         """Record that a fetch of `nbytes` from `node` took `seconds`, for the measured rate."""
-        if nbytes < MEASURED_BYTES:
-            return
         peer = self._peers[node]
-        rate = nbytes / max(seconds, 1e-6)
-        peer.rate += RATE_WEIGHT * (rate - peer.rate)
+        peer.unanswered = 0
+        if nbytes >= MEASURED_BYTES:
+            rate = nbytes / max(seconds, 1e-6)
+            peer.rate = max(LEAST_RATE, peer.rate + RATE_WEIGHT * (rate - peer.rate))
 
     def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
         """Reduce the expected rate of `node`, because a fetch of `nbytes` was not done after `seconds`. Later fetches
         then get a longer deadline: on a network that became slower none would end in time otherwise. The reduction is
-        bounded, because the peer may only have paused."""
+        bounded, because the peer may only have paused, and the rate does not fall below `LEAST_RATE`."""
         if nbytes >= MEASURED_BYTES:
             peer = self._peers[node]
-            peer.rate = max(peer.rate / MAX_SLOWDOWN, min(peer.rate, nbytes / max(seconds, 1e-6)))
+            slower = min(peer.rate, nbytes / max(seconds, 1e-6))
+            peer.rate = max(LEAST_RATE, peer.rate / MAX_SLOWDOWN, slower)
 
     def census(self) -> dict[str, int]:
         """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,

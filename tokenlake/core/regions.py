@@ -101,7 +101,7 @@ class Regions:
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), demand)
             if self._replacing is not None or len(pool.free) > free:
-                # This pool gave up a region, or has evicted a part of one: no other pool has to lose memory.
+                # The pool gave up a region, or evicted a part of one, so this call takes memory from no other pool.
                 return True
         return False
 

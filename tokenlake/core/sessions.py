@@ -6,10 +6,11 @@ lease expires: its reservations leave the index. Its slots are free when its pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
-from tokenlake.core.grants import Grants, SessionGrants
+from tokenlake.core.grants import PIECE, Grants, SessionGrants
 from tokenlake.core.peers import Peers
 from tokenlake.identity import ConnectionId, NodeId, SessionId, TenantId
 from tokenlake.metrics import Metric
@@ -19,10 +20,6 @@ from tokenlake.wire import peer
 __all__ = ["Process", "Session", "Sessions"]
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
-
-SLICE = 192
-"""Segments of a dead process that are given back at once before other events are handled; at least one lease or
-write."""
 
 
 class Process:
@@ -58,13 +55,16 @@ class Session(SessionGrants):
 
 
 class Sessions:
-    """All sessions of the node's engines, at most `max_sessions`."""
+    """All sessions of the node's engines, at most `max_sessions`. Each of the configured tenants may have an equal part
+    of them."""
 
     def __init__(self, context: Context, peers: Peers, grants: Grants) -> None:
         self._context = context
         self._peers = peers
         self._grants = grants
         self._sessions: dict[SessionId, Session] = {}
+        self._by_tenant: Counter[TenantId] = Counter()
+        """Number of sessions of each tenant."""
         self._processes: dict[ConnectionId, Process] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -100,10 +100,14 @@ class Sessions:
         if session is None:
             if len(self._sessions) >= config.max_sessions:
                 return f"limit 'max_sessions' of {config.max_sessions} sessions is reached"
+            share = max(1, config.max_sessions // max(1, len(config.quotas)))
+            if self._by_tenant[tenant] >= share:
+                return f"tenant '{tenant}' has {share} sessions, its part of 'max_sessions' of {config.max_sessions}"
             number = SessionId(self._context.next_id())
             deadline = self._context.now + config.lease_s
             session = Session(number, tenant, slot_bytes, shards, segment_tokens, deadline)
             self._sessions[number] = session
+            self._by_tenant[tenant] += 1
             self._watch(session)
         elif (session.tenant, session.slot_bytes, session.shards) != (tenant, slot_bytes, shards):
             return f"session {session_id} belongs to another tenant or layout"
@@ -127,14 +131,23 @@ class Sessions:
         process.alive = False
         session = process.session
         leases, writes = list(session.leases.values()), list(session.writes.values())
+        stop: int | None = None
+        """Index up to which the items of the last lease are still to be given back; None: all of them."""
 
         def work() -> bool:
-            room = SLICE
+            nonlocal stop
+            room = PIECE
             released = []
             while leases and room > 0:
-                lease = leases.pop()
-                room -= len(lease.keys)
-                released.append((lease, 0, len(lease.keys)))
+                lease = leases[-1]
+                stop = len(lease.keys) if stop is None else stop
+                start = max(0, stop - room)
+                released.append((lease, start, stop))
+                room -= stop - start
+                stop = start
+                if not start:
+                    leases.pop()
+                    stop = None
             self._grants.release(session, connection, released)
             while writes and room > 0:
                 write = writes.pop()
@@ -145,6 +158,7 @@ class Sessions:
             del session.processes[connection]
             if not session.processes:
                 del self._sessions[session.id]
+                self._by_tenant[session.tenant] -= 1
             return False
 
         self._context.in_slices(work)
@@ -189,7 +203,8 @@ class Sessions:
                 for node, number in lease.remote_leases:
                     by_node.setdefault(node, []).append(number)
         for node, numbers in by_node.items():
-            self._peers.tell(node, peer.RenewLease(tuple(numbers)))
+            for start in range(0, len(numbers), PIECE):
+                self._peers.tell(node, peer.RenewLease(tuple(numbers[start : start + PIECE])))
         self.start()
 
     # -- checks
@@ -215,3 +230,4 @@ class Sessions:
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()
+        assert +self._by_tenant == Counter(session.tenant for session in self._sessions.values())

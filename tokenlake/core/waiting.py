@@ -15,6 +15,7 @@ the waiting matches would otherwise compute the rest as soon as the first part i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from tokenlake.core.context import Context
@@ -50,6 +51,10 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.05
 MAX_CLAIMED = 1024
 """Maximum number of in-flight markers of one process: markers of segments that are never stored must not fill a
 directory, whose size is bounded."""
+
+
+MAX_CLAIMED_BY_TENANT = 16 * MAX_CLAIMED
+"""Maximum number of in-flight markers of all processes of a tenant; further ones are not set."""
 
 
 class Wait:
@@ -147,21 +152,28 @@ class InFlightMarkers:
         self._context = context
         self._directory_node = directory_node
         self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
+        self._by_tenant: Counter[TenantId] = Counter()
+        """Number of markers of each tenant."""
 
     def claim(self, process: Process, request: engine.Claim) -> None:
         """Set in-flight markers for the segments that an engine's process is about to compute, or, if the request has 0
         seconds, withdraw them. A process with more than `MAX_CLAIMED` markers loses its oldest ones."""
         keys = split_keys(request.keys)[:MAX_CLAIMED]
         tenant, claimed = self._claimed.setdefault(process.connection, (process.session.tenant, {}))
+        before = len(claimed)
         for key in keys:
             claimed.pop(key, None)
+        self._by_tenant[tenant] += len(claimed) - before
         if not request.seconds:
             self._end(tenant, keys)
             return
+        keys = keys[: max(0, MAX_CLAIMED_BY_TENANT - self._by_tenant[tenant])]
+        before = len(claimed)
         claimed.update(dict.fromkeys(keys))
         surplus = list(claimed)[: max(0, len(claimed) - MAX_CLAIMED)]
         for key in surplus:
             del claimed[key]
+        self._by_tenant[tenant] += len(claimed) - before
         self._end(tenant, surplus)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
@@ -169,6 +181,7 @@ class InFlightMarkers:
     def process_gone(self, connection: ConnectionId) -> None:
         """Withdraw the in-flight markers of a process that left or died."""
         tenant, claimed = self._claimed.pop(connection, (TenantId(""), {}))
+        self._by_tenant[tenant] -= len(claimed)
         self._end(tenant, list(claimed))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:

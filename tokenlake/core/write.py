@@ -9,7 +9,7 @@ from __future__ import annotations
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.grants import Grants, Write
+from tokenlake.core.grants import PIECE, Grants, Write
 from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership import Ownership
@@ -51,10 +51,12 @@ class Writes:
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
         """Reserve slots for segments that an engine will write. The answer has one code per key, and a slot for each
-        key with the code RESERVED. After a refusal no further key of the request gets a slot."""
+        key with the code RESERVED. After a refusal no further key of the request gets a slot, and none behind the first
+        `PIECE` keys does."""
         session, store = process.session, self._context.store
-        keys = split_keys(request.keys)
-        hints = with_access(request.hints, session.recent.access(keys, request.first))
+        everything = split_keys(request.keys)
+        keys = everything[:PIECE]
+        hints = with_access(request.hints, session.recent.access(everything, request.first))
         write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
         write.request = request.request
         room = self._grants.reserve_room(session)
@@ -80,6 +82,8 @@ class Writes:
                 if outcome.refused:
                     refusal = outcome
                     self._context.counters.add(REFUSED)
+        beyond = len(everything) - len(keys)
+        self._context.counters.add(REFUSED, beyond)
         # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
         # up anew, since the reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
@@ -89,7 +93,10 @@ class Writes:
             self._grants.add_write(session, write)
             reserved = [segment.key for segment in write.open.values()]
             self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
-        reply = wire.Prepared(request.id, write.id if write.open else 0, bytes(codes), b"".join(slots))
+        packed = b"".join(slots) + NO_SLOT_BYTES * beyond
+        reply = wire.Prepared(
+            request.id, write.id if write.open else 0, bytes(codes) + bytes([Code.SESSION_LIMIT]) * beyond, packed
+        )
         self._context.emit(Answer(process.connection, reply))
 
     def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints | None) -> Segment | Code:

@@ -1,7 +1,7 @@
 """Rules of the control plane: the prefix tree of some requests, the cost model, and plans for batches."""
 
 from tokenlake.planner.choose import Decision, Way, choose
-from tokenlake.planner.costs import Batch, Costs, Model
+from tokenlake.planner.costs import Batch, Costs, Model, fetch_limit_s
 from tokenlake.planner.fits import DecodeFit, PrefillFit, QueryFit, TransferFit
 from tokenlake.planner.load import cache_load
 from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
@@ -33,6 +33,7 @@ __all__ = [
     "Way",
     "cache_load",
     "choose",
+    "fetch_limit_s",
     "gen_plans",
     "grow",
 ]

@@ -17,10 +17,11 @@ import msgspec
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
 from tokenlake.layout import DTYPE_BYTES, Layout
+from tokenlake.planner.fits import PrefillFit
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import PrefixTree
 
-__all__ = ["Batch", "Costs", "Model"]
+__all__ = ["Batch", "Costs", "Model", "fetch_limit_s"]
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -67,6 +68,16 @@ class Batch:
         """Number of decode steps until the last request that reads each sequence is done."""
         self.decoded = {sequence: sum(self.steps[index] for index in group) for sequence, group in self.readers.items()}
         """Sum of the decode steps of all requests that read each sequence."""
+
+
+LEAST_FETCH_S = 0.050
+"""Least limit in seconds of a fetch: the part of a fetch's deadline that covers a busy machine."""
+
+
+def fetch_limit_s(prefill: PrefillFit, start: int, stop: int) -> float:
+    """Returns the seconds after which an engine gives up the fetch of tokens [start, stop) of a prompt: half of the
+    time in which it computes them, and at least `LEAST_FETCH_S`. 0, which is no limit, while that time is not known."""
+    return max(LEAST_FETCH_S, prefill.seconds(stop - start, start) / 2) if prefill.known else 0.0
 
 
 class Costs:

@@ -81,7 +81,7 @@ class PrefillFit(Fit):
         super().__init__((0.0, 0.0, 0.0, prefix_s))
 
     def add(self, new: int, prefix: int, seconds: float, now: float) -> None:
-        """Add one prefill that ran alone on its processor."""
+        """Add the measured seconds of one prefill that ran alone on its processor."""
         self.add_step([(new, prefix)], seconds, now)
 
     def add_step(self, parts: Sequence[tuple[int, int]], seconds: float, now: float) -> None:
@@ -97,8 +97,8 @@ class PrefillFit(Fit):
         return a + b * new + c * new * (prefix + new / 2) + d * prefix
 
     def attention(self, prompts: int, new: float, cached: int) -> float:
-        """Returns the seconds that `cached` tokens in the prefix of each of `prompts` prompts add to their prefills,
-        which compute `new` tokens in all."""
+        """Returns the predicted seconds of attention over a common prefix of `cached` tokens, summed over the prefills
+        of `prompts` prompts. `new`: number of tokens that these prefills compute, summed over the prompts."""
         _, _, c, d = self.coefficients
         return cached * (c * new + d * prompts)
 
@@ -121,7 +121,8 @@ class DecodeFit(Fit):
         return a + b * rows + c * rows * cached
 
     def attention(self, steps: float, cached: int) -> float:
-        """Seconds that `cached` tokens add to `steps` decode steps, summed over all requests."""
+        """Returns the predicted seconds of attention over a common prefix of `cached` tokens, summed over all requests.
+        `steps`: number of decode steps, summed over the requests."""
         return self.coefficients[2] * steps * cached
 
 

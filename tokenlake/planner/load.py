@@ -15,13 +15,18 @@ __all__ = ["cache_load"]
 def cache_load(
     requests: Sequence[int], tree: PrefixTree, instances: Mapping[str, NodeId], layers: int, rates: Rates
 ) -> dict[NodeId, float]:
-    """The load, 0 to 1, of each node of `instances` and of each owner, if all `requests` (indices into the tree's) are
-    prefilled at once. It assumes the worst case: the first owner of each sequence computes attention over it.
+    """Returns the load, 0 to 1, of each node: the share of its time that attention over cached segments takes if all
+    `requests` (indices into `tree.requests`) are prefilled at once. The nodes are those of `instances` and every node
+    that computes attention. The worst case is assumed: the first owner of each sequence (consecutive cached segments of
+    a prompt) computes all attention over it.
 
-    Source: the paper's `L = max(M / (M + N B T), F / (F + N P T))`. Here M / B and F / P are measured as one value, the
-    seconds of attention `a`, and the load is taken per node: `a / (a + T)`. T is the least time that the instances need
-    for the new tokens alone, shared evenly. While the time of a prefill is not known, T is 0 and the load of a node
-    that owns any segment is 1.
+    The load of a node is `a / (a + T)`. `a`: seconds of attention over the sequences of which it is the first owner.
+    `T`: the least seconds in which the instances, sharing the work evenly, prefill the new tokens without a cache.
+    While the time of a prefill is not known, T is 0, so the load is 1 where `a` is not 0.
+
+    Source: the paper TokenLake (arXiv 2508.17219), `L = max(M / (M + N B T), F / (F + N P T))`, for N instances with
+    memory bandwidth B and compute P that read M bytes and do F operations. Here M / B and F / P are one measured value,
+    `a`.
     """
     batch = Batch(tree, requests, rates)
     seconds = dict.fromkeys(instances.values(), 0.0)

@@ -98,7 +98,8 @@ class Retention(EvictionPolicy):
         self._deadlines = Deadlines()
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Add `segment` to the order of the tier that its hints name, with its deadline if it has a time to live; see
+        `EvictionPolicy`."""
         hints = segment.hints
         if not (hints.priority or hints.ttl_s):
             self._policy.insert(segment, now)
@@ -107,7 +108,8 @@ class Retention(EvictionPolicy):
         self._schedule(segment, now)
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Record an access of `segment`. Its time to live begins anew, and it may move to another tier. See
+        `EvictionPolicy`."""
         hints = segment.hints
         if segment not in self._tier and not (hints.priority or hints.ttl_s):
             self._policy.touch(segment, now)
@@ -118,18 +120,19 @@ class Retention(EvictionPolicy):
             self._schedule(segment, now)
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. The time to live of the segment begins anew."""
+        """Move `segment` to the tier that its new hints name. Its time to live begins anew. See `EvictionPolicy`."""
         if self._move(segment, now) is None:
             self._tiers[self._tier.get(segment, _NORMAL)].hints_changed(segment, now)
             self._schedule(segment, now)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
+        """Take `segment` out of the order of its tier and cancel its deadline; see `EvictionPolicy`."""
         self._tiers[self._tier.pop(segment, _NORMAL)].remove(segment, now, evicted)
         self._deadlines.cancel(segment)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`."""
+        """Returns the segment to evict next: one whose time to live has passed, else one of low priority, else one of
+        normal, else one of high priority. See `EvictionPolicy`."""
         self._pass_time(now)
         for tier in (_EXPIRED, _LOW, _NORMAL):
             if len(self._tiers[tier]):
@@ -147,26 +150,29 @@ class Retention(EvictionPolicy):
         return {_EXPIRED: "time to live", _LOW: "low priority"}.get(self._tier.get(segment, _NORMAL), "")
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`. A segment of high priority has the value of a new one."""
+        """Returns the value of keeping `segment`: that of the other policy for normal priority, that of a new segment
+        for high priority, otherwise 0. See `EvictionPolicy`."""
         tier = self._tier.get(segment, _NORMAL)
         if tier == _NORMAL:
             return self._policy.retention_value(segment, now)
         return self._policy.retention_value_of_new(segment.key, segment.hints, now) if tier == _HIGH else 0.0
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """See `EvictionPolicy`."""
+        """Returns the value of keeping a segment that would be stored now: that of the other policy, or 0 for low
+        priority. See `EvictionPolicy`."""
         return self._policy.retention_value_of_new(key, hints, now) if hints.priority >= 0 else 0.0
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`. A segment of high priority is admitted, and every segment while there is one whose time
-        to live has passed or whose priority is low."""
+        """Returns True for a segment of high priority, and for every segment while there is one whose time to live has
+        passed or whose priority is low; otherwise the other policy decides. See `EvictionPolicy`."""
         self._pass_time(now)
         if hints.priority > 0 or len(self._tiers[_EXPIRED]) or len(self._tiers[_LOW]):
             return True
         return self._policy.admits(key, hints, now)
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """See `EvictionPolicy`."""
+        """Returns (index, last access record, seconds since then) of the last of `keys` that the other policy
+        remembers; see `EvictionPolicy`."""
         return self._policy.last_access(keys, now)
 
     def __len__(self) -> int:
@@ -176,19 +182,19 @@ class Retention(EvictionPolicy):
         return itertools.chain.from_iterable(self._tiers[tier] for tier in (_EXPIRED, _LOW, _NORMAL, _HIGH))
 
     def save(self) -> bytes:
-        """See `EvictionPolicy`."""
+        """Returns the statistics that the other policy has learned, encoded; see `EvictionPolicy`."""
         return self._policy.save()
 
     def exchange_among(self, nodes: int) -> None:
-        """See `EvictionPolicy`."""
+        """Set, for the other policy, the number of nodes that merge each other's statistics; see `EvictionPolicy`."""
         self._policy.exchange_among(nodes)
 
     def merge(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Let the other policy take over half of the difference to another node's statistics; see `EvictionPolicy`."""
         self._policy.merge(learned)
 
     def restore(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Let the other policy begin with saved statistics; see `EvictionPolicy`."""
         self._policy.restore(learned)
 
     # -- inside

@@ -104,8 +104,8 @@ class Segment:
         self.hints = NO_HINTS
         """The newest hints of the requests that wrote or read the segment."""
         self.policy_state: PolicyState | None = None
-        """What the eviction policy of primary copies remembers of the segment; kept while the segment is in another
-        order or in none."""
+        """The state that the eviction policy of primary copies has for the segment; kept while the segment is in
+        another order or in none."""
         self.missing_shards = 0
         """Bit mask of the shards of the segment that are not committed yet."""
         self.source: NodeId | None = None

@@ -57,11 +57,11 @@ class SlotTable:
         return SlotRef(region, slot, generations[slot])
 
     def put(self, segment: Segment) -> None:
-        """Record a segment in its slot."""
+        """Record which segment is in a slot: `segment`, in the slot `segment.place`."""
         self._segments[segment.place.region][segment.place.slot] = segment
 
     def clear(self, place: SlotRef) -> None:
-        """Record that a slot is free."""
+        """Record that the slot at `place` holds no segment any more."""
         self._segments[place.region][place.slot] = None
 
     def in_region(self, region: int) -> list[Segment]:

@@ -16,9 +16,9 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 
 __all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_peer_message"]
 
-MOST_DEPTH = 1 << 32
-"""Bound on a depth, the index of a segment in its prompt. Messages carry depths as `fields.Index`, so that a peer
-refuses greater ones."""
+MOST_DEPTH = (1 << 32) - 1
+"""Maximum number of segments of a prompt. Messages carry it, in access records, as `fields.Index`, so that a peer
+refuses a greater one."""
 KNOWN_CODES = bytes(Code)
 _LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
 _ELSEWHERE = bytes([Code.ELSEWHERE])

@@ -7,7 +7,10 @@ tenant of each connection; no message names one.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from tokenlake.hints import Hints
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
@@ -15,6 +18,11 @@ from tokenlake.wire.funnel import Funnel
 
 __all__ = [
     "HERE",
+    "MAX_FETCHED",
+    "MAX_FRAME",
+    "MAX_GRANTS",
+    "MAX_KEYS",
+    "MAX_RANGES",
     "Abort",
     "Hint",
     "Attach",
@@ -51,6 +59,19 @@ __all__ = [
     "reply_decoder",
     "request_decoder",
 ]
+
+
+MAX_FRAME = 512 << 10
+"""Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
+MAX_KEYS = 1024
+"""Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
+MAX_FETCHED = 256
+"""Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
+MAX_RANGES = 1024
+"""Limit of the ranges in one `Release`. Their decoder takes a tenth of a millisecond."""
+MAX_GRANTS = 16384
+"""Limit of the leases of a session, and of its writes, so that a `ReconcileGrants` can name all of them. Their decoder
+takes half a millisecond."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -155,7 +176,7 @@ class Attach(_Message, frozen=True, tag=6):
 
 
 class Fetch(_Message, frozen=True, tag=7):
-    """Bring the segments `start` to `stop` of a lease into this node's arena."""
+    """Bring the segments `start` to `stop` of a lease into this node's arena, at most `MAX_FETCHED`."""
 
     id: int
     lease: int
@@ -167,6 +188,9 @@ class Fetch(_Message, frozen=True, tag=7):
     checksums: bool = True
     """Should the reply contain checksums?"""
     request: RequestName = ""
+    at_most_s: Seconds = 0.0
+    """Limit of the deadline in seconds, whether the engine or the daemon chose it: a part of the time in which the
+    engine computes the segments itself; 0: none."""
 
 
 class Fetched(_Message, frozen=True, tag=8):
@@ -181,7 +205,7 @@ class Fetched(_Message, frozen=True, tag=8):
 class Release(_Message, frozen=True, tag=9):
     """This process no longer reads these segments: (lease, start, stop) each. Not answered."""
 
-    ranges: tuple[tuple[int, Index, Index], ...]
+    ranges: Annotated[tuple[tuple[int, Index, Index], ...], Meta(max_length=MAX_RANGES)]
 
 
 class Prepare(_Message, frozen=True, tag=10):
@@ -210,7 +234,7 @@ class Commit(_Message, frozen=True, tag=12):
 
     id: int
     write: int
-    indices: tuple[Index, ...]
+    indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_KEYS)]
     shards: Index
     """Bit mask of the shards that this process wrote."""
     checksums: bytes
@@ -315,8 +339,8 @@ class ReconcileGrants(_Message, frozen=True, tag=24):
     The daemon takes back every other grant of the process, because the reply that granted it may have been lost with
     the earlier connection. Not answered."""
 
-    leases: tuple[int, ...]
-    writes: tuple[int, ...]
+    leases: Annotated[tuple[int, ...], Meta(max_length=MAX_GRANTS)]
+    writes: Annotated[tuple[int, ...], Meta(max_length=MAX_GRANTS)]
 
 
 class Hint(_Message, frozen=True, tag=26):

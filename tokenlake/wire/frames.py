@@ -92,6 +92,10 @@ class FrameDecoder:
         del self._buffer[:count]
         return count
 
+    def __len__(self) -> int:
+        """Number of bytes that were added and not yet read."""
+        return len(self._buffer)
+
     def rest(self) -> bytes:
         """Returns the bytes that were added and not yet read, without removing them."""
         return bytes(self._buffer)

@@ -32,6 +32,8 @@ __all__ = [
     "AdvertisingDone",
     "MarkInFlight",
     "ExplainMissing",
+    "HANDSHAKE_BYTES",
+    "MAX_FRAME",
     "Corrupt",
     "Evicted",
     "Handshake",
@@ -63,6 +65,13 @@ __all__ = [
     "peer_decoder",
     "pulled_decoder",
 ]
+
+
+MAX_FRAME = 2 << 20
+"""Limit of the bytes of a frame between daemons. It is part of the protocol and no setting, because a node would close
+the connection of a node that sends larger ones. The longest message is `EvictionStatistics`, about one MiB."""
+HANDSHAKE_BYTES = 64 << 10
+"""The same until the other side has proven its identity."""
 
 
 Purpose = Literal["control", "bulk", "query"]

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tokenlake.wire.fields import Index, Seconds
+from tokenlake.wire.fields import Index, Name, Seconds
 
 __all__ = [
     "ALIGNMENT",
@@ -47,6 +47,11 @@ ALIGNMENT = 64
 Dtype = Literal["float32", "bfloat16", "float16"]
 Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
 Scale = Annotated[float, Meta(gt=0, le=1e6)]
+MAX_PARTS = 4096
+Parts = Annotated[tuple[tuple[int, Index], ...], Meta(max_length=MAX_PARTS)]
+"""The queries of each view in a step or request (its parts): (view, number of query tokens) each."""
+Nodes = Annotated[tuple[Name, ...], Meta(max_length=255)]
+"""Names of nodes; an index of one byte refers to each."""
 Offset = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
@@ -74,7 +79,7 @@ class OpenView(_Message, frozen=True, tag=2):
     tenant: str
     layout: bytes
     keys: bytes
-    nodes: tuple[str, ...]
+    nodes: Nodes
     owners: bytes
     heads: Heads
     scale: Scale
@@ -106,8 +111,7 @@ class Step(_Message, frozen=True, tag=5):
     buffer: int
     step: int
     dtype: Dtype
-    parts: tuple[tuple[int, Index], ...]
-    """The queries of each view in the step (its parts): (view, number of query tokens) each."""
+    parts: Parts
     queries: Offset
     outputs: Offset
     sums: Offset
@@ -145,7 +149,7 @@ class Ask(_Message, frozen=True, tag=8):
     number: int
     layer: Index
     dtype: Dtype
-    parts: tuple[tuple[int, Index], ...]
+    parts: Parts
     nbytes: Offset
 
 

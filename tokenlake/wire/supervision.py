@@ -11,6 +11,7 @@ import msgspec
 __all__ = [
     "DialSucceeded",
     "Dial",
+    "EngineEnded",
     "EngineConnected",
     "PeerConnected",
     "Report",
@@ -54,19 +55,28 @@ class DialSucceeded(_Message, frozen=True, tag=3):
     """Answers `Dial`: a connection to the query engine of `node`. The descriptor travels beside the frame."""
 
     node: str
+    tenant: str
 
 
 class DialFailed(_Message, frozen=True, tag=4):
     """Answers `Dial`: the query engine of `node` cannot be reached now."""
 
     node: str
+    tenant: str
     reason: str
 
 
 class Dial(_Message, frozen=True, tag=5):
-    """From the query engine: connect it with the query engine of `node`."""
+    """From the query engine: connect it with the query engine of `node`, for the queries of `tenant`."""
 
     node: str
+    tenant: str
+
+
+class EngineEnded(_Message, frozen=True, tag=8):
+    """From the query engine: a connection of an engine of `tenant` has ended. Sent once for each `EngineConnected`."""
+
+    tenant: str
 
 
 class Report(_Message, frozen=True, tag=7):
@@ -91,7 +101,7 @@ class Report(_Message, frozen=True, tag=7):
 
 
 ToQueryEngine = Start | EngineConnected | PeerConnected | DialSucceeded | DialFailed
-ToDaemon = Dial | Report
+ToDaemon = Dial | EngineEnded | Report
 
 query_engine_decoder: msgspec.msgpack.Decoder[ToQueryEngine] = msgspec.msgpack.Decoder(ToQueryEngine)
 daemon_decoder: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)

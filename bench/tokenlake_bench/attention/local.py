@@ -72,13 +72,14 @@ class LocalCase:
             self._compare()
 
     def sample(self, turn: int) -> float:
-        """See `Case`."""
+        """Compute attention once with the query engine's kernel. Returns the seconds that it took; see `Case`."""
         began = self._clock()
         self._attend(turn % LAYERS)
         return self._clock() - began
 
     def ceiling(self, turn: int) -> float:
-        """See `Case`."""
+        """Compute the same attention once with torch's own kernel over contiguous memory. Returns the seconds; see
+        `Case`."""
         began = self._clock()
         self._fuse(turn % LAYERS)
         return self._clock() - began

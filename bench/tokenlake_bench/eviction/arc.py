@@ -42,7 +42,8 @@ class AdaptiveReplacement(EvictionPolicy):
         ghosts."""
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Add `segment` to the queue of segments accessed again, if the policy remembers its key as evicted or the
+        segment was in that queue before, else to the queue of segments accessed once; see `EvictionPolicy`."""
         record = segment.policy_state
         if not isinstance(record, _Record):
             record = segment.policy_state = _Record(again=self._was_here(segment.key))
@@ -64,7 +65,8 @@ class AdaptiveReplacement(EvictionPolicy):
         return True
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Record an access: `segment` moves to the end of the queue of segments accessed again, or to the end of its
+        present queue within `SAME_ACCESS_S` of its last access. See `EvictionPolicy`."""
         counts = now - segment.touched >= SAME_ACCESS_S
         if segment in self._again:
             self._again.move_to_end(segment)
@@ -78,7 +80,8 @@ class AdaptiveReplacement(EvictionPolicy):
             segment.touched = now
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
+        """Take `segment` out of its queue; the key of an evicted one becomes a ghost of that queue. See
+        `EvictionPolicy`."""
         capacity = len(self)
         again = segment in self._again
         del (self._again if again else self._once)[segment]
@@ -90,7 +93,8 @@ class AdaptiveReplacement(EvictionPolicy):
                 self._ghosts_again.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`."""
+        """Returns the oldest segment of the queue of segments accessed once, if that queue has more segments than it
+        should have, else of the other queue; see `EvictionPolicy`."""
         for segment in self._once if self._once_first() else self._again:
             return segment
         raise KeyError("no segment")

@@ -49,7 +49,8 @@ class S3Fifo(EvictionPolicy):
         self._ghosts: OrderedDict[SegmentKey, None] = OrderedDict()
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Add `segment` to the end of a queue: the main queue, if the policy remembers its key as evicted or the
+        segment was there before, else the small queue. See `EvictionPolicy`."""
         record = segment.policy_state
         if not isinstance(record, _Record):
             known = segment.key in self._ghosts
@@ -60,14 +61,15 @@ class S3Fifo(EvictionPolicy):
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. The order of the segments does not change."""
+        """Count an access of `segment`. The order of the segments does not change. See `EvictionPolicy`."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
             record.accesses = min(record.accesses + 1, MAX_ACCESSES)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
+        """Take `segment` out of its queue; the key of one that is evicted from the small queue becomes a ghost. See
+        `EvictionPolicy`."""
         queue = self._main if segment in self._main else self._small
         del queue[segment]
         if evicted and queue is self._small:
@@ -76,8 +78,9 @@ class S3Fifo(EvictionPolicy):
                 self._ghosts.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Accessed segments in front of the segment to evict are moved to the end of the main
-        queue."""
+        """Returns the first segment without a counted access, of the small queue while that is too long, else of the
+        main queue. Accessed segments in front of it, at most `MOST_PASSED`, are moved to the end of the main queue. See
+        `EvictionPolicy`."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)

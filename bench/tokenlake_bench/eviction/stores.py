@@ -132,8 +132,8 @@ class NodeStores:
         return node
 
     def _copy(self, node: int, segment: int) -> Segment | None:
-        """The copy of a segment that the node reads: its own, else the primary copy of another node; None if there is
-        none."""
+        """The copy of a segment that node `node` reads: its own, else the primary copy of another node; None if there
+        is none."""
         return self._stores[node].get(_TENANT, self._keys[segment]) or self._held[segment]
 
     def _fetch(
@@ -153,8 +153,9 @@ class NodeStores:
         return hits, fetched
 
     def _touch(self, node: int, segments: Sequence[int], now: float, hints: Hints) -> None:
-        """Touch (count as accessed now) the copies of these segments at the node and the primary copies at other nodes.
-        `segments` are in prompt order."""
+        """Record an access at `now` of these segments, given by id in prompt order, by a request that node `node`
+        serves: the node's own copies are accessed, and for each segment whose primary copy is at another node, that
+        copy too."""
         own = (self._stores[node].get(_TENANT, self._keys[segment]) for segment in segments)
         by_node: dict[int, list[Segment]] = {node: [copy for copy in own if copy is not None]}
         for segment in segments:
@@ -179,8 +180,8 @@ class NodeStores:
         return access_after([], len(chain), hits)
 
     def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """What the nodes' eviction policies remember of an evicted segment: (position, access record, seconds since the
-        access) per node that remembers it."""
+        """Returns the last access of an evicted segment, for each node whose eviction policy remembers it: (position,
+        access record, seconds since the access)."""
         told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
         return [each for each in told if each is not None]
 

@@ -22,31 +22,32 @@ class Timed(EvictionPolicy):
         """Total nanoseconds of those calls of the policy that change its state or compare segments."""
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Let the wrapped policy add `segment` to its order, and measure the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         self._policy.insert(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Let the wrapped policy record an access of `segment`, and measure the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         self._policy.touch(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Tell the wrapped policy that the hints of `segment` have changed, and measure the time; see
+        `EvictionPolicy`."""
         began = perf_counter_ns()
         self._policy.hints_changed(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
+        """Let the wrapped policy take `segment` out of its order, and measure the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         self._policy.remove(segment, now, evicted)
         self.taken_ns += perf_counter_ns() - began
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`."""
+        """Returns the segment that the wrapped policy would evict next, and measures the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         try:
             return self._policy.victim(now)
@@ -54,28 +55,31 @@ class Timed(EvictionPolicy):
             self.taken_ns += perf_counter_ns() - began
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`."""
+        """Returns the wrapped policy's value of keeping `segment`, and measures the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         retention_value = self._policy.retention_value(segment, now)
         self.taken_ns += perf_counter_ns() - began
         return retention_value
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """See `EvictionPolicy`."""
+        """Returns the wrapped policy's value of keeping a segment that would be stored now, and measures the time; see
+        `EvictionPolicy`."""
         began = perf_counter_ns()
         retention_value = self._policy.retention_value_of_new(key, hints, now)
         self.taken_ns += perf_counter_ns() - began
         return retention_value
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`."""
+        """Returns True if the wrapped policy would store a new segment although memory is full, and measures the time;
+        see `EvictionPolicy`."""
         began = perf_counter_ns()
         admitted = self._policy.admits(key, hints, now)
         self.taken_ns += perf_counter_ns() - began
         return admitted
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """See `EvictionPolicy`."""
+        """Returns (index, last access record, seconds since then) of the last of `keys` that the wrapped policy
+        remembers, and measures the time; see `EvictionPolicy`."""
         began = perf_counter_ns()
         known = self._policy.last_access(keys, now)
         self.taken_ns += perf_counter_ns() - began
@@ -88,17 +92,18 @@ class Timed(EvictionPolicy):
         return iter(self._policy)
 
     def save(self) -> bytes:
-        """See `EvictionPolicy`."""
+        """Returns the statistics that the wrapped policy has learned, encoded; see `EvictionPolicy`."""
         return self._policy.save()
 
     def exchange_among(self, nodes: int) -> None:
-        """See `EvictionPolicy`."""
+        """Set, for the wrapped policy, the number of nodes that merge each other's statistics; see `EvictionPolicy`."""
         self._policy.exchange_among(nodes)
 
     def merge(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Let the wrapped policy take over half of the difference to another node's statistics; see
+        `EvictionPolicy`."""
         self._policy.merge(learned)
 
     def restore(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Let the wrapped policy begin with saved statistics; see `EvictionPolicy`."""
         self._policy.restore(learned)

@@ -183,7 +183,8 @@ class Shaper:
 
 
 class Shaping:
-    """Handle of the proxy process, which this class starts. The caller must close it."""
+    """Limits the bandwidth and delay of the connections between daemons: starts the proxy process through which they
+    run, and sets the values of its links. The caller must close it, which ends the process."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._process = start_child(
@@ -195,7 +196,7 @@ class Shaping:
         self.shape(FREE)
 
     def shape(self, shape: Shape) -> None:
-        """Give all links this bandwidth and delay; they have it when the call returns."""
+        """Set the bandwidth and delay of all links to `shape`; they have it when the call returns."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(shape) + b"\n")

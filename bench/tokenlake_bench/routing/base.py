@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 class Knowledge(Protocol):
-    """What a router knows of the instances' caches, which may differ from their real content. Lengths are in
+    """A router's knowledge of the instances' caches, which may differ from their real content. Lengths are in
     segments."""
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:

@@ -40,17 +40,17 @@ class CacheAware:
         self._pending = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """See `Router`."""
+        """Choose the instance of a request and count the request as pending there; see `Router`."""
         instance = self._instance(request)
         self._pending[instance] += 1
         self._fleet.knowledge.sent(request.chain, instance)
         return Choice(instance, instance)
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """See `Router`."""
+        """Does nothing, because the rule uses no times of first tokens; see `Router`."""
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """See `Router`."""
+        """Count the request as no longer pending at its instance; see `Router`."""
         self._pending[choice.decode] -= 1
 
     def _instance(self, request: RoutedRequest) -> int:

@@ -33,7 +33,8 @@ class Steps(Protocol):
     """Computes the duration of an engine's forward passes (steps); `EngineModel` is one implementation."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        """See `EngineModel.step_s`; above 0 for a batch that is not empty."""
+        """Seconds of one forward pass, above 0 for a batch that is not empty; the arguments are those of
+        `EngineModel.step_s`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What routers know of the instances' caches: their exact content, or a record of the requests that the router sent."""
+"""Routers' knowledge of the instances' caches: their exact content, or a record of the requests sent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class TrackedCaches:
         return held / len(self._owners) if self._owners else 0.0
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
-        """See `Knowledge`."""
+        """Returns, by instance, the number of segments of `chain`, from the first on, that the instance holds or will
+        compute; see `Knowledge`."""
         depths = [0] * len(self._caches)
         still = (1 << len(self._caches)) - 1
         for depth, segment in enumerate(chain):
@@ -80,11 +81,11 @@ class TrackedCaches:
         return depths
 
     def sizes(self) -> list[int]:
-        """See `Knowledge`."""
+        """Returns, by instance, the number of segments in its cache; see `Knowledge`."""
         return [len(cache) for cache in self._caches]
 
     def coldest(self, instance: int) -> Iterator[int]:
-        """See `Knowledge`."""
+        """Yields the segments in the cache of one instance, the least recently used first; see `Knowledge`."""
         return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
@@ -116,7 +117,7 @@ class OwnRecord(TrackedCaches):
         super().__init__([remembered] * instances)
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """See `Knowledge`."""
+        """Record that the segments of a prompt are cached at the instance to which it was sent; see `Knowledge`."""
         self.touch(chain, instance)
 
 

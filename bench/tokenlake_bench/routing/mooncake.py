@@ -51,7 +51,8 @@ class Mooncake:
         self._contexts = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """See `Router`."""
+        """Choose the prefill instance with the least expected time to the first token, and the decode instance with the
+        fewest prompt tokens; see `Router`."""
         depths = self._fleet.knowledge.depths(request.chain)
         source = least([-depth for depth in depths], self._prefill, self._fleet.rng)
         missing = {depth: self._to_fetch(depth, depths[source]) for depth in dict.fromkeys(depths)}
@@ -68,7 +69,7 @@ class Mooncake:
         return Choice(prefill, decode, fetch)
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """See `Router`."""
+        """Remove the prefill from the queue of its instance, because the first token ends it; see `Router`."""
         queued = self._queued[choice.prefill]
         done_s = queued.pop(request.number)
         # The sum of expected seconds is reset when the queue is empty, because rounding errors would make idle
@@ -76,7 +77,7 @@ class Mooncake:
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """See `Router`."""
+        """Subtract the prompt tokens of the request from its decode instance; see `Router`."""
         self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:

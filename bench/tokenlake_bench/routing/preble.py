@@ -52,7 +52,8 @@ class Preble:
         self._token_s = 0.0
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """See `Router`."""
+        """Choose the instance of a request and add the request's expected seconds to the instance's load; see
+        `Router`."""
         self._forget(now - WINDOW_S)
         depths = self._fleet.knowledge.depths(request.chain)
         instance = self._instance(request, depths)
@@ -65,11 +66,11 @@ class Preble:
         return Choice(instance, instance)
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """See `Router`."""
+        """Note the time at which the answer began; see `Router`."""
         self._began[request.number] = now
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """See `Router`."""
+        """Update the running means of the answers' lengths and of the seconds per output token; see `Router`."""
         took = now - self._began.pop(request.number)
         first = not self._output_tokens
         weight = 1.0 if first else _NEW_ANSWER_WEIGHT

@@ -14,12 +14,12 @@ class RoundRobin:
         self._instances = fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """See `Router`."""
+        """Choose the next instance in rotation; see `Router`."""
         instance = request.number % self._instances
         return Choice(instance, instance)
 
     def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """See `Router`."""
+        """Does nothing, because the rule does not depend on answers; see `Router`."""
 
     def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """See `Router`."""
+        """Does nothing, because the rule does not depend on answers; see `Router`."""

@@ -19,7 +19,7 @@ from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.flash import FLASH_SEGMENTS, FLASH_SHARE
 from tokenlake_bench.mixing import WORD, key_of, mix64
 
-__all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "merged"]
+__all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "merged", "with_swarms"]
 
 _KEY_WORDS = 4
 _COPY = 1 << 40
@@ -27,6 +27,13 @@ _COPY = 1 << 40
 _BEHIND = 1 << 56
 """Offset that makes new segment numbers, apart from all others, for the segments that follow the prefix of a flash
 crowd."""
+_SWARMS = 1 << 58
+"""Offset of the segment numbers of swarms."""
+SWARM_EVERY_S, SWARM_WITHIN_S = 20.0, 0.5
+"""Seconds from one swarm to the next, and within which all requests of a swarm arrive."""
+SWARM_TOKENS, SWARM_OWN_TOKENS, SWARM_ANSWER_TOKENS = 16_384, 3_072, 200
+"""Number of tokens of the prefix that the requests of a swarm share, maximum number of tokens of each behind it, and
+number of tokens of each answer."""
 
 
 class Arrival(NamedTuple):
@@ -156,3 +163,28 @@ def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int,
             yield arrival._replace(tokens=tokens, chain=np.concatenate([prefix, -arrival.chain - _BEHIND]))
         else:
             yield arrival
+
+
+def with_swarms(arrivals: Sequence[Arrival], size: int, segment_tokens: int, seed: int) -> Iterator[Arrival]:
+    """Add swarms to a workload, as an agent that starts `size` parallel agents on the same new context makes them:
+    every `SWARM_EVERY_S` seconds, `size` requests arrive within `SWARM_WITHIN_S` that share a new prefix of
+    `SWARM_TOKENS`. The `seed` draws when each arrives and its further tokens."""
+    own = (_Copied(0, number, arrival) for number, arrival in enumerate(arrivals))
+    added = (_Copied(1, number, each) for number, each in enumerate(_swarms(arrivals, size, segment_tokens, seed)))
+    return _renumbered(
+        heapq.merge(own, added, key=lambda copied: copied.arrival.at_s),
+        {arrival.follows for arrival in arrivals if arrival.follows is not None},
+    )
+
+
+def _swarms(arrivals: Sequence[Arrival], size: int, segment_tokens: int, seed: int) -> Iterator[Arrival]:
+    draw = random.Random(seed)
+    last_s = max(arrival.at_s for arrival in arrivals)
+    shared = SWARM_TOKENS // segment_tokens
+    for swarm in range(1, int(last_s / SWARM_EVERY_S) + 1):
+        times = sorted(swarm * SWARM_EVERY_S + SWARM_WITHIN_S * draw.random() for _ in range(size))
+        for number, at_s in enumerate(times):
+            tokens = SWARM_TOKENS + draw.randrange(1, SWARM_OWN_TOKENS)
+            chain = np.arange(tokens // segment_tokens, dtype=np.int64) + _SWARMS + swarm * _COPY
+            chain[shared:] += (number + 1) * SWARM_TOKENS
+            yield Arrival(at_s, tokens, chain, SWARM_ANSWER_TOKENS)

@@ -18,7 +18,7 @@ from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
-from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged
+from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged, with_swarms
 from tokenlake_bench.simulation.picture import plot_simulated
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
@@ -42,9 +42,9 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
     """Arguments of the command line. `rate`: requests per second of all copies together, None for the trace's own.
-    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `open_loop`: every request
-    arrives at its recorded time. `pools`: None for `pool`, and for `pool-real` where a compared system is real. Raises
-    ConfigurationError for a value out of range."""
+    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of requests
+    in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time. `pools`: None for
+    `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3
@@ -62,6 +62,7 @@ class SimulateArguments:
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    swarm: int | None = None
     open_loop: bool = False
     json_file: Path | None = None
     plot_file: Path | None = None
@@ -79,7 +80,7 @@ class SimulateArguments:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
             raise ConfigurationError("flash_at", self.flash_at, "seconds of trace time, at least 0")
-        for name in ("nodes", "limit", "copies"):
+        for name in ("nodes", "limit", "copies", "swarm"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(name, value, "at least 1")
         check_plot(self.plot_file)
@@ -132,6 +133,8 @@ class SimulateArguments:
             arrivals = list(merged(arrivals, self.copies))
         if self.rate is not None:
             arrivals = arrivals_of(at_rate(accesses_of(arrivals, segment_tokens), self.rate))
+        if self.swarm is not None:
+            arrivals = list(with_swarms(arrivals, self.swarm, segment_tokens, self.seed))
         if self.flash_at is not None:
             arrivals = list(flash_crowd(arrivals, self.flash_at, segment_tokens, self.seed))
         return name, arrivals

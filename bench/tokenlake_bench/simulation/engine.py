@@ -35,7 +35,7 @@ Steps = Generator[_Step, engine.EngineReply | None, None]
 
 @dataclass(slots=True, eq=False)
 class RequestOutcome:
-    """What one request found and stored in the pool. Counts are numbers of segments."""
+    """The outcome of one request: segments found and stored in the pool. Counts are numbers of segments."""
 
     arrival: Arrival
     node: int

@@ -44,7 +44,8 @@ class _SizedPull(Pull):
             self.ask(self._source.driver)
 
     def send(self, bulk: instructions.SendBulk) -> None:
-        """See `Pull`."""
+        """Simulate the travel of the segments over the link: the sender is done when the last byte has left, the
+        receiver when it has arrived. See `Pull`."""
         self._codes = bulk.codes
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
@@ -54,7 +55,7 @@ class _SizedPull(Pull):
         clock.at(arrived, self._return_codes)
 
     def abort(self) -> None:
-        """See `Pull`."""
+        """End the transfer at once, without the missing segments; see `Pull`."""
         self._target.clock.after(0.0, self._return_nothing)
 
     def _return_nothing(self) -> None:
@@ -115,24 +116,25 @@ class SimNode:
     # -- engines
 
     def answer(self, order: instructions.Answer) -> None:
-        """See `tokenlake_testing.driver.Engines`."""
+        """Send a reply to an engine; see `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].hear(order.message)
 
     def welcome(self, order: instructions.Welcomed) -> None:
-        """See `tokenlake_testing.driver.Engines`."""
+        """Tell an engine that it has joined its session; see `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].joined = True
 
     # -- network
 
     def say(self, order: instructions.SendToPeer) -> None:
-        """See `tokenlake_testing.driver.Network`."""
+        """Send a frame to a peer, which gets it after the latency of the link; see
+        `tokenlake_testing.driver.Network`."""
         other, link = self._peers[order.node]
         message = order.message
         self.network.frame(message)
         self.clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        """See `tokenlake_testing.driver.Network`."""
+        """Begin a transfer of segments from a peer; see `tokenlake_testing.driver.Network`."""
         source, link = self._peers[order.node]
         self._streams += 1
         pull = _SizedPull(source, self, order, self._streams * self._nodes + self.index)

@@ -146,7 +146,7 @@ class PooledEngine(SimulatedEngine):
         )
 
     def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
-        """See `SimulatedEngine`."""
+        """Put a request at the end of the queue of requests that read their prefixes; see `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
         served = RequestOutcome(arrival, self._node.index, answered)
@@ -154,7 +154,7 @@ class PooledEngine(SimulatedEngine):
         self._read_ahead()
 
     def _prefill_s(self, segments: int) -> float:
-        """See `SimulatedEngine`. No other request is computed at the same time."""
+        """Seconds of the prefill of `segments` segments while no other request is computed; see `SimulatedEngine`."""
         return self._run.engine.prefill_s(segments * self._options.segment_tokens)
 
     def _read_ahead(self) -> None:

@@ -24,7 +24,7 @@ have expired when the engines continue."""
 
 
 class FaultKind(StrEnum):
-    """What a fault does to its process: kill it, or stop it for a time."""
+    """The kind of a fault: its process is killed, or stopped for a time."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"

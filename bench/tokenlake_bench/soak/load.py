@@ -51,7 +51,7 @@ class Prompt:
         return len(self.tokens) // SEGMENT_TOKENS
 
     def digests(self, identity: PayloadIdentity) -> list[bytes]:
-        """What determines the expected bytes of the prompt's segments: see `payload`."""
+        """Digests of the prompt's segments, from which `payload` computes the expected bytes."""
         return identity.digests(self.tokens, SEGMENT_TOKENS)
 
 

@@ -20,11 +20,11 @@ START_S = 60.0
 HEADER = 1 << 20
 """Bytes of a region of the arena that are not taken by one window (set) of segments."""
 ALONE_WINDOWS = 2 * WINDOWS + 2
-"""Number of windows (sets of segments) that fit into a node's memory: those that are read, and as many for stores, with
-2 to spare."""
+"""Size of the memory of the node `alone`, and of `writer`, in windows (equal sets of segments, of which each measured
+call moves one): `WINDOWS` that are read, as many for the measured stores, and 2 spare ones."""
 WRITER_WINDOWS = ALONE_WINDOWS
 READER_WINDOWS = 5
-"""Number of windows (sets of segments) that fit into the reader's memory: so few that a fetched one is evicted before
+"""Size of the memory of the node `reader` in windows (sets of segments): so few that a fetched window is evicted before
 it is read again."""
 READER_CACHED = "0.45"
 

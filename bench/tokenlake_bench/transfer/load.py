@@ -1,5 +1,5 @@
-"""A load on one daemon, from a separate process: endless fetches from another node, and endless stores whose segments
-the daemon sends to their owner. Run as a module it is that process."""
+"""A load on one daemon, from a separate process: it repeats fetches of segments of another node, and stores of new
+segments. This module, run as a program, is that process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ CALL_S = 2.0
 
 
 class Load:
-    """A load from a separate process, as a context manager: it runs while the context is open."""
+    """A load on one daemon during a measurement, as a context manager: a separate process fetches and stores segments
+    while the context is open."""
 
     def __init__(self, socket: Path, label: str) -> None:
-        """`socket`: local socket of the daemon. The load fetches segments that another node owns and that the measured
-        calls read, too."""
+        """Starts the process of the load. `socket`: path of the local socket of the daemon that is loaded; `label`: the
+        segment size, as in `SIZES`. The process fetches the segments stored at the node `writer`, which the
+        measurements also fetch."""
         self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
         self._worker.call("ready")
 
@@ -66,16 +68,18 @@ class _Running:
             threading.Thread(target=self._repeat, args=(number, step), daemon=True).start()
 
     def ready(self) -> None:
-        """Does nothing; it is called first, so that its answer shows that the process is connected to the daemon."""
+        """Does nothing. It is called first: its reply shows that the process of the load is connected to the daemon."""
 
     def go(self) -> None:
-        """Start the fetches and the stores. Returns when both have begun."""
+        """Start the two threads of the load: one repeats fetches, the other repeats stores, until `stop`. Returns after
+        `SETTLE_S` seconds, when both are under way."""
         self._done = [0, 0]
         self._on.set()
         time.sleep(SETTLE_S)
 
     def stop(self) -> list[int]:
-        """Stop the load. Returns (number of fetches, number of stores) completed since `go`."""
+        """Stop the threads that fetch and store, each at the end of its present call. Returns (number of fetches,
+        number of stores) completed since `go`."""
         self._on.clear()
         for _ in range(2):
             self._idle.acquire()

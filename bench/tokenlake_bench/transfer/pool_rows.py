@@ -68,13 +68,13 @@ class PoolRows:
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
             self._prepare(self._alone, keys, number)
-            # The reader is not running yet, so the writer becomes the owner of the segments that it stores.
+            # The node that stores segments owns them: `writer` owns these, and `reader` has to fetch them.
             self._prepare(writer, keys, number)
         self._reader = self._open.enter_context(daemons.start("reader", peers=1))
         if self._size.key_rows():
-            # The reader becomes the owner of these segments, because it has more free memory than the writer.
+            # The node `reader` stores these segments itself, so it owns them and its matches find them locally.
             self._prepare(self._reader, self._near, 0)
-            # These segments stay leased during the measurement, so that segments of the load do not displace them.
+            # The segments stay leased during the measurement, so that the segments of the load do not displace them.
             self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
             self._load = Load(daemons.nodes["reader"].socket, self._size.label)
             self._open.callback(self._load.close)
@@ -108,15 +108,16 @@ class PoolRows:
         return rows
 
     def rows(self) -> Sequence[str]:
-        """See `System`."""
+        """Names of the kinds of calls that are measured with this segment size; see `System`."""
         return list(self._rows)
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """See `System`. Raises TokenLakeError when bytes are missing or wrong."""
+        """Make one or several calls of a kind and compare their bytes. Returns the seconds of each call. Raises
+        TokenLakeError when bytes are missing or wrong. See `System`."""
         return self._rows[row](turn)
 
     def close(self) -> None:
-        """See `System`."""
+        """Close all clients and end all daemons and the load; see `System`."""
         self._open.close()
 
     # -- rows

@@ -53,7 +53,8 @@ class TorchKernel(Kernel):
     first use a scratch buffer of `SCRATCH_BYTES`, or of one segment's layer where that is larger, and keeps it."""
 
     def __init__(self, layout: Layout, shape: AttentionShape) -> None:
-        """See `Kernel`."""
+        """`layout`: of the segments that the kernel reads; `shape`: of the attention. Raises LayoutRefused where the
+        shape does not fit the layout."""
         super().__init__(layout, shape)
         self._dtype = _DTYPES[layout.dtype]
         self._size = DTYPE_BYTES[layout.dtype]

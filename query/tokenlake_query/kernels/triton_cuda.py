@@ -38,7 +38,8 @@ class TritonKernel(Kernel):
     for each call."""
 
     def __init__(self, layout: Layout, shape: AttentionShape, device: str = "cuda") -> None:
-        """See `Kernel`."""
+        """`layout`: of the segments that the kernel reads; `shape`: of the attention; `device`: the torch device of the
+        slots. Raises LayoutRefused where the shape does not fit the layout."""
         super().__init__(layout, shape)
         self._device = torch.device(device)
         self._dtype = _DTYPES[layout.dtype]

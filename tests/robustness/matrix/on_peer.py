@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tests.robustness.live import Prompt, flip, wait_told, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
-from tests.robustness.matrix.proxy import Cut, Direction, Flip, Trickle
+from tests.robustness.matrix.proxy import Cut, Direction, Drop, Flip, Trickle
 from tests.robustness.matrix.world import world
 from tokenlake.wire import Code
 
 __all__ = [
+    "bulk_dead",
+    "bulk_one_way",
     "cut_in_header",
     "cut_in_payload",
     "flipped_in_arena",
@@ -126,6 +128,39 @@ def full(seed: int) -> Outcome:
             lease.release()
         assert other.answered()
         assert further.whole(at.prompts[:6]), "released slots are given again"
+        at.serves()
+    return at.outcome
+
+
+def bulk_dead(seed: int) -> Outcome:
+    """No byte passes on bulk connections to the node; its control connection goes on."""
+    return _dropped(seed, DIRECTIONS)
+
+
+def bulk_one_way(seed: int) -> Outcome:
+    """No byte from the node passes on bulk connections, then no byte to the node."""
+    return _dropped(seed, ("down",), ("up",))
+
+
+def _dropped(seed: int, *drops: tuple[Direction, ...]) -> Outcome:
+    with world(seed, linked=True) as at:
+        at.fill()
+        before = at.listed()
+        at.begin()
+        unanswered = "tokenlake_unanswered_fetches_total"
+        with asking(at.engines[:1], at.fetch) as wait:
+            for directions in drops:
+                wait(2)
+                earlier = at.metric(0, unanswered)
+                at.links[1].fault = Drop(directions)
+                wait_until(lambda earlier=earlier: at.metric(0, unanswered) > earlier, "a fetch is not answered")  # type: ignore[misc]
+                noticed = at.metric(0, unanswered)
+                wait(20)
+                assert at.metric(0, unanswered) == noticed, "no further fetch waits for the node"
+                at.links[1].fault = None
+                at.find_again(before)
+        assert at.metric(0, "tokenlake_suspected_peers_total") == 0
+        at.find_again(before)
         at.serves()
     return at.outcome
 

@@ -18,7 +18,7 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, Code, peer
 from tokenlake.wire.frames import decode
 
-__all__ = ["Cut", "Direction", "Fault", "Flip", "Proxy", "Trickle"]
+__all__ = ["Cut", "Direction", "Drop", "Fault", "Flip", "Proxy", "Trickle"]
 
 CHUNK = 64 << 10
 TICK_S = 0.01
@@ -57,7 +57,14 @@ class Flip:
     every: int = 1
 
 
-Fault = Trickle | Cut | Flip
+@dataclass(frozen=True)
+class Drop:
+    """Forward nothing on bulk connections in these directions; other connections go on."""
+
+    directions: tuple[Direction, ...]
+
+
+Fault = Trickle | Cut | Flip | Drop
 
 
 class _Walk:
@@ -68,6 +75,8 @@ class _Walk:
         self._left = HEADER_BYTES
         self._kept = b""
         self._greeted = False
+        self.hello = b""
+        """The body of the first frame, once it is complete."""
 
     def split(self, data: bytes) -> Iterator[tuple[Part, bytes]]:
         """The pieces of `data`, none of which reaches beyond the end of its part."""
@@ -86,10 +95,20 @@ class _Walk:
             self._part, self._left = "body", int.from_bytes(kept, "little")
             return
         self._part, self._left = "header", HEADER_BYTES
+        self.hello = self.hello or kept
         self._greeted = True
         raw = _raw_bytes(kept)
         if raw:
             self._part, self._left = "raw", raw
+
+
+def _is_bulk(hello: bytes) -> bool:
+    """Is this the first frame of a bulk connection between daemons?"""
+    try:
+        message = decode(peer.handshake_decoder, hello)
+    except ProtocolRefused:
+        return False
+    return isinstance(message, peer.PeerHello) and message.purpose == "bulk"
 
 
 def _raw_bytes(body: bytes) -> int:
@@ -135,6 +154,10 @@ class Proxy:
         _end(self._listener)
         self.cut()
 
+    def deafen(self) -> None:
+        """Stop listening, for ever; the connections that are open go on."""
+        _end(self._listener)
+
     def cut(self) -> None:
         """End the connections that are open."""
         while self._open:
@@ -151,19 +174,31 @@ class Proxy:
                 except OSError:
                     near.close()
                     continue
+                if isinstance(self._target, tuple):
+                    for sock in (near, far):
+                        # Without this option each small frame could wait 40 ms for an acknowledgement.
+                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._open += (near, far)
-                for direction, source, sink in (("up", near, far), ("down", far, near)):
-                    threading.Thread(target=self._pump, args=(direction, source, sink), daemon=True).start()
+                up = _Walk()
+                for direction, walk, source, sink in (("up", up, near, far), ("down", _Walk(), far, near)):
+                    arguments = (direction, walk, up, source, sink)
+                    threading.Thread(target=self._pump, args=arguments, daemon=True).start()
 
-    def _pump(self, direction: Direction, source: socket.socket, sink: socket.socket) -> None:
-        walk = _Walk()
+    def _pump(self, direction: Direction, walk: _Walk, up: _Walk, source: socket.socket, sink: socket.socket) -> None:
+        """Forward one direction of a connection. `walk`: its position; `up`: the position of the direction up, which
+        begins with the hello of the process that connected."""
         with contextlib.suppress(OSError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(source, CHUNK, MAX_DESCRIPTORS)
                 if not data:
                     break
                 try:
-                    for part, piece in walk.split(data):
+                    pieces = list(walk.split(data))
+                    fault = self.fault
+                    if isinstance(fault, Drop) and direction in fault.directions and _is_bulk(up.hello):
+                        self.done += 1
+                        continue
+                    for part, piece in pieces:
                         self._pass(direction, part, piece, sink, descriptors)
                         _close(descriptors)
                         descriptors = []
@@ -176,7 +211,7 @@ class Proxy:
         self, direction: Direction, part: Part, piece: bytes, sink: socket.socket, descriptors: list[int]
     ) -> None:
         fault = self.fault
-        if fault is None or fault.direction != direction:
+        if fault is None or isinstance(fault, Drop) or fault.direction != direction:
             _send(sink, piece, descriptors)
             return
         match fault:

@@ -154,6 +154,14 @@ CELLS = (
         on_engine.flipped_on_wire,
         {"engine whose requests are damaged": ANY},
     ),
+    Cell(
+        "peer",
+        "bulk-dead",
+        "one fetch is given up within its deadline; no further call waits for the node until its bulk path answers "
+        "again, and it is never SUSPECT; nothing is lost",
+        on_peer.bulk_dead,
+    ),
+    Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
 )
 """The cells in the order of the page."""
 

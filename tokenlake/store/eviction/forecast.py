@@ -64,7 +64,8 @@ class Forecast(EvictionPolicy):
     # -- segments
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Add `segment` to the order: at its first insert to the cohort of the present time, otherwise to its earlier
+        cohort. See `EvictionPolicy`."""
         now = self._advance(now)
         if isinstance(segment.policy_state, Record):
             self._enter(segment, segment.policy_state, again=True)
@@ -75,7 +76,7 @@ class Forecast(EvictionPolicy):
         self._enter(segment, record)
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Record an access: `segment` joins the cohort of the present time; see `EvictionPolicy`."""
         now = self._advance(now) if now > self._now else self._now
         record = self._leave(segment)
         if now - record.counted >= SAME_ACCESS_S:
@@ -83,21 +84,22 @@ class Forecast(EvictionPolicy):
         self._enter(segment, record)
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. The segment joins a new cohort, because the request that sent the hints used it until
-        now."""
+        """Move `segment` to a new cohort when its hints change, because the request that sent the hints used the
+        segment until now; see `EvictionPolicy`."""
         self._advance(now)
         self._enter(segment, self._leave(segment))
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`. The record of the segment stays in its cohort, so that the model learns from an access
-        after the segment has come back."""
+        """Take `segment` out of the order. Its record stays in its cohort, so that the model learns from an access
+        after the segment has come back. See `EvictionPolicy`."""
         now = self._advance(now)
         record = self._leave(segment)
         if evicted:
             self._add_ghost(segment.key, record, segment.hints, now)
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`."""
+        """Returns True if the retention value of a new segment is at least that of the segment that would be evicted
+        for it; otherwise the refusal is recorded like an access. See `EvictionPolicy`."""
         now = self._advance(now)
         if not self._size or self.retention_value_of_new(key, hints, now) >= self.retention_value(
             self.victim(now), now
@@ -118,7 +120,7 @@ class Forecast(EvictionPolicy):
     # -- the order
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`."""
+        """Returns the deepest segment of the cohort with the least retention value; see `EvictionPolicy`."""
         self._advance(now)
         self._drop_void()
         if not self._heap:
@@ -126,18 +128,19 @@ class Forecast(EvictionPolicy):
         return self._heap[0][-1].deepest()
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`: accesses per second."""
+        """Returns the predicted accesses of `segment` per second; see `EvictionPolicy`."""
         self._advance(now)
         cohort = self._record(segment).cohort
         assert cohort is not None
         return cohort.retention_value[cohort.age]
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """See `EvictionPolicy`."""
+        """Returns the predicted accesses per second of a segment that would be stored now; see `EvictionPolicy`."""
         return self._odds.retention_value(self._odds.features(self._accesses_of_new(key), hints))[0]
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """See `EvictionPolicy`."""
+        """Returns (index, last access record, seconds since then) of the last of `keys` that has a ghost, the record of
+        an evicted or refused segment; see `EvictionPolicy`."""
         for index in range(len(keys) - 1, -1, -1):
             ghost = self._ghosts.get(keys[index])
             if ghost is not None:
@@ -156,19 +159,20 @@ class Forecast(EvictionPolicy):
                     heapq.heappush(frontier, (self._heap[child], child))
 
     def save(self) -> bytes:
-        """See `EvictionPolicy`."""
+        """Returns the statistics of the model, encoded; see `EvictionPolicy`."""
         return self._odds.save()
 
     def exchange_among(self, nodes: int) -> None:
-        """See `EvictionPolicy`."""
+        """Set the number of nodes that merge each other's statistics, this one included; see `EvictionPolicy`."""
         self._odds.nodes = nodes
 
     def merge(self, learned: bytes) -> None:
-        """See `EvictionPolicy`; cohorts that exist keep their values."""
+        """Take over half of the difference to the statistics of another node; cohorts that exist keep their values. See
+        `EvictionPolicy`."""
         self._odds.merge(learned)
 
     def restore(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Begin with saved statistics; see `EvictionPolicy`."""
         if learned:
             self._odds.restore(learned)
 

@@ -18,21 +18,21 @@ class LeastRecentlyUsed(EvictionPolicy):
         self._order: OrderedDict[Segment, None] = OrderedDict()
 
     def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`; the segment becomes the most recently used one."""
+        """Add `segment` to the order as the most recently used one; see `EvictionPolicy`."""
         segment.touched = now
         self._order[segment] = None
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Record an access: `segment` becomes the most recently used one; see `EvictionPolicy`."""
         segment.touched = now
         self._order.move_to_end(segment)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
+        """Take `segment` out of the order; see `EvictionPolicy`."""
         del self._order[segment]
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`."""
+        """Returns the least recently used segment; see `EvictionPolicy`."""
         for segment in self._order:
             return segment
         raise KeyError("no segment")

@@ -78,13 +78,14 @@ class Cohort:
         self._order = None
 
     def deepest_first(self) -> list[Segment]:
-        """Returns the cohort's stored segments, the deepest first."""
+        """Returns the stored segments of the cohort (segments that one request accessed), in descending order of depth,
+        which is the position in the prompt."""
         return sorted(self.here, key=_depth, reverse=True)
 
     def deepest(self) -> Segment:
-        """Returns the deepest stored segment of the cohort, which must have one. The segments have to be sorted for it,
-        because they are not added by depth: segments behind a gap of the prompt are touched before those that fill the
-        gap are stored."""
+        """Returns the stored segment of the cohort that is deepest in the prompt; the cohort must have a stored
+        segment. The segments have to be sorted for it, because they are not added by depth: segments behind a gap of
+        the prompt are touched before those that fill the gap are stored."""
         if self._order is None:
             # Of segments with equal depth the one that was added first is evicted first.
             self._order = self.deepest_first()
@@ -95,7 +96,7 @@ class Cohort:
 
 
 class Record(PolicyState):
-    """What the policy knows about one segment: a stored one, or one that was evicted or refused (then the record is a
+    """The policy's knowledge of one segment: a stored one, or one that was evicted or refused (then the record is a
     ghost)."""
 
     __slots__ = ("access", "accesses", "cohort", "counted", "gone")

@@ -25,14 +25,15 @@ class PeerProcess:
             raise
 
     def rows(self) -> Sequence[str]:
-        """See `System`."""
+        """Names of the kinds of calls that the peer can make; see `System`."""
         return self._rows
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """See `System`. Raises `Unreachable`."""
+        """Let the client process make one or several calls of a kind. Returns the seconds of each. Raises `Unreachable`
+        when that process has ended. See `System`."""
         taken: list[float] = self._worker.call("sample", row=row, turn=turn)
         return taken
 
     def close(self) -> None:
-        """See `System`."""
+        """End the client process and with it the peer's servers; see `System`."""
         self._worker.close()

@@ -12,7 +12,7 @@ import torch
 
 from tokenlake.identity import NodeId
 from tokenlake.layout import Layout
-from tokenlake.planner import Rates
+from tokenlake.planner import Rates, fetch_limit_s
 from tokenlake_client.engines.common.in_flight import LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 
 __all__ = ["Measurements"]
@@ -40,6 +40,10 @@ class Measurements:
             return NO_WAIT
         return wait_for(compute_s + hand_over_s, sum(self._predict(layout, count - 1, count)))
 
+    def fetch_limit_s(self, layout: Layout, stop: int) -> float:
+        """The limit in seconds of the fetches of the first `stop` segments of a prompt, in all; 0: none."""
+        return fetch_limit_s(self.rates.prefill, 0, stop * layout.segment_tokens)
+
     def _predict(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
         """The predicted seconds to compute segments [start, stop) of a prompt, and the predicted seconds to store them
         and to read them at another engine."""
@@ -49,8 +53,9 @@ class Measurements:
 
     @contextmanager
     def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:
-        """A context that measures a prefill: one forward pass of `new` tokens of one prompt, behind `prefix` tokens
-        whose cache is in the engine."""
+        """A context manager that measures the seconds of its body, which runs one prefill, and adds them to
+        `rates.prefill`. The prefill is one forward pass over `new` tokens of one prompt, behind `prefix` tokens whose
+        cache is in the engine. On a GPU `device` the measured time ends when the GPU has finished."""
         began = time.perf_counter()
         yield
         if device.type == "cuda":

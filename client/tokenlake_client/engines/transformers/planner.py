@@ -11,7 +11,19 @@ from tokenlake.attention import AttentionShape
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.layout import Layout
-from tokenlake.planner import Batch, Costs, Decision, Model, PrefixTree, Rates, Request, Way, choose, grow
+from tokenlake.planner import (
+    Batch,
+    Costs,
+    Decision,
+    Model,
+    PrefixTree,
+    Rates,
+    Request,
+    Way,
+    choose,
+    fetch_limit_s,
+    grow,
+)
 from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.pool import CachePool
 from tokenlake_client.engines.transformers.counters import Counts
@@ -104,7 +116,8 @@ class BatchPlanner:
                 # that is opened later finds the cached copy.
                 keys = tree.requests[decision.requests[0]].keys[: start + count]
                 with pool.match(keys) as lease:
-                    lease.fetch(start, start + count)
+                    limit_s = fetch_limit_s(self._rates.prefill, start * size, (start + count) * size)
+                    lease.fetch(start, start + count, at_most_s=limit_s)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
             row.limit, row.found = limit, found // size
             self._counters.add(tokens_skipped=found - limit * size)

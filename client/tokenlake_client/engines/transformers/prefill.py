@@ -32,6 +32,8 @@ __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
 """A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
+LEAST_LEFT_S = 0.001
+"""Seconds: the limit of further fetches of a load whose limit has passed."""
 LEAST_WAIT_S = 0.005
 """Seconds: a match that took longer than this counts as one that waited for another engine."""
 
@@ -80,11 +82,14 @@ def load(
         with lease:
             hits = min(lease.hits, len(keys))
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
+            limit_s, fetch_s = measurements.fetch_limit_s(layout, hits), 0.0
             while loaded < hits:
                 stop = min(loaded + window, hits)
                 fetch_began = time.perf_counter()
-                segments = lease.fetch(loaded, stop)
+                left_s = max(LEAST_LEFT_S, limit_s - fetch_s) if limit_s else 0.0
+                segments = lease.fetch(loaded, stop, at_most_s=left_s)
                 seconds = time.perf_counter() - fetch_began
+                fetch_s += seconds
                 count = len(segments)
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tokenlake.identity import NodeId
-from tokenlake.planner import PrefillFit, Rates, TransferFit
+from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
@@ -69,6 +69,10 @@ class LoadCosts:
         """The predicted time to compute a prompt behind its first `local` tokens; None while it is not known."""
         fit = self._rates.prefill
         return fit.seconds(total - local, local) if fit.known else None
+
+    def fetch_limit_s(self, start: int, stop: int) -> float:
+        """The limit in seconds of the transfers of tokens [start, stop) of a prompt; 0: none."""
+        return fetch_limit_s(self._rates.prefill, start, stop)
 
     def pays(self, total: int) -> bool:
         """Is a load of all segments of a prompt of `total` tokens, from the slowest known node, faster than computing

@@ -21,6 +21,10 @@ WINDOW = 32
 """The number of segments that are fetched at a time; their arrays keep them leased until they are copied."""
 
 
+LEAST_LEFT_S = 0.001
+"""Seconds: the limit of further transfers of a load whose limit has passed."""
+
+
 class BlockWriter(Protocol):
     """Copies segments from slots into blocks."""
 
@@ -54,7 +58,9 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
             for start in range(first, min(last, lease.hits), WINDOW):
                 stop = min(start + WINDOW, last, lease.hits)
                 fetch_began = time.perf_counter()
-                arrays = lease.fetch(start, stop)
+                # The limit is that of all transfers of the load together.
+                left_s = max(LEAST_LEFT_S, plan.at_most_s - fetch_s) if plan.at_most_s else 0.0
+                arrays = lease.fetch(start, stop, at_most_s=left_s)
                 fetch_s += time.perf_counter() - fetch_began
                 for index, array in enumerate(arrays, start):
                     skip = max(0, plan.start - index * segment)

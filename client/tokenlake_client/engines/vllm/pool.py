@@ -191,9 +191,9 @@ class AttachedLease(Protocol):
         """The number of leased segments, from the first key on; 0 when the lease has ended."""
         ...
 
-    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+    def fetch(self, start: int, stop: int, *, at_most_s: float = ...) -> list[NDArray[np.uint8]]:
         """Read-only arrays over the leased segments [start, stop). The list is shorter when a segment was lost: it ends
-        before that segment."""
+        before that segment. `at_most_s`: limit of the seconds that transfers from other nodes may take; 0: none."""
         ...
 
     def release(self) -> None:

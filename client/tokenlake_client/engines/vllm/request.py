@@ -182,7 +182,7 @@ class RequestEnd(NamedTuple):
     stop_reason: str = ""
     """The reason why the request ended, in the terms of `tokenlake.hints`; empty if the request was refused."""
     output_tokens: int = -1
-    """The number of tokens of the answer; -1: unknown."""
+    """The number of tokens that the request generated; -1: unknown."""
 
 
 def end_of(status: str, output_tokens: int) -> RequestEnd:

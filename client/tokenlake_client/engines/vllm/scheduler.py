@@ -202,7 +202,8 @@ class SchedulerSide:
         lease = lookup.lease
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
         local = all(owner == LOCAL for owner in owners)
-        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, targets, local)
+        at_most_s = self._costs.fetch_limit_s(start, stop)
+        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, targets, local, at_most_s)
         self._loads.add(plan, lease, owners)
         state.saved.segments = stop // self._segment
         self._counters.add(tokens_hit=external)

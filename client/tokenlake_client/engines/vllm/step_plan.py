@@ -26,6 +26,8 @@ class LoadPlan:
     """The numbers of vLLM's blocks into which these tokens are copied, in order."""
     local: bool
     """True: all segments of the load lie in this node's arena, so the load needs no transfer."""
+    at_most_s: float = 0.0
+    """Limit in seconds of the load's transfers (`fetch_limit_s`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

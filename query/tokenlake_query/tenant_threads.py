@@ -1,0 +1,78 @@
+"""Threads that run functions which may block, shared fairly by tenants."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenlake.errors import LimitReached
+
+__all__ = ["TenantThreads"]
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 16 << 20
+"""Limit of the bytes of one tenant's calls that wait for a thread: the keys of some 500,000 segments."""
+
+
+class TenantThreads:
+    """Threads that run functions which may block. Tenants take turns, and a tenant never has more than half of the
+    threads, so that calls that wait for a dead node delay no other tenant. `submit` is thread-safe."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._free = threads
+        self._most = max(1, threads // 2)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Callable[[], object], int]]] = {}
+        """By tenant, the calls that wait for a thread with their bytes, in order of the tenants' next turns."""
+        self._waiting_bytes: dict[str, int] = {}
+        self._running: dict[str, int] = {}
+
+    def submit(self, tenant: str, call: Callable[[], object], nbytes: int) -> None:
+        """Run the function `call` in a thread; an exception of it is logged. `nbytes`: memory that it keeps while it
+        waits. Raises LimitReached when the tenant's waiting calls keep too much."""
+        with self._lock:
+            waiting_bytes = self._waiting_bytes.get(tenant, 0)
+            if waiting_bytes + nbytes > MAX_WAITING_BYTES:
+                raise LimitReached(
+                    f"requests of this tenant that wait to be served take {waiting_bytes} bytes; at most "
+                    f"{MAX_WAITING_BYTES}"
+                )
+            self._waiting.setdefault(tenant, deque()).append((call, nbytes))
+            self._waiting_bytes[tenant] = waiting_bytes + nbytes
+            self._start()
+
+    def _start(self) -> None:
+        """Start the calls for which there are threads. The caller holds the lock."""
+        while self._free:
+            tenant = next((name for name in self._waiting if self._running.get(name, 0) < self._most), None)
+            if tenant is None:
+                return
+            waiting = self._waiting.pop(tenant)
+            call, nbytes = waiting.popleft()
+            self._waiting_bytes[tenant] -= nbytes
+            if waiting:
+                # The tenant's next turn is after those of all others.
+                self._waiting[tenant] = waiting
+            else:
+                del self._waiting_bytes[tenant]
+            self._free -= 1
+            self._running[tenant] = self._running.get(tenant, 0) + 1
+            self._threads.submit(self._run, tenant, call)
+
+    def _run(self, tenant: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("a request of tenant %s failed", tenant)
+        finally:
+            with self._lock:
+                self._free += 1
+                self._running[tenant] -= 1
+                if not self._running[tenant]:
+                    del self._running[tenant]
+                self._start()

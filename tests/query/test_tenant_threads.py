@@ -1,0 +1,58 @@
+"""Threads that may block are shared by tenants."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial as bind
+
+import pytest
+
+from tests.robustness.live import wait_until
+from tokenlake.errors import LimitReached
+from tokenlake_query.tenant_threads import MAX_WAITING_BYTES, TenantThreads
+
+
+def test_calls_that_block_leave_threads_to_other_tenants() -> None:
+    threads = TenantThreads(4, "test")
+    release, done = threading.Event(), list[str]()
+    for _ in range(100):
+        threads.submit("red", lambda: release.wait(30), 1)
+    for _ in range(3):
+        threads.submit("blue", bind(done.append, "blue"), 1)
+    wait_until(lambda: len(done) == 3, "the other tenant is served")
+    release.set()
+    threads.submit("red", bind(done.append, "red"), 1)
+    wait_until(lambda: done[-1] == "red", "all calls end")
+
+
+def test_tenants_take_turns() -> None:
+    threads = TenantThreads(1, "test")
+    release, done = threading.Event(), list[str]()
+    threads.submit("red", lambda: release.wait(30), 1)
+    for tenant in ["red"] * 3 + ["blue"] * 3:
+        threads.submit(tenant, bind(done.append, tenant), 1)
+    release.set()
+    wait_until(lambda: len(done) == 6, "all calls end")
+    assert done in (["red", "blue"] * 3, ["blue", "red"] * 3)
+
+
+def test_waiting_calls_are_bounded_per_tenant() -> None:
+    threads = TenantThreads(1, "test")
+    release, done = threading.Event(), list[str]()
+    threads.submit("red", lambda: release.wait(30), 1)
+    for _ in range(4):
+        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
+    with pytest.raises(LimitReached, match="of this tenant"):
+        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
+    threads.submit("blue", bind(done.append, "blue"), MAX_WAITING_BYTES // 4)
+    release.set()
+    wait_until(lambda: len(done) == 5, "all others end")
+    threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
+
+
+def test_a_call_that_fails_ends_nothing() -> None:
+    threads = TenantThreads(1, "test")
+    done = list[str]()
+    threads.submit("red", lambda: [][0], 1)
+    threads.submit("red", bind(done.append, "red"), 1)
+    wait_until(lambda: done == ["red"], "the next call is made")

@@ -1,0 +1,118 @@
+"""A fetch is aborted while it connects, waits for an answer, or waits for a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.robustness.live import LIMIT_S, wait_until
+from tokenlake.config import Address
+from tokenlake.core.events import Event, FetchDone
+from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.wire import Code
+from tokenlake_server.bulk_receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
+from tokenlake_server.handshake import PeerIdentity
+
+FOREVER_S = 1000.0
+
+
+class Rules:
+    """Stands for the driver: its instructions go to the receiver, whose events it keeps."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[type, Any] = {}
+        self.done: dict[int, FetchDone] = {}
+
+    def carry_out(self, kind: type, sink: Any) -> None:
+        self.sinks[kind] = sink
+
+    def post(self, event: Event) -> None:
+        assert isinstance(event, FetchDone)
+        assert event.fetch not in self.done, "a fetch ends once"
+        self.done[event.fetch] = event
+
+    def start(self, fetch: int, node: str, count: int = 1, answer_s: float = FOREVER_S) -> None:
+        self.sinks[StartFetch](StartFetch(fetch, node, "t", bytes(32 * count), bytes(16 * count), 16, 1, answer_s))
+
+    def abort(self, fetch: int) -> None:
+        self.sinks[AbortFetch](AbortFetch(fetch))
+
+    def wait(self, *fetches: int) -> list[bool | None]:
+        """Wait until these have ended without a segment. Returns whether they were answered."""
+        wait_until(lambda: all(fetch in self.done for fetch in fetches), f"fetches {fetches} have ended")
+        for fetch in fetches:
+            assert set(self.done[fetch].codes) == {Code.LOST}
+        return [self.done[fetch].answered for fetch in fetches]
+
+
+@contextlib.contextmanager
+def silent(backlog: int) -> Iterator[Address]:
+    """The address of a listener that accepts nothing. With a backlog of 0 the kernel drops attempts to connect."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog))
+        for _ in range(0 if backlog else 4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield Address(*listener.getsockname())
+
+
+@contextlib.contextmanager
+def receiver(addresses: dict[str, Address]) -> Iterator[Rules]:
+    rules: Any = Rules()
+    arena: Any = None
+    identity = PeerIdentity("here", 1, 1, ("here",), ("here", *addresses))
+    made = BulkReceiver(identity, addresses, arena, rules)
+    try:
+        yield rules
+    finally:
+        closing = threading.Thread(target=made.close)
+        closing.start()
+        closing.join(LIMIT_S)
+        assert not closing.is_alive(), "a thread hangs"
+
+
+@pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
+def test_an_abort_ends_a_fetch_at_once(backlog: int) -> None:
+    with silent(backlog) as address, receiver({"x": address}) as rules:
+        for fetch in range(THREADS_PER_NODE):
+            rules.start(fetch, "x")
+        assert not rules.done
+        for fetch in range(THREADS_PER_NODE):
+            rules.abort(fetch)
+        assert rules.wait(*range(THREADS_PER_NODE)) == [None] * THREADS_PER_NODE
+
+
+@pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
+def test_a_silent_node_is_given_up(backlog: int) -> None:
+    with silent(backlog) as address, receiver({"x": address}) as rules:
+        rules.start(1, "x", answer_s=0.05)
+        assert rules.wait(1) == [False]
+
+
+def test_a_fetch_without_a_thread_ends_when_it_is_aborted() -> None:
+    """It was not sent, so that it says nothing of the node."""
+    with silent(0) as address, receiver({"x": address}) as rules:
+        count = RECEIVE_THREADS + 2
+        for fetch in range(count):
+            rules.start(fetch, "x")
+        for fetch in reversed(range(count)):
+            rules.abort(fetch)
+        assert rules.wait(*range(count)) == [None] * count
+
+
+def test_one_node_leaves_threads_for_another() -> None:
+    """The other node refuses connections at once, which takes a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = Address(*closed.getsockname())
+    with silent(0) as address, receiver({"x": address, "y": refusing}) as rules:
+        for fetch in range(2 * RECEIVE_THREADS):
+            rules.start(fetch, "x")
+        rules.start(100, "y")
+        assert rules.wait(100) == [False]
+        assert list(rules.done) == [100]

@@ -1,0 +1,240 @@
+"""The slices of time of a connection on the control loop, and answers that the other side does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tokenlake.wire import HEADER_BYTES
+from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
+
+LIMIT_S = 20.0
+FRAMES = 2000
+PER_SLICE = 10
+"""Frames, or parts of the work on one, that a slice has time for by the clock of these tests."""
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
+
+
+def stepped() -> Callable[[], float]:
+    """A clock that moves by the tenth part of a slice whenever it is read."""
+    return (SLICE_S / PER_SLICE * step for step in itertools.count()).__next__
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not reached():
+            await asyncio.sleep(0)
+
+
+class Scene:
+    """A connection on the running loop, and the other end of its socket."""
+
+    def __init__(self, on_frame: Callable[[bytes], Iterator[None] | None], pause_bytes: int = 0) -> None:
+        ours, self.other = socket.socketpair()
+        self.other.setblocking(False)
+        self.closed: list[str] = []
+        self.connection = FrameConnection(
+            asyncio.get_running_loop(),
+            ours,
+            1 << 20,
+            on_frame,
+            self.closed.append,
+            pause_bytes=pause_bytes,
+            clock=stepped(),
+        )
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connection.close("the test ends")
+        self.other.close()
+
+    def received(self) -> tuple[bytes, list[int]]:
+        """What the other end can read now, and the descriptors beside it."""
+        data, found = b"", list[int]()
+        while True:
+            try:
+                part, descriptors, _, _ = socket.recv_fds(self.other, 1 << 16, 16)
+            except BlockingIOError:
+                return data, found
+            data, found = data + part, found + descriptors
+
+
+async def most_between_callbacks(
+    body: bytes, on_frame: Callable[[list[int]], Iterator[None] | None], count: int
+) -> int:
+    """Send `body` as many frames in one write. Returns the most steps that were done between two callbacks of the loop
+    that belong to others, once `count` steps are done."""
+    steps: list[int] = []
+    with Scene(lambda _: on_frame(steps)) as scene:
+        scene.other.setblocking(True)
+        scene.other.sendall(body)
+        most = seen = 0
+        async with asyncio.timeout(LIMIT_S):
+            while len(steps) < count:
+                await asyncio.sleep(0)
+                most, seen = max(most, len(steps) - seen), len(steps)
+        assert len(steps) == count
+    return most
+
+
+def test_a_slice_handles_a_few_of_many_frames() -> None:
+    def handle(steps: list[int]) -> None:
+        steps.append(1)
+
+    body = frame(b"x") * FRAMES
+    assert 0 < asyncio.run(most_between_callbacks(body, handle, FRAMES)) <= PER_SLICE + 1
+
+
+def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
+    def handle(steps: list[int]) -> Iterator[None]:
+        for _ in range(50):
+            steps.append(1)
+            yield
+
+    assert 0 < asyncio.run(most_between_callbacks(frame(b"x") * 4, handle, 200)) <= PER_SLICE + 1
+
+
+def test_frames_stay_in_order_when_the_work_on_one_takes_several_slices() -> None:
+    handled: list[tuple[bytes, int]] = []
+
+    def handle(body: bytes) -> Iterator[None]:
+        for part in range(30):
+            handled.append((body, part))
+            yield
+
+    async def run() -> None:
+        with Scene(handle) as scene:
+            scene.other.send(frame(b"a") + frame(b"b"))
+            await until(lambda: len(handled) == 60)
+
+    asyncio.run(run())
+    assert handled == [(body, part) for body in (b"a", b"b") for part in range(30)]
+
+
+def test_a_connection_that_closes_within_a_slice_handles_nothing_more() -> None:
+    handled: list[bytes] = []
+
+    async def run() -> None:
+        def handle(body: bytes) -> Iterator[None] | None:
+            handled.append(body)
+            if len(handled) == 3 * PER_SLICE:
+                scene.connection.close("enough")
+            return None
+
+        with Scene(handle) as scene:
+            scene.other.send(frame(b"x") * 100)
+            await until(lambda: bool(scene.closed))
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert len(handled) == 3 * PER_SLICE
+
+
+@pytest.mark.parametrize("unread", [0, 1 << 20])
+def test_a_descriptor_waits_behind_unread_answers(unread: int) -> None:
+    """The other side gets it in order, once it reads. The connection was once closed instead."""
+
+    async def run() -> tuple[bytes, list[int]]:
+        data, found = b"", list[int]()
+        reading, writing = os.pipe()
+        with Scene(lambda body: None) as scene:
+            scene.connection.send(bytes(unread))
+            scene.connection.send(b"with a descriptor", [writing])
+            os.close(writing)
+            scene.connection.send(b"the end")
+            async with asyncio.timeout(LIMIT_S):
+                while not data.endswith(b"the end"):
+                    part, descriptors = scene.received()
+                    data, found = data + part, found + descriptors
+                    await asyncio.sleep(0)
+            assert not scene.closed
+        os.write(found[0], b"it works")
+        os.close(found[0])
+        assert os.read(reading, 100) == b"it works"
+        os.close(reading)
+        return data, found
+
+    data, found = asyncio.run(run())
+    assert data == bytes(unread) + b"with a descriptor" + b"the end"
+    assert len(found) == 1
+
+
+def test_a_side_that_reads_no_answer_is_not_served_until_it_reads() -> None:
+    """Bytes and descriptors that wait to be read are bounded by the pause."""
+    answer, pause = 4096, 64 << 10
+    handled: list[int] = []
+
+    async def run() -> None:
+        def handle(body: bytes) -> None:
+            handled.append(1)
+            scene.connection.send(bytes(answer))
+
+        with Scene(handle, pause) as scene:
+            scene.other.send(frame(b"x") * 1000)
+            connection = scene.connection
+            await until(lambda: connection._unsent_bytes > pause)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert connection._unsent_bytes <= pause + answer
+            assert len(handled) < 1000
+            async with asyncio.timeout(LIMIT_S):
+                while len(handled) < 1000 or connection._unsent_bytes:
+                    scene.received()
+                    await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_short_unsent_frames_share_a_buffer() -> None:
+    """A buffer for each of them took ten times their bytes, which no limit counted."""
+
+    async def run() -> bytes:
+        received = b""
+        with Scene(lambda body: None) as scene:
+            scene.connection.send(bytes(1 << 20))
+            before = len(scene.connection._unsent)
+            for number in range(10_000):
+                scene.connection.send(number.to_bytes(4, "little"))
+            assert len(scene.connection._unsent) - before <= 1
+            async with asyncio.timeout(LIMIT_S):
+                while len(received) < (1 << 20) + 40_000:
+                    received += scene.received()[0]
+                    await asyncio.sleep(0)
+        return received[1 << 20 :]
+
+    assert asyncio.run(run()) == b"".join(number.to_bytes(4, "little") for number in range(10_000))
+
+
+def test_unsent_descriptors_are_bounded() -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    async def run() -> None:
+        null = os.open(os.devnull, os.O_RDONLY)
+        handled: list[int] = []
+
+        def handle(body: bytes) -> None:
+            handled.append(1)
+            scene.connection.send(b"here", [null])
+
+        with Scene(handle, 1 << 20) as scene:
+            scene.connection.send(bytes(1 << 20))
+            scene.other.send(frame(b"x") * 100)
+            await until(lambda: len(handled) == MAX_UNSENT_DESCRIPTORS)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(handled) == MAX_UNSENT_DESCRIPTORS
+        os.close(null)
+
+    asyncio.run(run())
+    assert len(os.listdir("/proc/self/fd")) == open_before
