@@ -17,6 +17,13 @@ __all__ = ["Directory", "Entry"]
 
 HISTORY_SHARE = 4
 """The directory remembers the last accesses of at most a fourth as many evicted segments as it may have entries."""
+LEAST_HISTORY = 1 << 16
+"""Within that bound it remembers as many as it has entries, and at least this number: 20 MiB."""
+
+
+MAX_MARKERS = 1 << 14
+"""Maximum number of in-flight markers of one tenant, of which the oldest is removed beyond that: a tenant that sets
+many for segments that it never stores must not push out the entries of other tenants."""
 
 
 class Entry(NamedTuple):
@@ -37,6 +44,8 @@ class Directory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
+        self._markers: dict[TenantId, OrderedDict[SegmentKey, None]] = {}
+        """The segments of each tenant whose entries are in-flight markers, the oldest first; no tenant without one."""
         self._history: OrderedDict[tuple[TenantId, SegmentKey], tuple[AccessRecord, float]] = OrderedDict()
         """(access record of the last access, its time) of evicted segments, the one recorded longest ago first."""
         self._lives: dict[NodeId, Incarnation] = {}
@@ -61,7 +70,7 @@ class Directory:
         removed."""
         entry = self._find(tenant, key)
         if entry is not None and 0 < entry.deadline <= now:
-            del self._entries[tenant, key]
+            self._remove(tenant, key)
             return None
         return entry
 
@@ -95,7 +104,7 @@ class Directory:
         """Remove the in-flight marker of `node`, which takes it back."""
         entry = self._find(tenant, key)
         if entry is not None and entry.deadline and entry.node == node:
-            del self._entries[tenant, key]
+            self._remove(tenant, key)
 
     def own(
         self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, previous: NodeId | None = None
@@ -112,13 +121,15 @@ class Directory:
         """Remove the entry of the segment if it names `node`, which does not have the segment any more."""
         entry = self._find(tenant, key)
         if entry is not None and entry.node == node:
-            del self._entries[tenant, key]
+            self._remove(tenant, key)
 
     def remember(self, tenant: TenantId, key: SegmentKey, access: AccessRecord, at: float) -> None:
         """Remember the last access, at the time `at`, of a segment that left its owner."""
         self._history[tenant, key] = access, at
         self._history.move_to_end((tenant, key))
-        if len(self._history) > self.limit // HISTORY_SHARE:
+        most = min(self.limit // HISTORY_SHARE, max(LEAST_HISTORY, len(self._entries)))
+        # Two at a time, because the number of entries, and the bound with it, may have become smaller.
+        for _ in range(min(2, len(self._history) - most)):
             self._history.popitem(last=False)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[int, AccessRecord, float] | None:
@@ -146,16 +157,40 @@ class Directory:
             at, entry = self._entries.popitem(last=False)
             if self._counts(entry):
                 self._entries[at] = entry
+            else:
+                self._unmark(*at)
         self._unswept = max(0, self._unswept - most)
         return bool(self._unswept)
 
     def _put(self, tenant: TenantId, key: SegmentKey, entry: Entry) -> None:
         self._entries[tenant, key] = entry
         self._entries.move_to_end((tenant, key))
+        self._unmark(tenant, key)
+        if entry.deadline:
+            markers = self._markers.setdefault(tenant, OrderedDict())
+            markers[key] = None
+            if len(markers) > MAX_MARKERS:
+                self._remove(tenant, next(iter(markers)))
         if len(self._entries) > self.limit:
-            self._entries.popitem(last=False)
+            oldest, _ = self._entries.popitem(last=False)
+            self._unmark(*oldest)
+
+    def _remove(self, tenant: TenantId, key: SegmentKey) -> None:
+        del self._entries[tenant, key]
+        self._unmark(tenant, key)
+
+    def _unmark(self, tenant: TenantId, key: SegmentKey) -> None:
+        """Record that the entry of the segment is no in-flight marker, or is gone."""
+        markers = self._markers.get(tenant)
+        if markers is not None and key in markers:
+            del markers[key]
+            if not markers:
+                del self._markers[tenant]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
+        marked = [at for at, entry in self._entries.items() if entry.deadline]
+        assert sorted(marked) == sorted((tenant, key) for tenant, keys in self._markers.items() for key in keys)
+        assert all(0 < len(keys) <= MAX_MARKERS for keys in self._markers.values())
         assert len(self._history) <= max(1, self.limit // HISTORY_SHARE)

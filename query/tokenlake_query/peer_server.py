@@ -30,8 +30,9 @@ __all__ = ["PeerServer"]
 log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16
-MAX_PENDING_BYTES = 512 << 20
-"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket."""
+MAX_PENDING_BYTES = 128 << 20
+"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
+request may be larger."""
 MAX_STEP_BYTES = 512 << 20
 """Maximum bytes of the queries of one request. Engines are refused larger steps (`engine_server`)."""
 MAX_UNSENT_BYTES = 64 << 20

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from tokenlake.attention import Partial, Stored, merge
 from tokenlake.errors import LimitReached
+from tokenlake.timers import Timer
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake_query.compute_thread import ComputeThread, Task
 from tokenlake_query.segments import Segments
 from tokenlake_query.tenant_threads import TenantThreads
-from tokenlake_query.timer_thread import TimedCall, TimerThread
+from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import Share, View
 
 __all__ = ["Part", "Round", "Step", "Threads"]
@@ -106,8 +107,8 @@ class Round:
         """For each part of the query: do its outputs hold a result already, with which the next one must be merged?"""
         self._sent_bytes = 0
         self._received_bytes = 0
-        self._timed: list[TimedCall] = []
-        """Calls of the timer that are cancelled when the round is over."""
+        self._timed: list[Timer] = []
+        """Timers that are cancelled when the round is over."""
 
     def begin(self) -> None:
         """Start the work on the query: ask the peers, then compute over the local segments."""

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["TimedCall", "TimerThread"]
+from tokenlake.timers import Timer, Timers
+
+__all__ = ["TimerThread"]
 
 log = logging.getLogger(__name__)
-
-LEAST_CANCELLED = 64
-"""Cancelled calls are not removed from the heap while there are so few."""
-
-
-class TimedCall:
-    """A call that `TimerThread.at` scheduled."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Callable[[], None] | None = call
-        """None once the call was cancelled or made."""
 
 
 class TimerThread:
@@ -32,61 +19,48 @@ class TimerThread:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: list[tuple[float, int, TimedCall]] = []
-        """A heap of the calls, by time. Cancelled calls stay in it until they are more than the others."""
-        self._cancelled = 0
-        self._order = itertools.count()
+        self._timers = Timers()
+        """Each timer puts its function into `_due`: the functions are called without the lock."""
+        self._due: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        """The number of calls that are kept, including some of the cancelled ones."""
-        return len(self._due)
+        """The number of functions that are to be called."""
+        return len(self._timers)
 
     def start(self) -> None:
         """Start the thread."""
         threading.Thread(target=self._run, name="timer", daemon=True).start()
 
-    def at(self, when: float, call: Callable[[], None]) -> TimedCall:
+    def at(self, when: float, call: Callable[[], None]) -> Timer:
         """Call the function `call` in the timer thread at the time `when` (monotonic seconds), unless the returned
-        object is passed to `cancel` before. Thread-safe."""
-        timed = TimedCall(call)
+        timer is passed to `cancel` before. Thread-safe."""
         with self._changed:
-            sooner = not self._due or when < self._due[0][0]
-            heapq.heappush(self._due, (when, next(self._order), timed))
-            if sooner:
+            earliest = self._timers.next()
+            timer = self._timers.at(when, lambda: self._due.append(call))
+            if earliest is None or when < earliest:
                 self._changed.notify()
-        return timed
+        return timer
 
-    def cancel(self, timed: TimedCall) -> None:
-        """Forget a call; nothing if it was made or cancelled before. Thread-safe."""
+    def cancel(self, timer: Timer) -> None:
+        """Do not call the function of `timer`; a call under way goes on. Thread-safe."""
         with self._changed:
-            if timed.call is None:
-                return
-            timed.call = None
-            self._cancelled += 1
-            if 2 * self._cancelled > len(self._due) + LEAST_CANCELLED:
-                self._due = [entry for entry in self._due if entry[2].call is not None]
-                heapq.heapify(self._due)
-                self._cancelled = 0
+            timer.cancel()
 
     def _run(self) -> None:
         while True:
-            call = self._next()
+            self._call_due()
+
+    def _call_due(self) -> None:
+        """Wait for functions that are due, and call them. This is a function of its own so that its local variables are
+        gone when the thread waits again: a reference to a function keeps the segments of its query leased."""
+        with self._changed:
+            earliest = self._timers.next()
+            self._changed.wait(None if earliest is None else max(0.0, earliest - time.monotonic()))
+            self._timers.fire(time.monotonic())
+            due, self._due = self._due, []
+        for call in due:
             try:
                 call()
             except Exception:
                 # A failing call must not end this thread, which serves the deadlines of other queries too.
                 log.exception("a timed call failed")
-            # While the thread waits for the next call, a reference to this one would keep the query's segments leased.
-            del call
-
-    def _next(self) -> Callable[[], None]:
-        """Wait until a call is due, and remove it."""
-        with self._changed:
-            while True:
-                while not self._due or self._due[0][0] > time.monotonic():
-                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
-                _, _, timed = heapq.heappop(self._due)
-                call, timed.call = timed.call, None
-                if call is not None:
-                    return call
-                self._cancelled -= 1

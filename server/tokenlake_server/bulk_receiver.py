@@ -4,8 +4,8 @@ The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`)
 raw slots. A large fetch is split in two halves over two connections. The rules reserved the slots of the receiver and
 pin those of the sender for as long as the transfer lasts.
 
-A fetch can be aborted at any time: while it waits for a thread, connects, or receives. One node takes at most half of
-the threads, so that a node that does not answer leaves threads for the others.
+A fetch can be aborted at any time: while it waits for a thread, connects, or receives. One node never takes all
+threads, so that a node that does not answer leaves some for the others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 RECEIVE_THREADS = 8
 """Number of threads that receive segments. A fetch from a frozen peer blocks one or two of them until its deadline; the
 others serve fetches from other peers."""
-THREADS_PER_NODE = RECEIVE_THREADS // 2
-"""Maximum number of these threads that receive from one node at a time: two large fetches, in two halves each."""
+THREADS_PER_NODE = RECEIVE_THREADS - 2
+"""Maximum number of these threads that receive from one node at a time: the pieces of background transfers that may be
+under way, in two halves each, and a large fetch."""
 IDLE_CONNECTIONS = 4
 """Limit of the unused bulk connections per peer that stay open for later fetches."""
 HALVES_BYTES = 16 << 20

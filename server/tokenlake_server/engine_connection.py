@@ -26,6 +26,7 @@ from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake_server.connected_process import ConnectedProcess
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.kept_bytes import CONNECTION_BYTES, Account, KeptBytes
+from tokenlake_server.loop_share import LoopShare
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["HELLO_S", "MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
@@ -36,7 +37,7 @@ PAUSE_BYTES = 512 << 10
 """Bytes of unread answers beyond which no further request of an engine's process is handled."""
 HELLO_BYTES = 64 << 10
 """Limit of the bytes of a frame until the `Hello`, which is the first one, is accepted."""
-KEPT_PER_REQUEST, KEPT_PER_KEY = 2048, 256
+KEPT_PER_REQUEST, KEPT_PER_KEY = 2048, 384
 """Bytes that are charged for an unanswered request, and for each segment that it names: the state of a match that
 waits."""
 MAX_IN_FLIGHT = 1024
@@ -51,6 +52,7 @@ class EngineConnection:
         number: int,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
+        share: LoopShare,
         on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
@@ -96,12 +98,24 @@ class EngineConnection:
             pause_bytes=PAUSE_BYTES,
             charge=self._charge,
         )
+        self.share = share
         self._deadline = loop.call_later(HELLO_S, self.close, f"no Hello within {HELLO_S:.0f} s")
 
     def _on_closed(self, reason: str, on_closed: Callable[[EngineConnection, str], None]) -> None:
         self._frames = None
         self._deadline.cancel()
         on_closed(self, reason)
+
+    @property
+    def share(self) -> LoopShare | None:
+        """The time of the loop that this connection shares with others of its tenant, or with others that have not
+        sent a `Hello`; None once the socket is closed."""
+        return None if self._frames is None else self._frames.share
+
+    @share.setter
+    def share(self, share: LoopShare) -> None:
+        if self._frames is not None:
+            self._frames.share = share
 
     @property
     def watched(self) -> bool:

@@ -25,8 +25,10 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.connected_process import LOCK_S
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
+from tokenlake_server.frame_connection import SLICE_S
 from tokenlake_server.kept_bytes import KeptBytes
 from tokenlake_server.local_socket import listen
+from tokenlake_server.loop_share import LoopShare
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["EngineListener", "EngineSettings"]
@@ -85,6 +87,7 @@ class EngineListener:
         """Number of connections of each tenant whose `Hello` was accepted."""
         self._kept = KeptBytes(tenants.count)
         self._last = 0
+        self._shares: dict[str, LoopShare] = {}
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -110,13 +113,18 @@ class EngineListener:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         self._last += 1
-        connection = EngineConnection(self._last, sock, self._loop, self._received, self._socket_closed)
+        share = self._share("")
+        connection = EngineConnection(self._last, sock, self._loop, share, self._received, self._socket_closed)
         self._connections[connection.number] = connection
         unproven = self._unproven.setdefault(self._tenants.user(connection.process.uid), {})
         unproven[connection.number] = connection
         if len(unproven) > MAX_UNPROVEN:
             oldest = next(iter(unproven.values()))
             oldest.refuse(0, LimitReached(f"{MAX_UNPROVEN} newer connections of this user have not sent a Hello"))
+
+    def _share(self, tenant: str) -> LoopShare:
+        """The time of the loop that the connections of a tenant share; "": those that have not sent a `Hello`."""
+        return self._shares.setdefault(tenant, LoopShare(self._loop, SLICE_S))
 
     def _accept_again(self) -> None:
         if self._sock.fileno() >= 0:
@@ -252,6 +260,7 @@ class EngineListener:
             self._check_session(message.session, connection.tenant, layout)
             self._check_processes(connection.tenant)
             connection.open_account(self._kept)
+            connection.share = self._share(connection.tenant)
         except TokenLakeError as error:
             connection.refuse(message.id, error)
             return

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.errors import LimitReached, ProtocolRefused
 from tokenlake.wire import FrameDecoder
+from tokenlake_server.loop_share import LoopShare
 
 __all__ = ["FrameConnection"]
 
@@ -85,6 +86,9 @@ class FrameConnection:
         self._waiting = False
         """True while frames may be left for a later slice; nothing is read from the socket meanwhile."""
         self._scheduled = False
+        self.share: LoopShare | None = None
+        """The time of the loop that this connection shares with others; None: it has a slice of its own in each pass of
+        the loop."""
         self._unsent: deque[Unsent] = deque()
         self._unsent_bytes = 0
         self._unsent_descriptors = 0
@@ -178,11 +182,22 @@ class FrameConnection:
             self.close("closed by the other side")
             return
         self._bodies = self._decoder.feed(data)
-        self._slice()
+        if self.share is not None and self.share.used_up:
+            self._wait(True)
+            self._slice_soon()
+        else:
+            self._slice()
 
     def _slice(self) -> None:
         """Handle the frames that were read. Those that are left when the slice ends are handled in later slices."""
-        until = self._clock() + SLICE_S
+        began = self._clock()
+        try:
+            self._handle_until(began + SLICE_S)
+        finally:
+            if self.share is not None:
+                self.share.spent(self._clock() - began)
+
+    def _handle_until(self, until: float) -> None:
         try:
             while not self._paused:
                 if next(self._work, self) is self:
@@ -224,7 +239,10 @@ class FrameConnection:
         """Handle further frames after the callbacks that are due now."""
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._next_slice)
+            if self.share is None:
+                self._loop.call_soon(self._next_slice)
+            else:
+                self.share.later(self._next_slice)
 
     def _next_slice(self) -> None:
         self._scheduled = False

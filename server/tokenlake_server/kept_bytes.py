@@ -10,7 +10,7 @@ from tokenlake.errors import LimitReached
 
 __all__ = ["CONNECTION_BYTES", "MAX_OF_CONNECTION", "TOTAL_BYTES", "Account", "KeptBytes"]
 
-TOTAL_BYTES = 64 << 20
+TOTAL_BYTES = 48 << 20
 """Limit of the bytes that all engines together make the daemon keep."""
 MAX_OF_CONNECTION = 16 << 20
 """Limit of the bytes of one connection."""

@@ -42,7 +42,7 @@ MAX_HANDSHAKES = 128
 address that has the most is closed: a peer completes its handshake long before as many others have connected."""
 MAX_HANDSHAKES_OF_SOURCE = 64
 """The same limit for connections of one source address, so that no address keeps another one out."""
-UNSENT_BYTES, LEAST_UNSENT_BYTES = 32 << 20, peer.MAX_FRAME
+UNSENT_BYTES, LEAST_UNSENT_BYTES = 16 << 20, peer.MAX_FRAME
 """Limit of the bytes that wait to be sent to all other nodes together, which share it in equal parts; and the least
 part of a node."""
 MAX_REASON = 2000

@@ -37,6 +37,8 @@ class MemoryPool:
         self.asked: list[tuple[str | None, Hints | None, int]] = []
         self.patience: list[float] = []
         """The in-flight wait of each match."""
+        self.limits: list[float] = []
+        """The limit in seconds of each fetch; 0: none."""
         self.claimed: dict[SegmentKey, float] = {}
         """The lifetime of each in-flight marker, as set last."""
         self.stored: list[tuple[str | None, Hints | None]] = []
@@ -117,6 +119,7 @@ class MemoryLease:
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         self.pool.fail("fetch")
+        self.pool.limits.append(at_most_s)
         if start > 0:
             self.pool.fail("second fetch")
         if self.pool.lose_after is not None:

@@ -10,9 +10,10 @@ import torch
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import family, prompt
 from tests.engines.test_planner import FarLease
-from tests.robustness.live import LAYOUT
+from tests.robustness.live import LAYOUT, LIMIT_S
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
+from tokenlake.planner.costs import LEAST_FETCH_S
 from tokenlake.planner.fits import ENOUGH, NEWEST
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S
@@ -155,6 +156,26 @@ def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
         engine.prefill(prompt(4 * SEGMENT + 3))
         assert engine.counts.tokens_not_stored == 4 * SEGMENT
     assert [*pool.claimed.values()] == [0.0] * 4
+
+
+@pytest.mark.parametrize(("each_s", "limit_s"), [(EACH_S, EACH_S * 4 * SEGMENT / 2), (1e-6, LEAST_FETCH_S)])
+def test_fetches_last_at_most_half_as_long_as_the_prefill(
+    model: Any, pool: MemoryPool, each_s: float, limit_s: float
+) -> None:
+    """All fetches of a prompt share the limit. Without measured prefills there is none."""
+    row = prompt(4 * SEGMENT + 3)
+    options = EngineOptions(mode="fetch", segment_tokens=SEGMENT, window=2)
+    with TokenLakeEngine(model, as_pool(pool), options) as engine:
+        engine.prefill(row)
+        assert engine.flush(LIMIT_S)
+        engine.prefill(row)
+        assert pool.limits == [0.0, 0.0]
+        measure(engine.rates, each_s, NEWEST)
+        pool.limits.clear()
+        engine.prefill(row)
+    first, second = pool.limits
+    assert first == pytest.approx(limit_s, rel=0.01)
+    assert 0 < second < first
 
 
 def test_no_markers_without_a_wait(model: Any, pool: MemoryPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from tests.query.test_attention import check
 from tests.robustness.live import SEGMENT_TOKENS, wait_until
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
-from tokenlake.planner import Decision, PrefixTree, QueryPlan, Request, TransferPlan, Way
-from tokenlake_client import Pool
+from tokenlake.planner import Decision, PrefillFit, PrefixTree, QueryPlan, Request, TransferPlan, Way
+from tokenlake.planner.fits import ENOUGH
+from tokenlake_client import Lease, Pool
 from tokenlake_client.control_plane import ControlPlane
 from tokenlake_client.plans import new_cache, open_views
 from tokenlake_client.queries import View
@@ -115,6 +117,36 @@ def test_attention_covers_what_the_plan_uses(cluster: Cluster, seed: int) -> Non
             assert bool(moved) == shipped or fetched
         for view in views.values():
             view.close()
+
+
+def test_a_fetch_of_a_plan_lasts_at_most_half_as_long_as_its_prefill(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(79, 4)
+    spread(cluster, [text])
+    limits: list[float] = []
+    original = Lease.fetch
+
+    def fetch(lease: Lease, start: int, stop: int, *, at_most_s: float) -> Any:
+        limits.append(at_most_s)
+        return original(lease, start, stop, at_most_s=at_most_s)
+
+    prefill = PrefillFit()
+    for count in range(1, 1 + ENOUGH):
+        prefill.add(64 * count, 0, 64.0 * count, 0.0)
+    with cluster.connect(0, LAYOUT) as pool, ControlPlane(pool, INSTANCES, SHAPE) as plane:
+        tree = tree_of(plane, pool, [text])
+        fetched = (
+            Decision(index, Way.FETCH, each.owners[0], each.requests) for index, each in enumerate(tree.sequences)
+        )
+        plan = QueryPlan(NodeId("node0"), tuple(fetched), 0.0)
+        monkeypatch.setattr(Lease, "fetch", fetch)
+        halves = [tokens / 2 for tokens in tree.tokens]
+        for measured, expected in ((None, [0.0] * len(halves)), (PrefillFit(), [0.0] * len(halves)), (prefill, halves)):
+            limits.clear()
+            for view in open_views(pool, plan, tree, HEADS, SCALE, DEADLINE_S, measured).values():
+                view.close()
+            assert limits == pytest.approx(expected, rel=0.01)
 
 
 def test_a_stale_plan_covers_less(cluster: Cluster) -> None:

@@ -9,13 +9,14 @@ import pytest
 
 from tests.client import test_channel
 from tests.core import test_regions
-from tests.robustness import test_findings, test_foreign_processes, test_memory
+from tests.robustness import test_findings, test_foreign_processes, test_memory, test_neighbour
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
-from tests.server import test_limits
+from tests.server import test_limits, test_peer_connections, test_what_is_written
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
 PEER_FAULTS = ("bulk-dead", "bulk-one-way")
+ENGINE_FAULTS = ("flood",)
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 
 
@@ -30,7 +31,7 @@ def test_a_promise_is_kept(cell: Cell) -> None:
 
 def test_each_subject_meets_each_fault() -> None:
     names = [cell.name for cell in CELLS] + list(MEANINGLESS)
-    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS)]
+    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS), *product(["engine"], ENGINE_FAULTS)]
     assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in pairs)
 
 
@@ -41,5 +42,15 @@ def test_the_page_has_a_row_for_each() -> None:
 
 
 def test_what_was_found_has_its_test() -> None:
-    modules = (test_findings, test_channel, test_foreign_processes, test_memory, test_regions, test_limits)
+    modules = (
+        test_findings,
+        test_channel,
+        test_foreign_processes,
+        test_memory,
+        test_regions,
+        test_limits,
+        test_neighbour,
+        test_peer_connections,
+        test_what_is_written,
+    )
     assert [test for _, test in FOUND if not any(hasattr(module, test) for module in modules)] == []

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
+from tokenlake import directory as module
 from tokenlake.directory import Directory, Entry
+from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
 A, B = NodeId("a"), NodeId("b")
@@ -179,6 +181,54 @@ def test_beyond_the_bound_the_oldest_goes() -> None:
     directory.own(TENANT, keys[0], A, FIRST)
     directory.own(TENANT, keys[LIMIT], A, FIRST)
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
+
+
+def test_the_markers_of_a_tenant_push_out_no_entry_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_MARKERS", 3)
+    directory = Directory(9)
+    keys = [SegmentKey(bytes([number]) * 32) for number in range(10)]
+    for number in range(4):
+        directory.own(TenantId("u"), keys[number], A, FIRST)
+    directory.own(TENANT, keys[0], A, FIRST)
+    for number in range(1, 9):
+        directory.mark(TENANT, keys[number], A, FIRST, 5.0, 1.0)
+        directory.check_integrity()
+    assert [directory.get(TenantId("u"), keys[number], 1.0) for number in range(4)] == [Entry(A, FIRST)] * 4
+    assert directory.get(TENANT, keys[0], 1.0) == Entry(A, FIRST)
+    there = [number for number in range(1, 9) if directory.get(TENANT, keys[number], 1.0) is not None]
+    assert there == [6, 7, 8]
+    directory.own(TENANT, keys[7], A, FIRST)
+    directory.mark(TENANT, keys[9], A, FIRST, 5.0, 1.0)
+    assert directory.get(TENANT, keys[6], 1.0) is not None, "an owned segment is no marker any more"
+    directory.check_integrity()
+    directory.forget(A, SECOND)
+    assert not directory.sweep(100)
+    assert len(directory) == 0
+    directory.check_integrity()
+
+
+def test_the_history_grows_with_the_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_HISTORY", 2)
+    directory = Directory(100)
+    keys = [SegmentKey(bytes([number]) * 32) for number in range(40)]
+
+    def remembered() -> list[int]:
+        return [at for at, key in enumerate(keys) if directory.last_access(TENANT, [key]) is not None]
+
+    for key in keys[:4]:
+        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+    assert remembered() == [2, 3]
+    for key in keys[:5]:
+        directory.own(TENANT, key, A, FIRST)
+    for key in keys[4:20]:
+        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+    assert remembered() == [15, 16, 17, 18, 19]
+    for key in keys[:4]:
+        directory.gone(TENANT, key, A)
+    for key in keys[20:24]:
+        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+    assert remembered() == [22, 23]
+    directory.check_integrity()
 
 
 def test_forget_drops_entries_of_an_earlier_incarnation() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.core.timers import KEPT_CANCELLED, Timer, Timers
+from tokenlake.timers import KEPT_CANCELLED, Timer, Timers
 
 acts = st.one_of(
     st.tuples(st.just("set"), st.integers(0, 20)),

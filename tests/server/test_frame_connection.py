@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 from tokenlake.wire import HEADER_BYTES
 from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
+from tokenlake_server.loop_share import LoopShare
 
 LIMIT_S = 20.0
 FRAMES = 2000
@@ -238,3 +240,26 @@ def test_unsent_descriptors_are_bounded() -> None:
 
     asyncio.run(run())
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_connections_of_a_tenant_share_a_slice() -> None:
+    """A tenant with 20 connections full of frames handles as many frames as one with a single connection."""
+
+    async def scene() -> None:
+        handled: list[str] = []
+        red, blue = (LoopShare(asyncio.get_running_loop(), SLICE_S) for _ in range(2))
+        with contextlib.ExitStack() as stack:
+
+            def connect(share: LoopShare, name: str) -> None:
+                one = stack.enter_context(Scene(lambda _: handled.append(name)))
+                one.connection.share = share
+                one.other.sendall(frame(b"x") * FRAMES)
+
+            for _ in range(20):
+                connect(red, "red")
+            connect(blue, "blue")
+            await until(lambda: handled.count("blue") == FRAMES)
+            assert handled.count("red") < 1.2 * FRAMES
+            await until(lambda: len(handled) == 21 * FRAMES)
+
+    asyncio.run(scene())

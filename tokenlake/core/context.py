@@ -11,7 +11,6 @@ import msgspec
 
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
-from tokenlake.core.timers import Timer, Timers
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
@@ -20,6 +19,7 @@ from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
+from tokenlake.timers import Timer, Timers
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 

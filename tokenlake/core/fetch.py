@@ -34,11 +34,11 @@ from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process
-from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
+from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES

@@ -14,11 +14,11 @@ from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
 from tokenlake.core.peers import Peers
-from tokenlake.core.timers import Timer
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
+from tokenlake.timers import Timer
 from tokenlake.wire import Code, peer
 from tokenlake.wire.engine import MAX_GRANTS
 from tokenlake.wire.fields import CHECKSUM_BYTES

@@ -33,12 +33,12 @@ from itertools import islice
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, SendToPeer
-from tokenlake.core.timers import Timer
 from tokenlake.identity import Incarnation, NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.liveness import Liveness
 from tokenlake.metrics import Metric
 from tokenlake.rate import Rate
+from tokenlake.timers import Timer
 from tokenlake.vacancy import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO

@@ -25,11 +25,11 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import deadline_s
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
-from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import PoolId, Segment
+from tokenlake.timers import Timer
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS

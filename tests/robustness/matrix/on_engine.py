@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from tests.robustness.live import EngineProcess, Prompt, flip, local_keys, match, outcomes, store, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
 from tests.robustness.matrix.proxy import Cut, Flip, Trickle
 from tests.robustness.matrix.world import World, world
+from tests.server.raw import Raw, hello
 from tokenlake.errors import TokenLakeError
-from tokenlake.wire import Code
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code, engine, pack_frame
+from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
+from tokenlake_server.engine_connection import HELLO_BYTES
 
-__all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "flipped_on_wire", "full", "killed", "slow", "stopped"]
+__all__ = [
+    "cut_in_body",
+    "cut_in_header",
+    "flood",
+    "flipped_in_arena",
+    "flipped_on_wire",
+    "full",
+    "killed",
+    "slow",
+    "stopped",
+]
 
 HELD = 6
 """Number of segments that the engine has leased when the fault occurs; it has reserved as many."""
@@ -129,6 +144,36 @@ def _cut(seed: int, fault: Cut) -> Outcome:
                 wait_until(engine.answered, "it is connected again")
         assert engine.pool.session == session, "its session goes on"
         at.find_again(before, engine)
+        at.serves()
+    return at.outcome
+
+
+def flood(seed: int) -> Outcome:
+    """An engine sends the longest requests, many in one write, and reads no answer; others never send their Hello."""
+    with world(seed, 1) as at, ExitStack() as open_:
+        at.fill()
+        before = at.found()
+        keys = random.Random(seed).randbytes(KEY_BYTES * MAX_KEYS)
+        floods = (
+            b"".join(pack_frame(engine.Heartbeat(number)) for number in range(6500)),
+            b"".join(pack_frame(engine.Match(number, keys, 0.1)) for number in range(100)),
+            pack_frame(engine.Release(((1, 0, 1 << 31),) * MAX_RANGES)) * 100,
+            pack_frame(engine.Release(((1, 0, 1),) * 100 * MAX_RANGES)),
+        )
+        at.begin()
+        with asking(at.engines, at.read_and_store) as wait:
+            for flood in floods:
+                raw = open_.enter_context(Raw(at.nodes[0].socket))
+                raw.send(hello())
+                raw.sock.settimeout(0.2)
+                with suppress(TimeoutError):
+                    raw.write(flood)
+                wait(5)
+            for _ in range(100):
+                open_.enter_context(Raw(at.nodes[0].socket)).write((HELLO_BYTES).to_bytes(4, "little"))
+            wait(5)
+        open_.close()
+        at.find_again(before)
         at.serves()
     return at.outcome
 

@@ -162,6 +162,7 @@ CELLS = (
         on_peer.bulk_dead,
     ),
     Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
+    Cell("engine", "flood", f"its requests are refused or wait; {UNNOTICED}", on_engine.flood),
 )
 """The cells in the order of the page."""
 
@@ -211,12 +212,41 @@ FOUND = (
         "test_a_tenant_cannot_end_the_daemon_through_its_region",
     ),
     (
+        "one frame of an engine kept all others waiting for a second",
+        "test_ranges_per_release_are_bounded",
+    ),
+    (
+        "an engine with 208 KiB of unread answers was cut off when it opened a region",
+        "test_an_engine_with_unread_answers_opens_a_region",
+    ),
+    (
+        "one tenant could take all sessions",
+        "test_a_tenant_takes_its_part_of_the_sessions_only",
+    ),
+    (
+        "connections without a Hello, unread answers and waiting matches took hundreds of MiB",
+        "test_waiting_matches_are_bounded_in_bytes",
+    ),
+    (
         "killed engines in other PID namespaces held their leases for ever on kernels without SO_PEERPIDFD",
         "test_the_slots_of_killed_engines_come_back",
     ),
     (
         "a process in another PID namespace took over the leases of another process by guessing a small number",
         "test_no_process_takes_over_the_leases_of_another",
+    ),
+    (
+        "silent connections to the port for peers kept a restarted node out",
+        "test_silent_connections_keep_no_peer_out",
+    ),
+    (
+        "one tenant's sessions, frames, huge queries or pipelined connections to the query engine ended the "
+        "service of another tenant",
+        "test_a_tenant_that_does_its_worst",
+    ),
+    (
+        "a name in an engine's layout wrote lines of its own into the daemon's log",
+        "test_a_layout_forges_no_line_of_the_log",
     ),
 )
 """(Defect, the test that shows it)."""

@@ -1,0 +1,56 @@
+"""The part of the control loop's time that the connections of one tenant share.
+
+Every connection could otherwise take a slice in each pass of the loop, and a tenant with many connections would get
+more of the loop than one with few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["LoopShare"]
+
+
+class LoopShare:
+    """Time of the connections of one tenant: about `seconds` together in one pass of the loop. Slices beyond it are
+    taken in later passes, in the order in which they were asked for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._used = 0.0
+        """Seconds since `_next_pass` was last called, which is only called after a pass that used up the share: the
+        slices of earlier passes count too, which calls it now and then without need."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+
+    @property
+    def used_up(self) -> bool:
+        """True while a slice must wait for a later pass: take it by `later`."""
+        return self._used >= self._seconds or bool(self._waiting)
+
+    def spent(self, seconds: float) -> None:
+        """Count the time of a slice."""
+        self._used += seconds
+        if self._used >= self._seconds:
+            self._schedule()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call the function `call`, which takes a slice, in a later pass of the loop."""
+        self._waiting.append(call)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._next_pass)
+
+    def _next_pass(self) -> None:
+        self._scheduled = False
+        self._used = 0.0
+        while self._waiting and self._used < self._seconds:
+            self._waiting.popleft()()
+        if self._waiting:
+            self._schedule()
