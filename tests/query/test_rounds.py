@@ -297,7 +297,7 @@ class Worker:
         monkeypatch.setattr(compute_thread, "kernel_for", lambda layout, shape: self.kernel)
         self.thread = ComputeThread()
         self.done: dict[str, Partial | None] = {}
-        self.segments = Segments([Text(1, 1).content(0)] * 64)
+        self.segments = Segments([Text(1, 1).content(0) for _ in range(64)])
 
     def submit(self, name: str, tenant: str, tokens: int = 1, poison: bool = False, wanted: bool = True) -> None:
         queries = draw_queries(0, tokens)
