@@ -48,6 +48,9 @@ ALONE_S = 10.0
 LEAST_ROWS, MOST_ROWS = 32, 512
 """Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes longer;
 with more, fewer segments fit, and the time to merge the results of slices counts."""
+MAX_JOINED = 4096
+"""Maximum query tokens of a batch of several tasks: their queries are copied in one step, during which no other tenant
+is served, and more of them read a segment no faster."""
 READING_ROWS = 8
 """The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
 FIRST_RATE = 1e10
@@ -175,10 +178,10 @@ class ComputeThread:
             return self._compute_all(self._waiting.pop(tenant))
 
     def _compute_all(self, tasks: Sequence[Task]) -> Iterator[None]:
-        batches: dict[tuple[Attention, int], list[Task]] = {}
+        alike: dict[tuple[Attention, int], list[Task]] = {}
         for task in tasks:
-            batches.setdefault((task.attention, task.layer), []).append(task)
-        for number, batch in enumerate(batches.values()):
+            alike.setdefault((task.attention, task.layer), []).append(task)
+        for number, batch in enumerate(each for some in alike.values() for each in _batches(some)):
             if number:
                 yield
             yield from self._compute(batch)
@@ -236,7 +239,7 @@ class ComputeThread:
         kernel, cost = self._kernel(tasks[0].attention)
         queries = [task.queries for task in tasks]
         joined = queries[0] if len(queries) == 1 else np.concatenate(queries)
-        done: list[Partial] = []
+        whole: Partial | None = None
         row = ns = 0
         while row < len(joined):
             rows, _ = cost.slice_of(len(joined) - row, len(segments), self._slice_s)
@@ -255,12 +258,18 @@ class ComputeThread:
                 cost.measured(rows, count, took)
                 ns += took
                 first += count
+            if rows == len(joined):
+                return part, ns
             assert part is not None
-            done.append(part)
+            if whole is None:
+                shape = tasks[0].attention.shape
+                whole = Partial(
+                    np.empty((len(joined), shape.q_heads, shape.value_dim), np.float32),
+                    np.empty((len(joined), shape.q_heads), np.float32),
+                )
+            whole.out[row : row + rows], whole.lse[row : row + rows] = part
             row += rows
-        if len(done) == 1:
-            return done[0], ns
-        return Partial(np.concatenate([part.out for part in done]), np.concatenate([part.lse for part in done])), ns
+        return whole, ns
 
     @property
     def _slice_s(self) -> float:
@@ -278,6 +287,19 @@ class ComputeThread:
                 del self._kernels[next(iter(self._kernels))]
         self._kernels[attention] = kernel
         return kernel
+
+
+def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
+    """Split tasks into batches of at most `MAX_JOINED` query tokens; a task of more is a batch of its own."""
+    batch: list[Task] = []
+    tokens = 0
+    for task in tasks:
+        if batch and tokens + len(task.queries) > MAX_JOINED:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(task)
+        tokens += len(task.queries)
+    yield batch
 
 
 def _share(ns: int, batch: Sequence[Task]) -> None:

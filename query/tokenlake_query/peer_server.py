@@ -33,8 +33,9 @@ MAX_VIEWS = 1 << 16
 MAX_PENDING_BYTES = 128 << 20
 """Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
 request may be larger."""
-MAX_STEP_BYTES = 512 << 20
-"""Maximum bytes of the queries of one request. Engines are refused larger steps (`engine_server`)."""
+MAX_STEP_BYTES = 256 << 20
+"""Maximum bytes of the queries of one request. Engines are refused larger steps (`engine_server`): the results of one
+are copied at once, during which no other tenant is served."""
 MAX_UNSENT_BYTES = 64 << 20
 """Limit of the bytes of results that wait for the other side to read them. While more wait, no further queries are read
 from its connection."""

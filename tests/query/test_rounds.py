@@ -297,7 +297,7 @@ class Worker:
         monkeypatch.setattr(compute_thread, "kernel_for", lambda layout, shape: self.kernel)
         self.thread = ComputeThread()
         self.done: dict[str, Partial | None] = {}
-        self.segments = Segments([Text(1, 1).content(0)] * 64)
+        self.segments = Segments([Text(1, 1).content(0) for _ in range(64)])
 
     def submit(self, name: str, tenant: str, tokens: int = 1, poison: bool = False, wanted: bool = True) -> None:
         queries = draw_queries(0, tokens)
@@ -381,3 +381,15 @@ def test_the_timer_forgets_finished_rounds() -> None:
         Scene(threads, deadline_s=1e9).round.cancel()
     assert len(timer) == 0
     assert len(timer._timers._heap) < 200
+
+
+def test_a_batch_joins_a_bounded_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their copy is not cut into slices. A larger task needs none."""
+    monkeypatch.setattr(compute_thread, "MAX_JOINED", 4)
+    worker = Worker(monkeypatch)
+    for number, tokens in enumerate([2, 2, 1, 9, 3]):
+        worker.submit(str(number), "red", tokens)
+    worker.thread.start()
+    worker.wait(5)
+    assert [rows for rows, _ in worker.kernel.calls] == [4, 1, 9, 3]
+    assert all(partial is not None for partial in worker.done.values())

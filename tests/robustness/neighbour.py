@@ -211,6 +211,12 @@ def queries(node: Path) -> Iterator[None]:
             yield
 
 
+def processor(node: Path) -> Iterator[None]:
+    """Compute, and leave the daemon alone."""
+    while True:
+        yield
+
+
 WORST: dict[str, tuple[Callable[[Path], Iterator[None]], int]] = {
     "sessions": (sessions, 700),
     "memory": (memory, 80),
@@ -218,6 +224,8 @@ WORST: dict[str, tuple[Callable[[Path], Iterator[None]], int]] = {
     "queries": (queries, 4),
 }
 """Each kind of the worst, and the number of steps until it is under way."""
+BUSY = "processor"
+"""A process that takes a processor from the others and nothing from the daemon: a second control."""
 
 
 @contextlib.contextmanager
@@ -252,7 +260,7 @@ def neighbours(*, query_engine: bool) -> Iterator[Cluster]:
 
 def _do(kind: str, node: Path) -> None:
     """Does not return."""
-    do, steps = WORST[kind]
+    do, steps = {**WORST, BUSY: (processor, 0)}[kind]
     for step, _ in enumerate(do(node)):
         if step == steps:
             print("begun", flush=True)
@@ -263,31 +271,33 @@ def _p99(seconds: list[float]) -> float:
 
 
 def main() -> None:
-    """Print the hits and the p99 of reads for each kind, with and without the other tenant: medians of `--times`."""
+    """Print the hits and the times of tenant blue's reads while tenant red is away, computes or does its worst: runs in
+    turns, medians of `--times`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--do", nargs=2, metavar=("KIND", "SOCKET"), help="be the tenant that does its worst")
     parser.add_argument("--times", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.do:
         _do(arguments.do[0], Path(arguments.do[1]))
-    print(f"{'tenant':<12}{'asked':>8}{'hits':>8}{'wrong':>8}{'lost':>8}{'p50 ms':>10}{'p99 ms':>10}")
+    print(f"{'tenant red':<12}{'asked':>8}{'hits':>8}{'wrong':>8}{'lost':>8}{'p50 ms':>10}{'p99 ms':>10}{'ratio':>8}")
     with neighbours(query_engine=True) as cluster:
         node = cluster.nodes[0]
         seed = 1 << 20
         for kind in WORST:
-            runs: dict[str, list[Reads]] = {"alone": [], kind: []}
+            runs: dict[str, list[Reads]] = {"away": [], BUSY: [], kind: []}
             for _ in range(arguments.times):
-                runs["alone"].append(read_all(node, seed, queries=True))
-                with worst(kind, node):
-                    runs[kind].append(read_all(node, seed + PROMPTS, queries=True))
-                seed += 2 * PROMPTS
-            medians = {}
+                for name, reads in runs.items():
+                    with worst(name, node) if name != "away" else contextlib.nullcontext():
+                        reads.append(read_all(node, seed, queries=True))
+                    seed += PROMPTS
+            away = 0.0
             for name, reads in runs.items():
-                p50 = statistics.median(statistics.median(each.seconds) for each in reads)
-                medians[name] = statistics.median(_p99(each.seconds) for each in reads)
+                p50 = statistics.median(statistics.median(each.seconds) for each in reads) * 1e3
+                p99 = statistics.median(_p99(each.seconds) for each in reads) * 1e3
+                away = away or p99
                 asked, hits, wrong, lost = (sum(each[at] for each in reads) for at in range(4))  # type: ignore[misc]
-                print(f"{name:<12}{asked:>8}{hits:>8}{wrong:>8}{lost:>8}{p50 * 1e3:>10.2f}{medians[name] * 1e3:>10.2f}")
-            print(f"p99 {medians[kind] / medians['alone']:.2f} x")
+                counts = f"{asked:>8}{hits:>8}{wrong:>8}{lost:>8}"
+                print(f"{name:<12}{counts}{p50:>10.2f}{p99:>10.2f}{p99 / away:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":
