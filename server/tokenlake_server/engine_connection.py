@@ -57,14 +57,12 @@ class EngineConnection:
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
         """`on_frame(connection, body)` is called for each frame, and returns the rest of its work, if any (as of
-        `FrameConnection`); `on_closed(connection, reason)` once, when the socket
-        is closed."""
+        `FrameConnection`); `on_closed(connection, reason)` once, when the socket is closed."""
         self.number = number
         self.origin = secrets.randbits(63)
         """The number by which the process names itself when it resumes: that of its first connection, kept by each
-        connection that resumes another. The process may have lost the replies that named those in between
-        (tests/client/test_resumed.py). No other process can guess the number: in foreign PID namespaces all processes
-        have the pid 0."""
+        connection that resumes another. The process may have lost the replies that named those in between. No other
+        process can guess the number: in foreign PID namespaces all processes have the pid 0."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
         """The first message (`Hello`) of the engine's process; None until the process has proven its tenant and
