@@ -21,7 +21,7 @@ SPEED = 10.0
 def test_daemons_and_simulated_nodes_agree() -> None:
     """On this small pool the order of concurrent events, which a busy machine changes, decides some evictions: the hit
     rates may differ by 0.02, the bytes moved by 10 % and the coefficient of variation of the load by 0.05.
-    docs/results/simulation.md compares a trace on a larger pool, within 0.01 and 1 %."""
+    docs/results/placement.md compares traces on larger pools."""
     workload, segment_tokens, capacity_tokens = builtin_workload(BuiltinSettings(requests=400)), 64, 24_000
     nodes = 2
     live = run_live(
