@@ -126,8 +126,11 @@ class ComputeThread:
         """By tenant, the batch that is being computed: each step of the iterator computes one slice. For the computing
         thread alone, as all attributes below."""
         self._used: dict[str, int] = {}
-        """By tenant, the nanoseconds of computing time that it has used. A tenant that was idle begins with the least
-        of those that have tasks, so that idle time is not saved up."""
+        """By tenant, the nanoseconds of computing time that it has used; a tenant that was idle begins with `_least`,
+        so that idle time is not saved up."""
+        self._least = 0
+        """The least use of the tenants that had tasks when the last slice was given. It never falls: a tenant that
+        returns would otherwise get all the time that others used meanwhile."""
         self._kernels: dict[Attention, tuple[Kernel, _Cost]] = {}
         """Kernels that were made for earlier batches, in order of use, the most recently used last."""
 
@@ -167,10 +170,11 @@ class ComputeThread:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._batches)
             active = dict.fromkeys([*self._batches, *self._waiting])
-        least = min((self._used[tenant] for tenant in active if tenant in self._used), default=0)
-        # The use of an idle tenant is forgotten once it is not more than that of an active one.
+        least = self._least
+        # The use of an idle tenant is forgotten once it is not more than that with which it would begin.
         idle = {tenant: used for tenant, used in self._used.items() if used > least}
         self._used = idle | {tenant: max(least, self._used.get(tenant, 0)) for tenant in active}
+        self._least = min(self._used[tenant] for tenant in active)
         return min(active, key=self._used.__getitem__)
 
     def _take_batch(self, tenant: str) -> Iterator[None]:

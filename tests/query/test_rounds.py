@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -393,3 +395,26 @@ def test_a_batch_joins_a_bounded_number_of_queries(monkeypatch: pytest.MonkeyPat
     worker.wait(5)
     assert [rows for rows, _ in worker.kernel.calls] == [4, 1, 9, 3]
     assert all(partial is not None for partial in worker.done.values())
+
+
+def test_earlier_use_costs_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that computed alone for long is served as soon as one that was away meanwhile."""
+    _make_slow(monkeypatch)
+    clock = itertools.count(step=1_000_000_000)
+    stepped = SimpleNamespace(monotonic=time.monotonic, perf_counter_ns=clock.__next__)
+    monkeypatch.setattr(compute_thread, "time", stepped)
+    worker = Worker(monkeypatch)
+    worker.thread.start()
+    for number in range(20):
+        worker.submit(f"early {number}", "blue")
+        worker.wait(number + 1)
+    worker.kernel.proceed.clear()
+    worker.kernel.entered.clear()
+    earlier = len(worker.kernel.calls)
+    worker.submit("huge", "red", tokens=4096)
+    assert worker.kernel.entered.wait(30)
+    worker.submit("late", "blue")
+    worker.kernel.proceed.set()
+    worker.wait(22)
+    rows = [rows for rows, _ in worker.kernel.calls[earlier:]]
+    assert rows.index(1) <= 3, "slices of the huge task came first"
