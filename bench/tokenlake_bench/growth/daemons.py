@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from tokenlake.core.grants import PIECE
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.store.region import RegionShape
@@ -82,12 +83,14 @@ class GrowthDaemon:
 
 
 def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
-    """Store segments with these keys in one call. Raises TokenLakeError unless all are committed."""
-    with pool.store(keys, patience=PATIENCE_S) as write:
-        for index, slot in write.slots:
-            slot[:] = index & 0xFF
-    if write.codes.count(Code.COMMITTED) < len(keys):
-        raise TokenLakeError(f"segments were not stored: {Counter(Code(code).name for code in write.codes)}")
+    """Store segments with these keys. Raises TokenLakeError unless all are committed."""
+    for at in range(0, len(keys), PIECE):
+        part = keys[at : at + PIECE]
+        with pool.store(part, patience=PATIENCE_S) as write:
+            for index, slot in write.slots:
+                slot[:] = index & 0xFF
+        if write.codes.count(Code.COMMITTED) < len(part):
+            raise TokenLakeError(f"segments were not stored: {Counter(Code(code).name for code in write.codes)}")
 
 
 def start_seconds(memory: int) -> float:
