@@ -33,13 +33,21 @@ class Watch:
         self.flip = False
         """If True, reads invert the sign bit of every second 16-bit word and stores do nothing."""
         self.before_remote: Callable[[int], None] | None = None
-        """A function that is called with the number of segments at other nodes before these are fetched."""
+        """Callback that announces reads of the engine from other nodes; None: none. It is called before each
+        read that includes such segments, with their number, on the thread that reads; its result is ignored."""
         self.local = 0
+        """Number of segments that the engine read from its own node."""
         self.remote = 0
+        """Number of segments that the engine read from other nodes."""
         self.longest_s = 0.0
+        """Seconds of the longest call for which a request waited."""
         self.failed = 0
+        """Number of calls that raised an exception."""
         self.recovered_at = 0.0
+        """Value of `time.monotonic` at the first read or store that succeeded after the last failed call; 0: none."""
         self.cut_by: Counter[str] = Counter()
+        """Number of matches and reads that returned less than the engine asked for, by the name of the `Code` that
+        ended each."""
         self._lock = threading.Lock()
 
     @contextmanager

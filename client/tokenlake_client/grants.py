@@ -214,8 +214,9 @@ class Grants:
         self._ended_pins.append((hold, start, stop))
 
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
-        """Release the segments of the lease `hold` from `start` to `stop`. Those over which no array is alive and that
-        no other object holds are given back to the daemon. Never raises."""
+        """Release the segments [start, stop) of the lease `hold`. Segments over which no array is alive and that no
+        other object holds are given back to the daemon at once, the others when their last array or hold is gone.
+        Never raises."""
         with self.lock:
             self._give_back(hold, start, hold.release(start, stop))
         self.sweep()
@@ -250,8 +251,8 @@ class Grants:
                 self._writes[write] = self._writes.get(write, 0) + 1
 
     def begin_filling(self, link: Link, write: WriteId) -> None:
-        """Count a new object that holds the write, for a caller that is about to fill the write's slots and calls
-        `end_filling` afterwards. Raises `Unreachable` when the connection has broken since the write was granted."""
+        """Record that the caller holds the write and is about to write to the write's slots; it must call `end_filling`
+        when it stops. Raises `Unreachable` when the connection has broken since the write was granted."""
         with self.lock:
             self.current(link)
             self._check_over(link)
@@ -259,7 +260,9 @@ class Grants:
             self.hold_write(link, write)
 
     def end_filling(self, link: Link) -> None:
-        """Record that the slots of a write are not filled any more. Called once after each `begin_filling`."""
+        """Record that the caller of `begin_filling` has stopped writing to the slots of its write, because it commits
+        the write or gives it up. The caller must call it exactly once per `begin_filling`; it has no effect once the
+        session of `link` has ended."""
         with self.lock:
             if link.life == self._link.life:
                 self._fillings -= 1

@@ -111,16 +111,19 @@ class RecentMatches:
 
 
 class _Report(NamedTuple):
-    """The fields of a `Touched` message (a report of reads to an owner) apart from its keys."""
+    """A report to the owner of segments: another node has read its copies of them, or has received hints about them.
+    A `Touched` message carries one report and the keys of the segments to which it applies."""
 
     hints: Hints | None
+    """Hints of the request that read the copies, or those that an engine gave later; None: the request had none."""
     used: bool
     """True if the segments were read; False if the report only carries hints."""
     relayed: bool
+    """True if the receiver must not forward the report to another node."""
 
 
 class _Batch:
-    """Reports of reads and hints that wait to be sent to one owner, about segments of one tenant."""
+    """Reports that wait to be sent to one owner, and the keys of the segments of one tenant to which each applies."""
 
     def __init__(self) -> None:
         self.count = 0

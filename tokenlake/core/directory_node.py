@@ -141,18 +141,20 @@ class DirectoryNode:
     # -- owners
 
     def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> wire.Redundant:
-        """Tell the directory nodes of `keys` that this node owns them; `previous` handed them over. Returns the answer
-        for the keys whose entries this node keeps; the other directory nodes answer with a message."""
+        """Tell the directory nodes of `keys` that this node owns these segments. `previous`: the node that handed the
+        segments over, whose entries in the directory are replaced; empty if there is none. Returns the answer of
+        this node (see `owned`) for the keys of which it is the directory node; another directory node answers with a
+        `Redundant` message, and only if it knows another owner of some of its keys."""
         own = self._tell(keys, lambda packed: wire.Owned(tenant, packed, previous))
         return self.owned(self._context.node, tenant, own, NodeId(previous))
 
     def owned(
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
     ) -> wire.Redundant:
-        """`node` owns these segments. Returns the answer for it: the keys that another node owns that can be reached,
-        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced; so is each entry
-        where this node stands in for the directory node: it may be of an earlier outage, and its owner has told later
-        changes to the directory node."""
+        """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which
+        the directory names another owner that can be reached, and these owners. The entries of `previous`, and of a
+        node that cannot be reached, are replaced; so is each entry where this node stands in for the directory node: it
+        may be of an earlier outage, and its owner has told later changes to the directory node."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
         incarnation, here = self._incarnation(node), self._context.node

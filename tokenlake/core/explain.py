@@ -81,11 +81,12 @@ class Trail:
         self.slot_bytes = slot_bytes
         self.hits = 0
         self.beyond = b""
-        """The codes that the match gave for the segments behind the hits."""
+        """One `Code` for each segment of the prompt behind the hits, as the match returned it."""
         self.missing: list[SegmentKey] = []
-        """Keys of the first segments behind the hits that no node had."""
+        """Keys of the prompt's segments behind the hits that no node had (code MISSING), at most the first
+        `MAX_MISSING`. `Explain` asks directory nodes how these segments left the pool."""
         self.elsewhere: dict[NodeId, int] = {}
-        """Number of hits at each other node."""
+        """Number of hits of the match that are leased at each other node."""
         self.silent: dict[NodeId, None] = {}
         """Nodes that did not answer the match or a fetch within the deadline."""
         self.unconnected: frozenset[NodeId] = frozenset()

@@ -153,9 +153,9 @@ class LookupReply(_Message, frozen=True, tag=5):
     known_depth: Index = 0
     """Number of keys up to the deepest one whose segment the sender has or remembers; 0: none."""
     last_access: AccessRecord = NO_ACCESS
-    """The access record of the deepest key that `known_depth` counts."""
+    """The record of the request that last accessed the deepest segment that `known_depth` counts."""
     last_access_age_s: Seconds = 0.0
-    """Seconds since the access in `last_access`."""
+    """Seconds from the last access of that segment to the sending of this reply."""
     redirect: str = ""
     """A node that was recently sent the leased segments and that the caller should ask first (fan-out limit). Empty:
     none."""
@@ -241,9 +241,9 @@ class Evicted(_Message, frozen=True, tag=15):
     rule: Name = ""
     """The rule by which the segments left `node`; empty: not known."""
     last_access: AccessRecord = NO_ACCESS
-    """The last access of the segments, for the directory node to remember."""
+    """The record of the request that last accessed the segments; the directory node remembers it."""
     last_access_age_s: Seconds = 0.0
-    """Seconds since the access in `last_access`."""
+    """Seconds from the last access of the segments to the sending of this message."""
 
 
 class Corrupt(_Message, frozen=True, tag=48):
@@ -279,7 +279,8 @@ class ExplainMissingReply(_Message, frozen=True, tag=46):
 
 
 class Touched(_Message, frozen=True, tag=16):
-    """To the owner: copies of these segments were read at another node. The keys come deepest first."""
+    """To the owner: copies of these segments were read at another node, or an engine there gave hints about them. The
+    keys come deepest first."""
 
     tenant: str
     keys: bytes

@@ -29,7 +29,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Start(_Message, frozen=True, tag=6):
-    """First frame: the daemon's local socket, its node, and a credential for this query engine only. A
+    """First frame, from the daemon: its local socket, its node, and a credential for this query engine only. A
     `tokenlake_client.Pool` of tenant T uses `{credential}:{T}`."""
 
     socket: str
@@ -38,28 +38,33 @@ class Start(_Message, frozen=True, tag=6):
 
 
 class EngineConnected(_Message, frozen=True, tag=1):
-    """An engine of this tenant, with segments of this layout (`Layout.encode()`), connected. The descriptor travels
-    beside the frame."""
+    """From the daemon: an engine of `tenant` asks for a connection to this query engine, which is to serve it. Segments
+    of the engine have the layout `layout` (`Layout.encode()`). The daemon sends the connection's socket descriptor
+    with the frame."""
 
     tenant: str
     layout: bytes
 
 
 class PeerConnected(_Message, frozen=True, tag=2):
-    """The query engine of `node`, a proven member, connected. The descriptor travels beside the frame."""
+    """From the daemon: the query engine of `node` has opened a connection to this query engine, which is to serve it.
+    The daemon has verified that the other side is node `node` of the pool. It sends the connection's socket descriptor
+    with the frame."""
 
     node: str
 
 
 class DialSucceeded(_Message, frozen=True, tag=3):
-    """Answers `Dial`: a connection to the query engine of `node`. The descriptor travels beside the frame."""
+    """From the daemon, an answer to `Dial`: it has opened a connection to the query engine of `node`, for the queries
+    of `tenant`. The daemon sends the connection's socket descriptor with the frame."""
 
     node: str
     tenant: str
 
 
 class DialFailed(_Message, frozen=True, tag=4):
-    """Answers `Dial`: the query engine of `node` cannot be reached now."""
+    """From the daemon, an answer to `Dial`: the daemon opened no connection to the query engine of `node`. `reason` is
+    the text of the error."""
 
     node: str
     tenant: str
@@ -67,7 +72,8 @@ class DialFailed(_Message, frozen=True, tag=4):
 
 
 class Dial(_Message, frozen=True, tag=5):
-    """From the query engine: connect it with the query engine of `node`, for the queries of `tenant`."""
+    """From the query engine: the daemon is to open a connection to the query engine of `node`, for the queries of
+    `tenant`, and answers with `DialSucceeded` or `DialFailed`."""
 
     node: str
     tenant: str

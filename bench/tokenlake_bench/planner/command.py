@@ -107,7 +107,8 @@ def run_planner(arguments: PlannerArguments) -> Result:
             rates = bench.learn_link(link)
             documents += bench.documents(link, rates)
             until = began + arguments.minutes * 60 * number / len(links)
-            # The batches run in random order, so that those that are left out at the time limit are a random sample.
+            # The benchmark measures the batches of requests in random order: at the time limit it leaves out the rest,
+            # and the batches that it has measured are then a random sample of all.
             for index, work in enumerate(random.Random(number).sample(works, len(works))):
                 if index and time.monotonic() > until:
                     break

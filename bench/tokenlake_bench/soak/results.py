@@ -14,24 +14,25 @@ from tokenlake_bench.soak.gauges import Life, Recorder
 __all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
-"""Growth of resident memory that counts as noise. Without a leak the median moves by about 1 MiB, because the allocator
-keeps freed memory per thread, when the metrics page is read, and after several restarts."""
+"""Tolerance of a process's resident memory: the median may grow by 2 MiB plus 2 % of the earlier median. The allocator
+keeps freed memory for each thread. Without a leak the median therefore moves by about 1 MiB after a read of the metrics
+page or several restarts of other processes."""
 DAEMON: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(8),
     "entries": Tolerance(100, 0.1),
 }
-"""Tolerances of a daemon's gauges. It keeps up to four bulk connections open per peer and direction, the incoming ones
-with a thread each, from the time when the load first needs so many. The entries of its maps include the directory,
+"""Tolerances of a daemon's gauges. A daemon keeps up to four bulk connections open per peer and direction, the incoming
+ones with a thread each, from the time when the load first needs so many. The entries of its maps include the directory,
 which has one per segment in the memory."""
 ENGINE: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(2),
 }
-"""Tolerances of an engine's gauges. It opens each of the eight regions at its first read and at its first write there,
-and again after each restart of its daemon."""
+"""Tolerances of an engine's gauges. An engine opens each of the eight regions at its first read and at its first write
+there, and again after each restart of its daemon."""
 
 
 class Claim(msgspec.Struct, frozen=True):

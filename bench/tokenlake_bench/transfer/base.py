@@ -72,14 +72,15 @@ class Size:
         ]
 
     def key_rows(self) -> list[RowKind]:
-        """Kinds of calls whose cost depends on the number of keys and not on the size of segments. They are measured
-        only with the size that has `MATCH_KEYS` segments per call; for other sizes the list is empty."""
+        """Kinds of calls that hash or match keys. Their cost depends on the number of keys and not on the segment size:
+        they are measured only with the size whose `count` is `MATCH_KEYS`; for other sizes the list is empty."""
         if self.count != MATCH_KEYS:
             return []
         return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
 
     def rows(self) -> list[RowKind]:
-        """All kinds of calls that are measured with this size."""
+        """All kinds of calls that the benchmark measures with this segment size: those of `key_rows`, which hash and
+        match keys, then those of `transfer_rows`, which move segments."""
         return [*self.key_rows(), *self.transfer_rows()]
 
 
