@@ -147,7 +147,7 @@ def _dropped(seed: int, *drops: tuple[Direction, ...]) -> Outcome:
         at.fill()
         before = at.listed()
         at.begin()
-        unanswered = "tokenlake_unanswered_fetches_total"
+        unanswered, received = "tokenlake_unanswered_fetches_total", "tokenlake_received_segments_total"
         with asking(at.engines[:1], at.fetch) as wait:
             for directions in drops:
                 wait(2)
@@ -157,8 +157,10 @@ def _dropped(seed: int, *drops: tuple[Direction, ...]) -> Outcome:
                 noticed = at.metric(0, unanswered)
                 wait(20)
                 assert at.metric(0, unanswered) == noticed, "no further fetch waits for the node"
+                before_repair = at.metric(0, received)
                 at.links[1].fault = None
                 at.find_again(before)
+                wait_until(lambda least=before_repair: at.metric(0, received) > least, "bytes arrive again")  # type: ignore[misc]
         assert at.metric(0, "tokenlake_suspected_peers_total") == 0
         at.find_again(before)
         at.serves()
