@@ -11,15 +11,17 @@ from tests.robustness.live import LIMIT_S
 from tokenlake.errors import LimitReached
 from tokenlake_server.started_threads import started_threads
 
+POOL = "pool of this test"
+
 
 def failing_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Let further threads of the pool "test" fail to start after `count` have started."""
+    """Let further threads of `POOL` fail to start after `count` have started."""
     start: Any = threading.Thread.start
     left = count
 
     def starting(self: threading.Thread) -> None:
         nonlocal left
-        if self.name.startswith("test"):
+        if self.name.startswith(POOL):
             left -= 1
             if left < 0:
                 raise RuntimeError("can't start new thread")
@@ -31,7 +33,7 @@ def failing_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_no_thread_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_after(monkeypatch, 3)
     meeting = threading.Barrier(3)
-    with started_threads(3, "test") as pool:
+    with started_threads(3, POOL) as pool:
         for _ in range(4):
             done = [pool.submit(meeting.wait) for _ in range(3)]
             assert sorted(each.result(LIMIT_S) for each in done) == [0, 1, 2]
@@ -39,10 +41,10 @@ def test_no_thread_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pool_without_all_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_after(monkeypatch, 2)
-    with pytest.raises(LimitReached, match="'test' cannot be started: can't start new thread"):
-        started_threads(3, "test")
+    with pytest.raises(LimitReached, match="'pool of this test' cannot be started: can't start new thread"):
+        started_threads(3, POOL)
     monkeypatch.undo()
     for thread in threading.enumerate():
-        if thread.name.startswith("test"):
+        if thread.name.startswith(POOL):
             thread.join(LIMIT_S)
             assert not thread.is_alive()
