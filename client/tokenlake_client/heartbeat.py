@@ -96,6 +96,9 @@ class HeartbeatThread(threading.Thread):
                 first = isinstance(error, ListenerUntrusted) and str(error) != self._untrusted
                 self._untrusted = str(error) if first else self._untrusted
                 log.log(logging.WARNING if first else logging.DEBUG, "no connection: %s", error)
+            except Exception:
+                # Without this thread the pool would never reconnect.
+                log.exception("the heartbeat failed and is repeated")
             link = self._grants.link
             if link.channel.broken and not self._grants.closed:
                 # The next daemon may need the memory that this process maps of the last one.

@@ -246,7 +246,10 @@ def dial(path: Path | None, daemon_uid: int | None, timeout_s: float) -> tuple[s
 
 
 def _dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"this process cannot open a socket: {error}") from error
     try:
         absolute = os.path.abspath(path)
         trusted = trusted_users(absolute, os.geteuid(), daemon_uid, os.lstat)

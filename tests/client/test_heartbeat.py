@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tests.robustness.matrix.proxy import Cut
 from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client import Pool
+from tokenlake_client import Pool, link
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -40,6 +42,24 @@ PROMPT = Prompt(1, 8)
 def processes(cluster: Cluster) -> float:
     """Processes that may access the daemon's arena."""
     return total(cluster.nodes[0], "tokenlake_processes")
+
+
+def test_a_process_without_free_descriptors_connects_again_later(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, refused = cluster.nodes[0], threading.Event()
+
+    def full(*arguments: object) -> None:
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with cluster.connect(0, LAYOUT) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(link.socket, "socket", full)
+            node.kill()
+            assert refused.wait(LIMIT_S)
+        node.start()
+        wait_until(lambda: pool.connected, "connected to the new daemon")
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -252,3 +252,29 @@ def test_promised_loads_reach_the_ranks_after_an_error(monkeypatch: pytest.Monke
     assert (load.lease, load.incarnation, load.blocks) == (0, 0, tuple(range(100, 108)))
     bench.side.worker_output(StepReport(1, 0), ["r"], set(load.blocks))
     bench.side.close()
+
+
+def test_a_request_that_loads_nothing_begins_anew_after_a_preemption() -> None:
+    """Its saves and its tokens in vLLM's own cache are those of the blocks that it has now. Otherwise the blocks of a
+    save that is under way would not be taken back when this request writes them, and foreign bytes would be stored."""
+    bench, asked = Bench("sync"), request(64, "r")
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0, reads=False) == 0
+    bench.side.allocated(asked, blocks_of(asked), 0)
+    load_another(bench, "other", 1000)
+    plan = bench.side.step([ScheduledPart("r", 0, 64, blocks_of(asked), True)], lambda name: blocks_of(asked))
+    bench.side.worker_output(StepReport(plan.step, 0), (), set())
+    fresh = [block + 200 for block in blocks_of(asked)]
+    assert bench.side.matched(asked, 0, reads=False) == 0
+    bench.side.allocated(asked, fresh, 0)
+    load_another(bench, "third", 3000)
+    plan = bench.side.step([ScheduledPart("r", 0, 8, fresh, True)], lambda name: fresh)
+    # The outcome of this step is not known yet: none of the tokens is certain to be in the new blocks.
+    assert [save for save in plan.saves if save.request == "r"] == []
+
+
+def load_another(bench: Bench, name: str, first: int) -> None:
+    """Another request loads in the next step, whose outcome is therefore not known at once."""
+    other = request(64, name, first=first)
+    bench.know(other.all_token_ids)
+    assert bench.place(other) > 0

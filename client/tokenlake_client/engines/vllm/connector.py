@@ -175,9 +175,10 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's hook that asks how many tokens of a request the pool has behind the tokens that are computed. Returns
         (that number of tokens to load, or None while it is not known; whether the load is asynchronous)."""
-        if self._scheduler is None or request.skip_reading_prefix_cache:
+        if self._scheduler is None:
             return 0, False
-        tokens = self._scheduler.matched(request, num_computed_tokens)
+        reads = not request.skip_reading_prefix_cache
+        tokens = self._scheduler.matched(request, num_computed_tokens, reads=reads)
         return tokens, bool(tokens) and not self._scheduler.waits
 
     @guarded(lambda: None)

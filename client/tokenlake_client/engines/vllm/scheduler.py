@@ -112,16 +112,21 @@ class SchedulerSide:
         if waiting < EARLY_LOOKUPS:
             self._begin_lookup(state)
 
-    def matched(self, request: EngineRequest, computed: int) -> int | None:
-        """The number of tokens to load behind the first `computed`; None: not known yet, and vLLM asks again."""
+    def matched(self, request: EngineRequest, computed: int, *, reads: bool = True) -> int | None:
+        """The number of tokens to load behind the first `computed`; None: not known yet, and vLLM asks again. `reads`:
+        False where the request must not read the pool."""
         state = self._requests.get(request.request_id)
-        if state is None or not state.may_load:
+        if state is None:
             return 0
+        # Also a request that loads nothing gets other blocks after a preemption: its saves and the number of tokens in
+        # vLLM's own cache begin anew.
         if state.placed:
             state.placed = False
             state.may_store = True
             state.saved.restart()
         state.local, state.skipped = computed, 0
+        if not (reads and state.may_load):
+            return 0
         if state.lookup is None:
             self._begin_lookup(state)
         lookup = state.lookup
