@@ -30,7 +30,7 @@ from tests.robustness.matrix.proxy import Cut
 from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client import Pool, link
+from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -55,7 +55,7 @@ def test_a_process_without_free_descriptors_connects_again_later(
 
     with cluster.connect(0, LAYOUT) as pool:
         with monkeypatch.context() as patched:
-            patched.setattr(link.socket, "socket", full)
+            patched.setattr("tokenlake_client.link.socket.socket", full)
             node.kill()
             assert refused.wait(LIMIT_S)
         node.start()
