@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ MAX_REMEMBERED = 4096
 
 _LOCAL, _MISSING = Code.LOCAL, Code.MISSING
 _DELIVERED = math.inf
-_pool = operator.attrgetter("pool")
+_NONE: frozenset[Segment] = frozenset()
 
 
 class Verdict(NamedTuple):
@@ -212,10 +211,10 @@ class Serving:
         self._directory_node = directory_node
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
-        self._readers: dict[Segment, int] = {}
-        """Number of leases of other nodes on each segment that has any."""
-        self._leased: Counter[PoolId] = Counter()
-        """Number of such segments in each pool of slots."""
+        self._leased: dict[PoolId, set[Segment]] = {}
+        """The segments that other nodes lease, by pool of slots."""
+        self._again: Counter[Segment] = Counter()
+        """For each segment with several leases of other nodes, the number of leases beyond the first."""
         self._pins = 0
         """Number of pins that leases of other nodes hold, in all pools."""
         self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
@@ -293,14 +292,18 @@ class Serving:
         """Returns those found segments that other nodes may still lease; the codes of the others become UNKNOWN. A
         segment that another node leases already takes no further slot."""
         leased = [segment for segment in found if segment is not None]
-        rooms = {pool: self._room(pool, len(leased)) for pool in dict.fromkeys(map(_pool, leased))}
-        if all(len(leased) <= room for room in rooms.values()):
+        rooms: dict[PoolId, int] = {}
+        enough = True
+        for pool, segments in _by_pool(leased).items():
+            rooms[pool] = self._room(pool, len(leased))
+            enough = enough and len(segments - self._leased.get(pool, _NONE)) <= rooms[pool]
+        if enough:
             return leased
         leased.clear()
         for index, segment in enumerate(found):
             if segment is None:
                 continue
-            fresh = segment not in self._readers
+            fresh = segment not in self._leased.get(segment.pool, _NONE)
             if rooms[segment.pool] >= fresh:
                 rooms[segment.pool] -= fresh
                 leased.append(segment)
@@ -312,7 +315,8 @@ class Serving:
         """Returns how many further slots of `pool` other nodes may lease; -1 if they have so many leases that not even
         `wanted` more on slots that are leased already are granted."""
         limit = int(PEER_LEASE_SHARE * self._context.store.capacity(pool))
-        return limit - self._leased[pool] if self._pins + wanted <= READERS_PER_SLOT * limit else -1
+        room = limit - len(self._leased.get(pool, _NONE))
+        return room if self._pins + wanted <= READERS_PER_SLOT * limit else -1
 
     # -- leases
 
@@ -320,12 +324,10 @@ class Serving:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
         self._pins += len(segments)
-        readers = self._readers
-        for segment in segments:
-            before = readers.get(segment, 0)
-            readers[segment] = before + 1
-            if not before:
-                self._leased[segment.pool] += 1
+        for pool, leased in _by_pool(segments).items():
+            before = self._leased.setdefault(pool, set())
+            self._again.update(before & leased)
+            before |= leased
         self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
 
@@ -349,14 +351,18 @@ class Serving:
         del self._leases[lease_id]
         lease.timer.cancel()
         self._pins -= len(lease.segments)
-        readers = self._readers
-        for segment in lease.segments:
-            left = readers[segment] - 1
-            if left:
-                readers[segment] = left
-            else:
-                del readers[segment]
-                self._leased[segment.pool] -= 1
+        for pool, leased in _by_pool(lease.segments).items():
+            if self._again:
+                still = {segment for segment in leased if segment in self._again}
+                leased -= still
+                for segment in still:
+                    self._again[segment] -= 1
+                    if not self._again[segment]:
+                        del self._again[segment]
+            before = self._leased[pool]
+            before -= leased
+            if not before:
+                del self._leased[pool]
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
@@ -434,8 +440,21 @@ class Serving:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
-        readers = Counter(itertools.chain.from_iterable(lease.segments for lease in self._leases.values()))
-        assert self._readers == readers
-        assert self._leased == Counter(map(_pool, readers))
-        assert self._pins == readers.total()
+        readers = Counter(itertools.chain.from_iterable(set(lease.segments) for lease in self._leases.values()))
+        assert self._again == Counter({segment: count - 1 for segment, count in readers.items() if count > 1})
+        assert self._leased == _by_pool(list(readers))
+        assert self._pins == sum(len(lease.segments) for lease in self._leases.values())
         self._fan_out.check_integrity()
+
+
+def _by_pool(segments: Sequence[Segment]) -> dict[PoolId, set[Segment]]:
+    """Returns the segments grouped by their pool of slots, mostly one."""
+    if not segments:
+        return {}
+    first = segments[0].pool
+    if all(segment.pool is first for segment in segments):
+        return {first: set(segments)}
+    grouped: dict[PoolId, set[Segment]] = {}
+    for segment in segments:
+        grouped.setdefault(segment.pool, set()).add(segment)
+    return grouped
