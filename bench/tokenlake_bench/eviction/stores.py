@@ -93,7 +93,7 @@ class NodeStores:
         store = self._stores[node]
         copies = [self._copy(node, segment) for segment in chain]
         hits = next((depth for depth, copy in enumerate(copies) if copy is None), len(chain))
-        hints = with_access(hints, self._access(node, chain, copies, hits, now))
+        hints = with_access(hints, self._access(chain, copies, hits, now))
         pinned = [copy for copy in copies[:hits] if copy is not None]
         store.pin(*pinned)
         hits, fetched = self._fetch(node, chain, hits, hints, now)
@@ -165,25 +165,23 @@ class NodeStores:
         for owner, copies in by_node.items():
             self._stores[owner].touch(copies, now, hints)
 
-    def _access(
-        self, node: int, chain: tuple[int, ...], copies: Sequence[Segment | None], hits: int, now: float
-    ) -> AccessRecord:
+    def _access(self, chain: tuple[int, ...], copies: Sequence[Segment | None], hits: int, now: float) -> AccessRecord:
         """The access record of this request, as a match gets it: derived from the record of the deepest segment of the
         prompt that has a copy, or that the policy of some node remembers."""
         for index in range(len(chain) - 1, -1, -1):
             copy = copies[index]
             if copy is not None:
                 return access_after([(index, copy.hints.access, now - copy.touched)], len(chain), hits)
-            remembered = self._remembered(node, chain[index], now)
+            remembered = self._remembered(chain[index], now)
             if remembered:
-                return access_after([(index, access, age_s) for _, access, age_s in remembered], len(chain), hits)
+                return access_after([(index, *each) for each in remembered], len(chain), hits)
         return access_after([], len(chain), hits)
 
-    def _remembered(self, node: int, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """Returns the last access of an evicted segment, for each node whose eviction policy remembers it: (position,
-        access record, seconds since the access)."""
-        told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores]
-        return [each for each in told if each is not None]
+    def _remembered(self, segment: int, now: float) -> list[tuple[AccessRecord, float]]:
+        """Returns the last access of an evicted segment, for each node whose eviction policy remembers it: (access
+        record, seconds since the access)."""
+        told = (store.last_access(_TENANT, [self._keys[segment]], now) for store in self._stores)
+        return [each[1:] for each in told if each is not None]
 
     def _share_learned(self, now: float) -> None:
         """Let each store send the statistics that its eviction policy learned to one other store, in rotation, as
