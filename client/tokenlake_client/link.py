@@ -200,7 +200,7 @@ class Connector:
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.
         """
-        sock, path = dial(self.path, self.daemon_uid, self.deadlines.send_s)
+        sock, path = dial(self.path, self.daemon_uid, self.deadlines.dial_s)
         channel = Channel(sock, path, self.on_end, self.deadlines)
         fingerprint = self.layout.fingerprint()
         try:
