@@ -28,6 +28,7 @@ pytest.importorskip("torch")
 from tokenlake_query import compute_thread
 from tokenlake_query.compute_thread import MAX_KERNELS, Attention, ComputeThread, Task
 from tokenlake_query.kernels import Kernel, Slot, kernel_for
+from tokenlake_query.pace import Pace
 from tokenlake_query.peer_client import PeerClient, ResultHandler
 from tokenlake_query.rounds import Part, Round, Step, Threads
 from tokenlake_query.segments import Segments
@@ -45,7 +46,7 @@ def threads() -> Threads:
     """The computing thread is not started: the tests put results themselves."""
     timer = TimerThread()
     timer.start()
-    return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
+    return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch", Pace()))
 
 
 def view_of(segments: Segments) -> View:
@@ -377,7 +378,7 @@ def test_the_timer_forgets_finished_rounds() -> None:
     """Their deadlines may be years away."""
     timer = TimerThread()
     timer.start()
-    threads = Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
+    threads = Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch", Pace()))
     for _ in range(1000):
         Scene(threads, deadline_s=1e9).round.put(0, None, drawn(1))
         Scene(threads, deadline_s=1e9).round.cancel()

@@ -64,7 +64,7 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()
         identity = PeerIdentity("a", 1, 1, ("a",), ("a",))
-        query_engine = QueryEngine(Start("", "a", ""), identity, {}, 1, loop)
+        query_engine = QueryEngine(Start("", "a", "", 1), identity, {}, loop)
         assert await asyncio.to_thread(started.wait, LIMIT_S)
         await query_engine.close()
 

@@ -97,7 +97,7 @@ class Viewed(_Message, frozen=True, tag=3):
 class CloseView(_Message, frozen=True, tag=4):
     """The client will send no more queries of these views. Not answered."""
 
-    views: tuple[int, ...]
+    views: Annotated[tuple[int, ...], Meta(max_length=MAX_PARTS)]
 
 
 class Step(_Message, frozen=True, tag=5):
