@@ -33,7 +33,7 @@ from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.segments import Segments
 
-__all__ = ["MAX_STEP_BYTES", "Attention", "ComputeThread", "Task"]
+__all__ = ["Attention", "ComputeThread", "Task"]
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,6 @@ MAX_ROW = 1 << 19
 MAX_PRODUCTS = 1 << 30
 """Maximum multiplications per query token and segment. This is the least work of a slice; an absorbed MLA of 128 heads
 over segments of 4,096 tokens has half of it."""
-MAX_STEP_BYTES = 256 << 20
-"""Maximum bytes of the queries of one step, and of its float32 outputs: the results of one step are copied at once,
-during which no other tenant is served."""
 MAX_KERNELS = 16
 """Maximum number of kernels that are kept for later batches; the least recently used one is dropped. Bounded because
 each kernel has threads and a scratch buffer, and engines may ask for any number of heads and any scale."""
@@ -104,7 +101,7 @@ class Attention(NamedTuple):
 
     def step_bytes(self, tokens: int) -> int:
         """Bytes of the queries of `tokens` query tokens, or of their float32 outputs, whichever are more; the limit is
-        `MAX_STEP_BYTES`."""
+        `wire.query.MAX_STEP_BYTES`."""
         shape = self.shape
         widest = max(shape.key_dim * DTYPE_BYTES[self.layout.dtype], shape.value_dim * 4)
         return tokens * shape.q_heads * widest

@@ -21,16 +21,13 @@ import msgspec
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame
-from tokenlake.wire.query import Refused
+from tokenlake.wire.query import MAX_FRAME, Refused
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
-__all__ = ["MAX_FRAME", "Connection", "FrameReader"]
+__all__ = ["Connection", "FrameReader"]
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 4 << 20
-"""Maximum bytes of a frame. A request to open a view has 32 bytes per segment key, so a view has fewer than 131,072
-segments."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
 """Seconds after which a connection is closed whose other side reads nothing, or stops within a frame."""

@@ -19,7 +19,6 @@ from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake_client.mapped_memory import MappedMemory
-from tokenlake_query.compute_thread import MAX_STEP_BYTES
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
 from tokenlake_query.pace import Pace, TenantPace
@@ -194,8 +193,8 @@ class EngineServer:
                 "token in each, and one number of heads"
             )
         nbytes = views[0].attention.step_bytes(sum(tokens for _, tokens in message.parts))
-        if nbytes > MAX_STEP_BYTES:
-            raise LimitReached(f"a step of {nbytes} bytes of queries or outputs; at most {MAX_STEP_BYTES}")
+        if nbytes > wire.MAX_STEP_BYTES:
+            raise LimitReached(f"a step of {nbytes} bytes of queries or outputs; at most {wire.MAX_STEP_BYTES}")
         shape = views[0].attention.shape
         parts: list[Part] = []
         end = 0

@@ -20,7 +20,7 @@ from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import split_keys
-from tokenlake_query.compute_thread import MAX_STEP_BYTES, Attention, ComputeThread, Task
+from tokenlake_query.compute_thread import Attention, ComputeThread, Task
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
 from tokenlake_query.pace import Pace, TenantPace
@@ -277,7 +277,7 @@ def _check_fits(layout: Layout, ask: wire.Ask) -> None:
 
 def _too_large(ask: wire.Ask, views: Sequence[_OpenView]) -> bool:
     nbytes = sum(view.attention.step_bytes(tokens) for view, (_, tokens) in zip(views, ask.parts, strict=True))
-    return nbytes > MAX_STEP_BYTES
+    return nbytes > wire.MAX_STEP_BYTES
 
 
 def _bytes_of(array: Stored) -> memoryview:

@@ -16,9 +16,9 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
+from tokenlake.wire.query import MAX_STEP_BYTES
 from tokenlake.wire.slots import join_keys
 from tokenlake_client import Pool
-from tokenlake_query.compute_thread import MAX_STEP_BYTES
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
@@ -176,7 +176,7 @@ def test_a_wrong_ask_ends_the_connection(cluster: Cluster, ask: wire.Ask, expect
 
 def test_a_request_with_results_that_are_too_large_is_lost(cluster: Cluster) -> None:
     """Its queries take few bytes, its outputs 512 MiB; the connection goes on."""
-    layout = msgspec.structs.replace(LAYOUT, kv_heads=1, key_dim=1, value_dim=1 << 17)
+    layout = msgspec.structs.replace(LAYOUT, layers=1, segment_tokens=1, kv_heads=1, key_dim=1, value_dim=1 << 17)
     with raw_peer(cluster, 0, asker=1) as raw:
         raw.send(wire.OpenView(1, "default", layout.encode(), bytes(32), (), b"", 1, SCALE))
         assert isinstance(raw.receive(), wire.Viewed)
