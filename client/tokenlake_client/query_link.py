@@ -22,8 +22,8 @@ import msgspec
 
 from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
 from tokenlake.liveness import Liveness
-from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire import query as wire
+from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
 
 __all__ = ["Expected", "QueryLink"]
