@@ -507,13 +507,12 @@ class LeaseReads:
 
     def attach(self, process: Process, request: engine.Attach) -> None:
         """Let another process of the session hold a lease as well. The answer has the items that any process still
-        holds."""
+        holds; none if the lease has ended, or a limit is reached."""
         session = process.session
         lease = session.leases.get(LeaseId(request.lease))
-        if lease is None:
+        if lease is None or not self._grants.attach_lease(session, lease, process.connection):
             reply = engine.Matched(request.id, 0, 0, b"", b"", b"")
         else:
-            lease.attach(process.connection)
             codes = bytes(lease.code(index) for index in range(len(lease.keys)))
             packed = pack(lease.readable(0, len(codes)), session.shards, checksums=request.checksums)
             reply = engine.Matched(request.id, lease.id, len(codes), codes, *packed)

@@ -230,4 +230,5 @@ class Sessions:
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()
+        self._grants.check_integrity(self._sessions.values())
         assert +self._by_tenant == Counter(session.tenant for session in self._sessions.values())
