@@ -111,6 +111,7 @@ class Daemon:
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
             config.cluster_secret,
+            config.cluster,
         )
         addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
