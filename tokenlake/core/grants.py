@@ -42,6 +42,8 @@ HOLDER_BYTES, HELD_BYTES = 256, 2
 """Bytes that are charged for each further process that holds a lease, and for each segment of it."""
 WRITER_BYTES = 96
 """Bytes that are charged for each segment of a write and each further process that may write into it."""
+MAX_HOLDERS = 64
+"""Maximum number of processes that hold a lease, or a write."""
 MAX_SESSION_BYTES, MAX_BYTES = 16 << 20, 32 << 20
 """Limits of the bytes charged for the leases and writes of one session, and of all tenants together, which share them
 in equal parts."""
@@ -91,7 +93,10 @@ class Lease:
 
     def attach(self, connection: ConnectionId) -> None:
         """Let another process of the session hold all items that are still held."""
-        self.held[connection] = bytearray(self.is_held(index) for index in range(len(self.keys)))
+        held = 0
+        for flags in self.held.values():
+            held |= int.from_bytes(flags, "big")
+        self.held[connection] = bytearray(held.to_bytes(len(self.keys), "big"))
 
     def mark_shipped(self, stop: int) -> None:
         """Record that an engine computed attention over the items before `stop` on the nodes where they are."""
@@ -287,7 +292,7 @@ class Grants:
         a limit."""
         nbytes = HOLDER_BYTES + HELD_BYTES * len(lease.keys)
         if connection not in lease.held:
-            if nbytes > self._room_bytes(session):
+            if nbytes > self._room_bytes(session) or len(lease.held) >= MAX_HOLDERS:
                 return False
             lease.nbytes += nbytes
             self._charge(session, nbytes)
@@ -404,7 +409,7 @@ class Grants:
         nothing, if that exceeds a limit."""
         nbytes = HOLDER_BYTES + WRITER_BYTES * len(write.open)
         if connection not in write.held:
-            if nbytes > self._room_bytes(session):
+            if nbytes > self._room_bytes(session) or len(write.held) >= MAX_HOLDERS:
                 return False
             write.nbytes += nbytes
             self._charge(session, nbytes)

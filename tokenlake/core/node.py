@@ -32,7 +32,7 @@ from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
 from tokenlake.hints import AccessRecord
-from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
@@ -132,7 +132,7 @@ class NodeCore:
             peer.Pong: self._peers.replied,
             peer.Lookup: self._lookup,
             peer.LookupReply: self._peers.replied,
-            peer.ReleaseLease: self._release_lease,
+            peer.ReleaseLease: lambda node, m: self._serving.release_some(node, m.leases),
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
             peer.MarkInFlight: self._directory_node.announced,
             peer.ClearInFlight: self._directory_node.withdrawn,
@@ -300,10 +300,6 @@ class NodeCore:
 
     def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
         self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
-
-    def _release_lease(self, node: NodeId, message: peer.ReleaseLease) -> None:
-        for lease in message.leases:
-            self._serving.release(LeaseId(lease), node)
 
     def _owned(self, node: NodeId, message: peer.Owned) -> None:
         keys, previous = split_keys(message.keys), NodeId(message.previous)
