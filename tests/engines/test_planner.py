@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,6 @@ SAMPLES = 64
 @pytest.fixture(scope="module")
 def model() -> Any:
     return family("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
 
 
 @pytest.fixture

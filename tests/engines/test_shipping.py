@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engines.models import FAMILIES, PAD, family, prompt
-from tests.query.scene import serving
 from tests.robustness.live import PATIENT_ENGINE, wait_told
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
@@ -31,12 +30,6 @@ LOGITS = 1e-4
 @pytest.fixture(scope="module")
 def model() -> Any:
     return family("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
 
 
 def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **options: Any) -> TokenLakeEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,12 +31,6 @@ MOMENTS = {"in a prefill": 3, "in a decode": OWN // CHUNK + 6}
 @pytest.fixture(scope="module")
 def model() -> Any:
     return family("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
 
 
 def no_daemon(cluster: Cluster, stack: ExitStack, *, kill: bool) -> None:
