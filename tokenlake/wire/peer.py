@@ -49,6 +49,7 @@ __all__ = [
     "PeerProof",
     "PeerRefused",
     "PeerWelcome",
+    "PROBE_BYTES",
     "Ping",
     "Pong",
     "Pull",
@@ -74,6 +75,9 @@ HANDSHAKE_BYTES = 64 << 10
 """The same until the other side has proven its identity."""
 
 
+PROBE_BYTES = 64 << 10
+"""Bytes behind the answer to a `Pull` without keys."""
+
 Purpose = Literal["control", "bulk", "query"]
 """Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
 (`tokenlake.wire.query`)."""
@@ -88,6 +92,7 @@ class PeerHello(_Message, frozen=True, tag=1):
 
     oldest_version: int
     newest_version: int
+    cluster: Name
     node: Name
     incarnation: int
     purpose: Purpose
@@ -98,6 +103,7 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     """Answers `PeerHello`: the dialled daemon names and proves itself."""
 
     version: int
+    cluster: Name
     node: Name
     incarnation: int
     nonce: Nonce
@@ -313,7 +319,8 @@ class Pong(_Message, frozen=True, tag=19):
 
 
 class Pull(_Message, frozen=True, tag=20):
-    """On a bulk connection: asks for the bytes of these segments."""
+    """On a bulk connection: asks for the bytes of these segments. A request without keys (a probe) asks for
+    `PROBE_BYTES` bytes of any value, which show that bytes pass."""
 
     tenant: str
     keys: bytes
@@ -323,7 +330,8 @@ class Pull(_Message, frozen=True, tag=20):
 
 
 class Pulled(_Message, frozen=True, tag=21):
-    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each."""
+    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each. In the answer
+    to a probe `slot_bytes` is `PROBE_BYTES`, and as many bytes follow."""
 
     slot_bytes: int
     codes: bytes
