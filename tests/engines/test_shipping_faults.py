@@ -12,8 +12,8 @@ import pytest
 
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import READER, SEGMENT, engine_at, generate, put, shipped
-from tests.query.scene import engine_of, freeze, serving, wait_serving
-from tests.robustness.live import wait_until
+from tests.query.scene import engine_of, serving, wait_serving
+from tests.robustness.live import freeze, wait_until
 from tokenlake_client.engines.transformers import TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 
