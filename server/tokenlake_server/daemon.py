@@ -34,6 +34,7 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
@@ -110,8 +111,9 @@ class Daemon:
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
             config.cluster_secret,
+            config.cluster,
         )
-        addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
+        addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
         self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
@@ -122,10 +124,8 @@ class Daemon:
         )
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
-        start = supervision.Start(config.socket, config.node, tenants.query_credential)
-        self.query_engine = (
-            QueryEngine(start, identity, addresses, tenants.count, loop) if config.query_engine else None
-        )
+        start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
+        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(

@@ -64,7 +64,7 @@ class Peers:
         near.connect(listener.getsockname())
         far, _ = listener.accept()
         near.settimeout(LIMIT_S)
-        hello = peer.PeerHello(1, 1, node, incarnation, "bulk", bytes(32))
+        hello = peer.PeerHello(1, 1, node=node, cluster="", incarnation=incarnation, purpose="bulk", nonce=bytes(32))
         self._sender.adopt(far, hello, b"")
         return near
 

@@ -127,7 +127,8 @@ class SlotChecked(_Event, frozen=True, tag=14):
 
 
 class Tick(_Event, frozen=True, tag=11):
-    """The time that `NodeCore.next_wake` named has come: the rules call the timers that are due."""
+    """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
+    driver passes in one Tick for each."""
 
 
 Event = (

@@ -1,0 +1,78 @@
+"""The ring record of a cluster: its members with their weights, and the epoch that counts its changes.
+
+Membership (a static list, or etcd) stores the record; the hash ring (`tokenlake.ring`) follows from it. The functions
+that change a record return a new one with the next epoch; the membership writes it only if the stored record is still
+the one that was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from tokenlake.identity import NodeId
+
+__all__ = ["Member", "RingRecord", "UNIT_SHARE"]
+
+UNIT_SHARE = 128
+"""Virtual nodes of the member that creates the record of a cluster: its weight divided by this is the record's unit."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One node of the cluster."""
+
+    weight: int
+    """Weight on the ring: bytes of the node's memory."""
+    draining: bool = False
+    """True while the node hands its primary copies over, before it leaves. It is on the ring no more."""
+
+
+class RingRecord(msgspec.Struct, frozen=True):
+    """The members of a cluster at one epoch. Immutable. Raises ValueError where a field is out of range."""
+
+    epoch: int
+    """Number of changes since the record was created; 0 for a static list."""
+    unit: int
+    """Weight of one virtual node. It never changes, so that a node that joins takes only what belongs to it."""
+    members: Mapping[str, Member]
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or self.unit <= 0 or any(member.weight <= 0 for member in self.members.values()):
+            raise ValueError("a ring record needs an epoch of at least 0, a positive unit and positive weights")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, int], epoch: int = 0) -> RingRecord:
+        """A new record of members with these weights. Its unit gives a member of mean weight `UNIT_SHARE` virtual
+        nodes."""
+        unit = max(1, sum(weights.values()) // (UNIT_SHARE * len(weights))) if weights else 1
+        return cls(epoch, unit, {name: Member(weight) for name, weight in sorted(weights.items())})
+
+    def with_member(self, name: str, weight: int) -> RingRecord:
+        """The record in which `name` is a member that does not drain; this record if it says so already."""
+        return self._with({**self.members, name: Member(weight)})
+
+    def draining(self, name: str) -> RingRecord:
+        """The record in which the member `name` drains. Raises KeyError if it is no member."""
+        return self._with({**self.members, name: Member(self.members[name].weight, draining=True)})
+
+    def without(self, name: str) -> RingRecord:
+        """The record without the member `name`; this record if it is no member."""
+        return self._with({each: member for each, member in self.members.items() if each != name})
+
+    def _with(self, members: Mapping[str, Member]) -> RingRecord:
+        if members == self.members:
+            return self
+        return RingRecord(self.epoch + 1, self.unit, dict(sorted(members.items())))
+
+    def weights(self) -> dict[NodeId, int]:
+        """The weights of the members on the ring: those that do not drain, or all members where all of them drain."""
+        staying = {name: member for name, member in self.members.items() if not member.draining} or self.members
+        return {NodeId(name): member.weight for name, member in staying.items()}
+
+    def digest(self) -> int:
+        """A number of 63 bits that is equal for records with the same ring. Two nodes that name the same epoch and
+        different digests were configured with different lists."""
+        text = msgspec.msgpack.encode([self.unit, sorted(self.weights().items())])
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
