@@ -313,3 +313,21 @@ def leased(cluster: Cluster, tenant: str, keys: Sequence[SegmentKey]) -> int:
     """Number of segments that node 0 leases to node 2."""
     cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(0, tenant, join_keys(keys))))
     return said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL)
+
+
+def test_leases_of_one_message_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "SLICE", 20)
+    cluster = calm()
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, cluster.join(0), [key])
+    node = cluster.node(0)
+    for call in range(10):
+        node.deliver(events.PeerSent("n2", peer.Lookup(call + 1, "red", key)))
+    leases = [message.lease for message in said(cluster, 0, peer.LookupReply)]
+    assert len(set(leases)) == 10
+    node.deliver(events.PeerSent("n2", peer.ReleaseLease(tuple(leases))))
+    assert cluster.core(0).census()["leases to peers"] == 7
+    cluster.check()
+    cluster.run_for(0.5)
+    assert cluster.core(0).census()["leases to peers"] == 0
+    cluster.check()
