@@ -16,7 +16,7 @@
 Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
 
-A node that did not answer a transfer gets no further one until it has answered a transfer of no segments, a probe
+A node from which no bytes came gets no further transfer until bytes have come to a probe, a transfer of no segments
 (`Peers.delivers`).
 """
 
@@ -148,6 +148,8 @@ class Transfer:
     segments: list[Segment] = field(default_factory=list)
     timer: Timer | None = None
     started_at: float = 0.0
+    answer_s: float = 0.0
+    """Seconds that the node has for its first bytes; see `StartFetch`."""
 
     @property
     def background(self) -> bool:
@@ -254,6 +256,9 @@ class Transfers:
     def _order(self, transfer: Transfer) -> None:
         fetch = self._context.next_id()
         self._under_way[fetch] = transfer
+        # Half of the time is left for another copy. A node in good health answers as soon as a ping.
+        longest_s = max(self._context.config.suspect_s, self._peers.patience_s(transfer.node))
+        transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, longest_s))
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -265,8 +270,7 @@ class Transfers:
                 b"".join(segment.packed for segment in transfer.segments),
                 transfer.slot_bytes,
                 transfer.shards,
-                # Half of the time is left for another copy. A node in good health answers as soon as a ping.
-                max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s)),
+                transfer.answer_s,
                 transfer.request,
                 background=transfer.background,
             )
@@ -394,7 +398,8 @@ class Transfers:
             self._probed(transfer.node)
             return
         if answered is False:
-            times = self._peers.unanswered(transfer.node, transfer.started_at)
+            waited_s = min(transfer.answer_s, self._context.now - transfer.started_at)
+            times = self._peers.unanswered(transfer.node, transfer.started_at, waited_s)
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
