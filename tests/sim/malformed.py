@@ -38,7 +38,7 @@ NEVER_MALFORMED = (
         engine.ReconcileGrants,
         engine.Corrupt,
     ),
-    *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
+    *(peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
 )
 """Messages and events that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
 

@@ -170,8 +170,8 @@ class Transfers:
         self._under_way: dict[int, Transfer] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
-        """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks of
-        these fetches. The segments that arrived stay pinned until then."""
+        """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
+        of these fetches. The segments that arrived stay pinned until then."""
         self._limit = BackgroundLimit(context.config.background_share)
         self._queue: dict[Transfer, None] = {}
         """Background pieces that the limit holds back, oldest first."""
@@ -369,7 +369,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        self._context.emit(Note(f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"))
+        text = f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"
+        self._context.emit(Note(text, "fetch"))
 
     def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
