@@ -217,7 +217,8 @@ def test_a_client_gives_back_more_ranges_than_one_release_has() -> None:
         arrays = [lease.fetch(at, at + 1) for lease in leases for at in range(0, 1024, 2)]
         with pool._grants.lock:
             for lease in leases:
-                pool._grants._give_back(lease._hold, 0, lease._hold.release(0, 1024))
+                (hold,) = lease._holds
+                pool._grants._give_back(hold, 0, hold.release(0, 1024))
             assert len(pool._grants._releases) > MAX_RANGES
         pool._grants.sweep()
         del arrays

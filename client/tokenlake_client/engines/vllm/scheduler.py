@@ -187,7 +187,7 @@ class SchedulerSide:
             if external and request.request_id not in self._loads:
                 start = self._requests[request.request_id].local
                 targets = tuple(blocks[start // self._block : (start + external) // self._block])
-                self._loads.add(LoadPlan(request.request_id, 0, 0, start, start + external, targets, local=False))
+                self._loads.add(LoadPlan(request.request_id, (), 0, start, start + external, targets, local=False))
 
     def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         state = self._requests.get(request.request_id)
@@ -208,7 +208,9 @@ class SchedulerSide:
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
         local = all(owner == LOCAL for owner in owners)
         at_most_s = self._costs.fetch_limit_s(start, stop)
-        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, targets, local, at_most_s)
+        plan = LoadPlan(
+            request.request_id, tuple(map(int, lease.ids)), lease.incarnation, start, stop, targets, local, at_most_s
+        )
         self._loads.add(plan, lease, owners)
         state.saved.segments = stop // self._segment
         self._counters.add(tokens_hit=external)
