@@ -331,12 +331,12 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._connection is not None:
-            self._connection.close()
+        for part in (self._worker, self._scheduler, self._connection):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:
+                self.hook_failed("shutdown", error)
 
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:
