@@ -192,13 +192,16 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM's hook before a step: returns the plan of loads and saves for the ranks in this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
-        self._log_status()
-        if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
-            self._epoch.computes()
-        tables = scheduler_output.kv_connector_block_state
-        return StepMetadata(
-            self._scheduler.step(_scheduled(scheduler_output), lambda name: tables.get_block_ids(name)[0])
-        )
+        try:
+            self._log_status()
+            if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
+                self._epoch.computes()
+            tables = scheduler_output.kv_connector_block_state
+            scheduled = _scheduled(scheduler_output)
+        except Exception as error:
+            self.hook_failed("build_connector_meta", error)
+            return StepMetadata(self._scheduler.unknown_step())
+        return StepMetadata(self._scheduler.step(scheduled, lambda name: tables.get_block_ids(name)[0]))
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
