@@ -211,7 +211,7 @@ class Connection:
 
     def wait_unsent(self, most: int) -> None:
         """Block until at most `most` bytes wait to be sent, or the connection is closed. Called by the reading thread
-        alone, so that it reads no further requests while the other side does not read the results."""
+        alone, so that it reads no further requests while the other side does not read the answers."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
@@ -251,7 +251,8 @@ class Connection:
                 self._changed.wait_for(lambda: self._unsent or not self._open)
                 if not self._open:
                     return
-                buffers = deque(self._unsent)
+                # Not all of them: a copy for each call would take the longer the more wait.
+                buffers = deque(itertools.islice(self._unsent, MAX_BUFFERS))
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:
