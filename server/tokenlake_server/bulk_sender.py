@@ -18,6 +18,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake.wire.records import RecordKeys
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import read_frame, size_buffer
@@ -50,9 +51,9 @@ class BulkSender:
         self._last = 0
         driver.carry_out(SendBulk, self._hand_over)
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
-        """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
-        were read already."""
+    def adopt(self, sock: socket.socket, node: str, rest: bytes, keys: RecordKeys | None) -> None:
+        """Serve a bulk connection of `node` whose handshake is done. Takes `sock` over. `rest`: bytes behind the
+        handshake that were read already. `keys`: of its records; None if it is plain."""
         if len(self._streams) >= self._limit or rest:
             # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
@@ -63,20 +64,20 @@ class BulkSender:
             # The timeout is set in the kernel: with Python's `settimeout` each send would be a poll and a partial send.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         except OSError as error:
-            log.debug("bulk connection of %s ended: %s", hello.node, error)
+            log.debug("bulk connection of %s ended: %s", node, error)
             sock.close()
             return
         self._last += 1
         stream = self._last
         instructions: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._serve, args=(stream, sock, hello.node, instructions), name=f"send-{stream}", daemon=True
+            target=self._serve, args=(stream, sock, node, instructions), name=f"send-{stream}", daemon=True
         )
         self._streams[stream] = (sock, instructions, thread)
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("a bulk connection of %s is closed, because no thread can be started: %s", hello.node, error)
+            log.warning("a bulk connection of %s is closed, because no thread can be started: %s", node, error)
             del self._streams[stream]
             sock.close()
 

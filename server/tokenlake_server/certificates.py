@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from tokenlake.errors import ConfigurationError, CredentialRefused
 from tokenlake_server.identity import node_uri
 
-__all__ = ["CertificateFiles", "Certificates", "PeerCertificate", "peer_certificate", "require_node"]
+__all__ = ["CertificateFiles", "Certificates", "PeerCertificate", "peer_certificate", "require_node", "shown"]
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +154,15 @@ def require_node(found: PeerCertificate, cluster: str, node: str | None, now: da
 
 
 def shown(time: datetime.datetime) -> str:
-    """A time in UTC, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC")
+    """A time in UTC, to the minute: a refusal that repeats is then logged once a minute."""
+    return time.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _outside(what: str, valid: tuple[datetime.datetime, datetime.datetime], now: datetime.datetime) -> str:
     begin, end = valid
     state = "has expired" if now > end else "is not valid yet"
-    return f"{what} {state}: it is valid from {shown(begin)} to {shown(end)}, and the clock here says {shown(now)}"
+    times = f"it is valid from {shown(begin)} to {shown(end)}"
+    return f"{what} {state}: {times}, and the clock of the node that checks it says {shown(now)}"
 
 
 def _verified_chain(tls: ssl.SSLObject) -> list[bytes]:
@@ -196,9 +198,7 @@ def _parse(name: str, path: Path) -> list[x509.Certificate]:
 
 
 def _der(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.DER)
+    return certificate.public_bytes(serialization.Encoding.DER)
 
 
 def _require_private(path: Path) -> None:

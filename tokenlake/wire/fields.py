@@ -18,8 +18,10 @@ __all__ = [
     "Index",
     "Key",
     "Name",
+    "NONCE_BYTES",
     "Nonce",
     "Proof",
+    "RecordKey",
     "RequestName",
     "Seconds",
     "Shards",
@@ -47,11 +49,15 @@ Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
 authenticated."""
 
-Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+NONCE_BYTES = 32
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 """32 bytes that one side draws at random for one handshake."""
 
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """32 bytes: keyed hash of a handshake, by which a node proves that it knows the cluster's secret."""
+
+RecordKey = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""Key of the records of one direction of a connection (`tokenlake.wire.records`)."""
 
 MAX_REQUEST_NAME = 64
 RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]

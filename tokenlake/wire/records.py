@@ -12,6 +12,7 @@ still. This module does no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -22,6 +23,7 @@ __all__ = [
     "OVERHEAD_BYTES",
     "RECORD_BYTES",
     "RECORD_KEY_BYTES",
+    "RecordKeys",
     "RecordReader",
     "RecordWriter",
 ]
@@ -34,6 +36,13 @@ TAG_BYTES = 16
 OVERHEAD_BYTES = LENGTH_BYTES + TAG_BYTES
 """Bytes of a record in addition to its plain bytes."""
 NONCE_BYTES = 12
+
+
+class RecordKeys(NamedTuple):
+    """The keys of one side of a connection."""
+
+    sending: bytes
+    receiving: bytes
 
 
 class RecordWriter:
