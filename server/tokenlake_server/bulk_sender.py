@@ -51,7 +51,7 @@ class BulkSender:
         self._last = 0
         driver.carry_out(SendBulk, self._hand_over)
 
-    def adopt(self, sock: socket.socket, node: str, rest: bytes, keys: RecordKeys | None) -> None:
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Serve a bulk connection of `node` whose handshake is done. Takes `sock` over. `rest`: bytes behind the
         handshake that were read already. `keys`: of its records; None if it is plain."""
         if len(self._streams) >= self._limit or rest:

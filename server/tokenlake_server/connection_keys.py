@@ -17,7 +17,7 @@ import secrets
 from collections import OrderedDict
 from typing import NamedTuple
 
-from tokenlake.wire import peer
+from tokenlake.wire import PROTOCOL_VERSION, peer
 from tokenlake.wire.fields import NONCE_BYTES
 from tokenlake.wire.records import RECORD_KEY_BYTES, RecordKeys
 
@@ -32,8 +32,8 @@ MAX_PER_NODE = 64
 class Granted(NamedTuple):
     """The facts of a connection that a node with proven identity has announced."""
 
-    node: str
-    purpose: peer.DataPurpose
+    hello: peer.PeerHello
+    """As the dialler would have sent it on a plain connection."""
     keys: RecordKeys
     until: float
 
@@ -48,15 +48,18 @@ def new_keys(purpose: peer.DataPurpose) -> tuple[peer.ConnectionKey, RecordKeys]
 class KeptKeys:
     """The keys that other nodes sent and have not used yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
         self._kept: dict[str, OrderedDict[bytes, Granted]] = {}
         """By node, and by the id of the connection, oldest first."""
 
-    def add(self, node: str, message: peer.ConnectionKey, now: float) -> None:
+    def add(self, node: str, incarnation: int, message: peer.ConnectionKey, now: float) -> None:
         """Keep the keys of a connection that `node` is about to open."""
         kept = self._kept.setdefault(node, OrderedDict())
+        version, cluster = PROTOCOL_VERSION, self._cluster
+        hello = peer.PeerHello(version, version, cluster, node, incarnation, message.purpose, message.connection)
         keys = RecordKeys(sending=message.to_dialler, receiving=message.to_acceptor)
-        kept[message.connection] = Granted(node, message.purpose, keys, now + KEPT_S)
+        kept[message.connection] = Granted(hello, keys, now + KEPT_S)
         while len(kept) > MAX_PER_NODE or next(iter(kept.values())).until < now:
             kept.popitem(last=False)
 

@@ -21,7 +21,7 @@ from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
-from tokenlake.wire.peer import Purpose
+from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.records import RecordKeys
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
@@ -173,11 +173,11 @@ class Daemon:
             raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
         return self.query_engine.connect_engine(tenant, layout)
 
-    def _adopt_query(self, sock: socket.socket, node: str, rest: bytes, keys: RecordKeys | None) -> None:
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         if self.query_engine is None:
             sock.close()
         else:
-            self.query_engine.adopt(sock, node, rest, keys)
+            self.query_engine.adopt(sock, hello, rest, keys)
 
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection that sent an event which the rules did not complete because of `error`."""

@@ -79,8 +79,8 @@ REFUSAL_S = 1.0
 """Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
 
-Adopt = Callable[[socket.socket, str, bytes, RecordKeys | None], None]
-"""Function that takes a socket over after its handshake: called with (socket, the dialling node, bytes behind the
+Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
+"""Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
 handshake that were read already, keys of its records). Without keys the connection is plain."""
 
 
@@ -137,7 +137,7 @@ class PeerConnections:
         self._certificates = certificates
         self._tls_threads = started_threads(TLS_THREADS, "tls") if certificates is not None else None
         self._reloading = loop.create_task(self._keep_reloading()) if certificates is not None else None
-        self._keys = KeptKeys()
+        self._keys = KeptKeys(identity.cluster)
         self._waiting: dict[bytes, tuple[FrameConnection, _Handshake]] = {}
         """Connections whose keys have not arrived yet, by the id of the connection."""
         self._identity = identity
@@ -329,11 +329,9 @@ class PeerConnections:
     def _open(self, connection: FrameConnection, handshake: _Handshake, granted: Granted) -> None:
         """Hand over a connection whose keys were found."""
         connection.send(pack_frame(peer.PeerWelcome()))
-        self._hand_over(connection, granted.purpose, granted.node, granted.keys)
+        self._hand_over(connection, granted.hello, granted.keys)
 
-    def _hand_over(
-        self, connection: FrameConnection, purpose: peer.Purpose, node: str, keys: RecordKeys | None
-    ) -> None:
+    def _hand_over(self, connection: FrameConnection, hello: peer.PeerHello, keys: RecordKeys | None) -> None:
         """Hand an accepted connection over to the owner of connections of that purpose."""
         handshake = self._handshakes.pop(connection, None)
         if handshake is None:
@@ -341,7 +339,7 @@ class PeerConnections:
             return
         handshake.timer.cancel()
         sock, rest = connection.detach()
-        self._adopters[purpose](sock, node, rest, keys)
+        self._adopters[hello.purpose](sock, hello, rest, keys)
 
     def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
         """Handle one frame of a handshake with another daemon."""
@@ -396,7 +394,7 @@ class PeerConnections:
             )
         connection.send(pack_frame(peer.PeerWelcome()))
         if hello.purpose != "control":
-            self._hand_over(connection, hello.purpose, hello.node, None)
+            self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
             self._established(connection, hello.node, hello.incarnation)
@@ -468,7 +466,7 @@ class PeerConnections:
         if self._certificates is None:
             raise ProtocolRefused("keys on a connection that is not encrypted")
         now = self._loop.time()
-        self._keys.add(node, message, now)
+        self._keys.add(node, self._connections[node][1], message, now)
         waiting = self._waiting.pop(message.connection, None)
         granted = self._keys.take(message.connection, now) if waiting is not None else None
         if waiting is not None and granted is not None:

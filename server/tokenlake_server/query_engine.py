@@ -103,14 +103,14 @@ class QueryEngine:
         self._engines[tenant] += 1
         return ours
 
-    def adopt(self, sock: socket.socket, node: str, rest: bytes, keys: RecordKeys | None) -> None:
-        """Hand over a connection that the query engine of `node` opened. Takes `sock` over. `rest`: bytes behind the
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
+        """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
         handshake that were read already. `keys`: of its records; None if it is plain."""
         with sock:
             # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(node), sock)
+                self._hand_over(supervision.PeerConnected(hello.node), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:
