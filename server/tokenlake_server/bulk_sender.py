@@ -52,8 +52,8 @@ class BulkSender:
         driver.carry_out(SendBulk, self._hand_over)
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
-        """Serve a bulk connection of `node` whose handshake is done. Takes `sock` over. `rest`: bytes behind the
-        handshake that were read already. `keys`: of its records; None if it is plain."""
+        """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
+        were read already."""
         if len(self._streams) >= self._limit or rest:
             # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
@@ -64,20 +64,20 @@ class BulkSender:
             # The timeout is set in the kernel: with Python's `settimeout` each send would be a poll and a partial send.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         except OSError as error:
-            log.debug("bulk connection of %s ended: %s", node, error)
+            log.debug("bulk connection of %s ended: %s", hello.node, error)
             sock.close()
             return
         self._last += 1
         stream = self._last
         instructions: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._serve, args=(stream, sock, node, instructions), name=f"send-{stream}", daemon=True
+            target=self._serve, args=(stream, sock, hello.node, instructions), name=f"send-{stream}", daemon=True
         )
         self._streams[stream] = (sock, instructions, thread)
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("a bulk connection of %s is closed, because no thread can be started: %s", node, error)
+            log.warning("a bulk connection of %s is closed, because no thread can be started: %s", hello.node, error)
             del self._streams[stream]
             sock.close()
 
@@ -124,8 +124,14 @@ class BulkSender:
             sock.close()
 
     def _send(self, sock: socket.socket, instruction: SendBulk) -> None:
-        views = self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes)
-        header = pack_frame(peer.Pulled(instruction.slot_bytes, instruction.codes, instruction.checksums))
+        if instruction.codes:
+            size, views = (
+                instruction.slot_bytes,
+                self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
+            )
+        else:
+            size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
+        header = pack_frame(peer.Pulled(size, instruction.codes, instruction.checksums))
         buffers = [memoryview(header), *views]
         while buffers:
             sent = sock.sendmsg(buffers[:MAX_IOVEC])
