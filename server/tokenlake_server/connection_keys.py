@@ -18,8 +18,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from tokenlake.wire import PROTOCOL_VERSION, peer
-from tokenlake.wire.fields import NONCE_BYTES
-from tokenlake.wire.records import RECORD_KEY_BYTES, RecordKeys
+from tokenlake.wire.fields import NONCE_BYTES, RECORD_KEY_BYTES, RecordKeys
 
 __all__ = ["KEPT_S", "Granted", "KeptKeys", "new_keys"]
 

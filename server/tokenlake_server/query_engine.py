@@ -19,7 +19,7 @@ from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, U
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.frames import decode
-from tokenlake.wire.records import RecordKeys
+from tokenlake.wire.fields import RecordKeys
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
@@ -119,7 +119,7 @@ class QueryEngine:
             # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(hello.node), sock)
+                self._hand_over(supervision.PeerConnected(hello.node, keys), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:

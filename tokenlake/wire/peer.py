@@ -85,7 +85,7 @@ PROBE_BYTES = 64 << 10
 """Bytes behind the answer to a `Pull` without keys."""
 
 DataPurpose = Literal["bulk", "query"]
-Purpose = Literal["control"] | DataPurpose
+Purpose = Literal["control", "bulk", "query"]
 """Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
 (`tokenlake.wire.query`)."""
 
