@@ -21,6 +21,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import limit_wait, read_frame, size_buffer
@@ -68,7 +69,7 @@ class BulkSender:
         self._last = 0
         driver.carry_out(SendBulk, self._hand_over)
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
         were read already."""
         others = [stream for stream in list(self._streams.values()) if stream.hello.node == hello.node]
