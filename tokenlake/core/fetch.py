@@ -45,7 +45,17 @@ from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["FETCHED", "MISSING", "BackgroundLimit", "CopiesOf", "LeaseReads", "OnArrival", "Transfers", "deadline_s"]
+__all__ = [
+    "FETCHED",
+    "MAX_DEADLINE_S",
+    "MISSING",
+    "BackgroundLimit",
+    "CopiesOf",
+    "LeaseReads",
+    "OnArrival",
+    "Transfers",
+    "deadline_s",
+]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 MISSING = Metric(
