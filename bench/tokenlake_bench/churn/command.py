@@ -11,6 +11,7 @@ from typing import Final, get_args
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from tokenlake_testing.etcd import etcd_version
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.churn.fleet import Change, Fleet
@@ -20,7 +21,6 @@ from tokenlake_bench.churn.results import ChurnResult, Phases, Run, keys_moved_r
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share
-from tokenlake_testing.etcd import etcd_version
 
 __all__ = ["CHANGES", "ChurnArguments", "run_churn"]
 

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from tokenlake_testing.etcd import EtcdServers
+
 from tokenlake.errors import Unreachable
 from tokenlake_testing.cluster import Node
-from tokenlake_testing.etcd import EtcdServers
 from tokenlake_testing.ports import reserve_port
 
 __all__ = ["Change", "Fleet"]
