@@ -593,7 +593,7 @@ class LeaseReads:
             # Later reads and the release of the lease are recorded with the newest hints.
             lease.add_hints(hints)
             if len(lease.keys) <= PIECE:
-                # The segments of a longer lease are named in pieces (`pieces`).
+                # For a longer lease `pieces` makes further `Hint` messages, which name its segments by their keys.
                 self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:

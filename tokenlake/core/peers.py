@@ -100,8 +100,6 @@ class Peer:
         self.node = node
         self.up = False
         self.incarnation = Incarnation(0)
-        self.born = 0.0
-        """Time in seconds at which this node first heard of the peer's incarnation."""
         self.liveness = Liveness()
         self.suspect = False
         self.bulk = Liveness()
@@ -224,7 +222,7 @@ class Peers:
         peer.up, peer.suspect = True, False
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
-            peer.incarnation, peer.born = incarnation, self._context.now
+            peer.incarnation = incarnation
             peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
         self._on_restored(peer)
 
