@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.connections import answers, refill, scripted_link
+from tests.client.connections import answers, fill_from_another_pool, refill, scripted_link
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -36,12 +36,6 @@ pytestmark = pytest.mark.live
 def processes(cluster: Cluster) -> float:
     """Processes that may access the daemon's arena."""
     return total(cluster.nodes[0], "tokenlake_processes")
-
-
-def fill_from_another_pool(cluster: Cluster) -> None:
-    """Write more than the arena holds."""
-    with cluster.connect(0, LAYOUT) as other:
-        refill(other)
 
 
 def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
