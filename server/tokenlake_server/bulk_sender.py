@@ -20,8 +20,8 @@ from tokenlake.core.peers import LEAST_RATE
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import pack_frame, peer
-from tokenlake.wire.frames import decode
 from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import limit_wait, read_frame, size_buffer
