@@ -21,8 +21,8 @@ from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
-from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
 from tokenlake_server.arena import Arena

@@ -32,8 +32,8 @@ from tokenlake.errors import (
 )
 from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
-from tokenlake.wire.frames import decode
 from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.frames import decode
 from tokenlake_server.certificates import Certificates, require_node, shown
 from tokenlake_server.connection_keys import Granted, KeptKeys, new_keys
 from tokenlake_server.driver import Driver

@@ -18,8 +18,8 @@ from collections import Counter
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
-from tokenlake.wire.frames import decode
 from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
