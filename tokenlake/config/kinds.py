@@ -29,10 +29,13 @@ __all__ = [
     "HUGE_PAGE",
     "PAGE",
     "Kind",
+    "address",
+    "endpoints",
     "loopback",
     "name",
     "one_of",
     "optional",
+    "password",
     "path",
     "peers",
     "real",
@@ -209,6 +212,32 @@ def loopback(*, optional: bool = False) -> Kind:
     return Kind(f"{expected}, or nothing" if optional else expected, parse)
 
 
+def address(*, optional: bool = False) -> Kind:
+    """`HOST:PORT` of any machine. Empty is accepted only if `optional`."""
+
+    def parse(value: object) -> str:
+        return "" if optional and value == "" else str(parse_address(value))
+
+    return Kind("HOST:PORT, or nothing" if optional else "HOST:PORT", parse)
+
+
+def endpoints() -> Kind:
+    """A list of `HOST:PORT`, each once, of servers on any machine."""
+    expected = "a list of HOST:PORT"
+
+    def parse(value: object) -> tuple[Address, ...]:
+        try:
+            found = tuple(parse_address(item) for item in _items(value, expected))
+        except ValueError:
+            raise ValueError(expected) from None
+        if any(not each.port for each in found):
+            raise ValueError(f"{expected} with ports from 1 to 65535")
+        _require_unique(map(str, found), "each endpoint once; given twice:")
+        return found
+
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
+
+
 def peers() -> Kind:
     """A list of `name=host:port[/SIZE]` with each name and each address once, and sizes for all entries or for none."""
     expected = "a list of name=HOST:PORT[/SIZE]"
@@ -246,6 +275,18 @@ def tenants() -> Kind:
         return found
 
     return Kind(expected, parse, lambda value: ", ".join(map(repr, value)))
+
+
+def password() -> Kind:
+    """A text, shown masked; the empty text for none."""
+    expected = "a text"
+
+    def parse(value: object) -> Secret:
+        if not isinstance(value, str):
+            raise ValueError(expected)
+        return Secret(value.encode(errors="surrogateescape"))
+
+    return Kind(expected, parse, lambda value: MASK if value else "")
 
 
 def secret() -> Kind:
