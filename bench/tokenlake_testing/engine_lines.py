@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["Engine", "Timed", "transfer_of"]
+__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "main", "transfer_of"]
 
 MARK = "answer: "
 STOP_S = 20.0
@@ -43,6 +43,19 @@ class Timed:
 
     tokens: list[list[int]]
     seconds: float
+
+
+class Child(Protocol):
+    """The part of `subprocess.Popen` that `Engine` uses."""
+
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Engine:
@@ -72,11 +85,13 @@ class Engine:
             "transfer": transfer or {},
             "arguments": arguments,
         }
-        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_testing.engine_lines", json.dumps(config)]
-        with log.open("ab") as errors:
-            self.process = start_child(
-                command,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        self.process = self._start(json.dumps(config), python, nice, environment or {})
+
+    def _start(self, config: str, python: str, nice: int, environment: dict[str, str]) -> Child:
+        with self.log.open("ab") as errors:
+            return start_child(
+                ["nice", "-n", str(nice), python, "-m", "tokenlake_testing.engine_lines", config],
+                env={**os.environ, **ENVIRONMENT, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -172,7 +187,7 @@ class _Vllm:
             **arguments,
         }
         if pool is not None:
-            settings["kv_transfer_config"] = KVTransferConfig(**transfer_of(pool), **transfer)
+            settings["kv_transfer_config"] = KVTransferConfig(**(transfer_of(pool) | transfer))
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._llm = LLM(model=model, **settings)
@@ -409,9 +424,9 @@ class _Transformers:
         return None
 
 
-def main() -> None:
-    """The main function of the engine process: start the engine, then serve commands."""
-    config = json.loads(sys.argv[1])
+def main(arguments: str) -> None:
+    """The main function of the engine process: start the engine that `arguments` describe, then serve commands."""
+    config = json.loads(arguments)
     loaded: _Loaded
     if config["kind"] == "vllm":
         loaded = _Vllm(config["model"], config["pool"], config["transfer"], config["arguments"])
@@ -456,4 +471,4 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -224,8 +224,9 @@ class Lease:
         pending = link.channel.begin(
             lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request, at_most_s)
         )
-        if limit_s:
-            return link.expect(link.channel.wait(pending, limit_s + link.deadlines.grace_s), Fetched)
+        if limit_s or at_most_s:
+            wait_s = min(limit_s or at_most_s, at_most_s or limit_s) + link.deadlines.grace_s
+            return link.expect(link.channel.wait(pending, wait_s), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)
 
     def _record(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:

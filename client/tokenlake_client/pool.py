@@ -148,10 +148,12 @@ class Pool:
         daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
         return PendingHeartbeat(self.link)
 
-    def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
+    def attach(self, lease: LeaseId, *, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made. The returned lease has no `keys`; its `hits` is 0
-        when the lease has ended. `request`: as of `MatchOptions`. Raises `Unreachable`."""
-        with self._grants.attaching(lease, write=False) as (link, reply):
+        when the lease has ended. `request`: as of `MatchOptions`. `deadline_s`: by default `Deadlines.call_s`. Raises
+        `Unreachable`."""
+        deadline_s = self.deadlines.call_s if deadline_s is None else deadline_s
+        with self._grants.attaching(lease, deadline_s, write=False) as (link, reply):
             matched = link.expect(reply, engine.Matched)
             keys = [SegmentKey(b"")] * matched.hits
             return Lease(self._state, link, keys, matched, request[:MAX_REQUEST_NAME])
@@ -242,7 +244,7 @@ class Pool:
     def attach_write(self, write: WriteId) -> Write:
         """Fill a write that another process of this session began; each process fills its own shards. The keys of the
         returned write are not known. Raises `Unreachable`, and `ProtocolRefused` when the write has ended."""
-        with self._grants.attaching(write, write=True) as (link, reply):
+        with self._grants.attaching(write, self.deadlines.store_s, write=True) as (link, reply):
             prepared = link.expect(reply, engine.Prepared)
             return Write(self._state, link, [SegmentKey(b"")] * len(prepared.codes), prepared)
 

@@ -34,6 +34,7 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
@@ -110,8 +111,9 @@ class Daemon:
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
             config.cluster_secret,
+            config.cluster,
         )
-        addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
+        addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
         self.senders = BulkSender(identity, len(addresses), arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}

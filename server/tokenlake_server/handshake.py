@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 
 import msgspec
 
 from tokenlake.config import Secret
-from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
+from tokenlake.errors import ClusterRefused, CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import agree, peer
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 
@@ -49,8 +50,20 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     """The members of the hash ring in the form that error texts show (`ring_members`)."""
     names: tuple[str, ...]
     """The names of the nodes on the hash ring."""
-    secret: Secret = Secret()
-    """The setting `cluster_secret`; empty where there is none."""
+    secrets: tuple[Secret, ...] = ()
+    """The setting `cluster_secret`: the first one proves this node, and each proves another one. Empty where there is
+    none, or where certificates prove the nodes."""
+    cluster: str = "tokenlake"
+    """The setting `cluster`."""
+
+    @property
+    def secret(self) -> Secret:
+        """The secret by which this node proves itself; empty where there is none."""
+        return self.secrets[0] if self.secrets else Secret()
+
+    def accepts(self, proof: bytes, expected: Callable[[Secret], bytes]) -> bool:
+        """True if `proof` is what `expected` returns for a secret of this node."""
+        return any(hmac.compare_digest(expected(secret), proof) for secret in self.secrets or (Secret(),))
 
 
 class Dialler:
@@ -60,7 +73,7 @@ class Dialler:
         """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake."""
         self._identity = identity
         self._node = node
-        own = (identity.node, identity.incarnation)
+        own = (identity.cluster, identity.node, identity.incarnation)
         self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
         """The first message."""
         self.incarnation: int | None = None
@@ -69,9 +82,9 @@ class Dialler:
     def answer(self, challenge: peer.PeerChallenge) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. Raises `CredentialRefused`, `RingRefused` or
         `ProtocolRefused`; the fields of `challenge` are not to be trusted then."""
-        proof = acceptor_proof(self._identity.secret, self.hello, challenge)
-        if not hmac.compare_digest(proof, challenge.proof):
+        if not self._identity.accepts(challenge.proof, lambda secret: acceptor_proof(secret, self.hello, challenge)):
             raise _not_proven(self._node, self._identity)
+        _check_cluster(self._identity, self._node, challenge.cluster)
         if challenge.node != self._node:
             raise RingRefused(f"the node at the address of '{self._node}' calls itself '{challenge.node}'")
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
@@ -92,7 +105,8 @@ class Acceptor:
         self.hello = hello
         """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
-        unproven = peer.PeerChallenge(version, identity.node, identity.incarnation, nonce, bytes(PROOF_BYTES))
+        own = (identity.cluster, identity.node, identity.incarnation)
+        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES))
         proof = acceptor_proof(identity.secret, hello, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
@@ -100,9 +114,11 @@ class Acceptor:
     def check(self, message: peer.PeerProof) -> None:
         """Check the dialler's proof, then its ring. Raises `CredentialRefused`, whose text does not describe the ring,
         or `RingRefused`, whose text names the difference."""
-        proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
-        if not hmac.compare_digest(proof, message.proof):
+        if not self._identity.accepts(
+            message.proof, lambda secret: dialler_proof(secret, self.hello, self.challenge, message)
+        ):
             raise _not_proven(self.hello.node, self._identity)
+        _check_cluster(self._identity, self.hello.node, self.hello.cluster)
         _check_ring(self._identity, self.hello.node, message)
 
 
@@ -128,6 +144,14 @@ def _not_proven(node: str, identity: PeerIdentity) -> CredentialRefused:
     return CredentialRefused(
         f"node '{node}' did not prove to '{identity.node}' that it knows the cluster secret; {_CHANGE}"
     )
+
+
+def _check_cluster(identity: PeerIdentity, node: str, cluster: str) -> None:
+    if cluster != identity.cluster:
+        raise ClusterRefused(
+            f"node '{node}' belongs to the cluster '{cluster}', and '{identity.node}' to '{identity.cluster}'; nodes "
+            "of one cluster have the same setting 'cluster'"
+        )
 
 
 def _check_ring(identity: PeerIdentity, node: str, ring: peer.PeerProof) -> None:

@@ -217,7 +217,7 @@ def test_a_release_waits_for_an_attach() -> None:
         hold = LeaseHold(lease, link, 4)
         grants.hold_lease(hold)
         daemon.send(engine.Matched(1, lease, 0, b"", b"", b""))
-        with grants.attaching(lease, write=False):
+        with grants.attaching(lease, PATIENT_S, write=False):
             grants.release(hold, 0, 4)
             assert daemon.received() == [engine.Attach(1, lease)]
         assert daemon.received() == [engine.Release(((lease, 0, END),))]

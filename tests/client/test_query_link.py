@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.robustness.live import wait_until
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.wire import Code, pack_frame
-from tokenlake.wire.query import Answered, Refused, Viewed
+from tokenlake.wire.frames import FrameDecoder
+from tokenlake.wire.query import Answered, CloseView, QueryRequest, Refused, Viewed, query_decoder
 from tokenlake_client.query_link import QueryLink
 
 DEADLINE_S = 10.0
+AT_ONCE_S = 0.5
+"""Upper bound of the seconds of a call that does not wait, on a busy machine."""
 SHORT_S = 0.2
 """Deadline of a query that is not answered."""
 
@@ -80,3 +86,36 @@ def test_a_broken_connection_ends_all_waits(ends: tuple[QueryLink, socket.socket
     for call in (link.check, lambda: link.send(answered(1))):
         with pytest.raises(Unreachable):
             call()
+
+
+def test_no_send_waits_for_a_query_engine_that_reads_nothing(ends: tuple[QueryLink, socket.socket]) -> None:
+    """The bytes that the socket does not take are sent when the query engine reads again; the connection ends when they
+    are too many."""
+    link, engine = ends
+    sent: list[CloseView] = []
+
+    def send(times: int) -> float:
+        began = time.monotonic()
+        for _ in range(times):
+            sent.append(CloseView(tuple(range(len(sent), len(sent) + 1000))))
+            link.send(sent[-1])
+        return time.monotonic() - began
+
+    assert send(200) < AT_ONCE_S
+    with pytest.raises(DeadlinePassed), open("/dev/null") as file:
+        link.send(CloseView((1,)), file.fileno())
+    decoder, got = FrameDecoder(1 << 20), list[QueryRequest]()
+    engine.setblocking(False)
+
+    def read_on() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while data := engine.recv(1 << 20):
+                got.extend(query_decoder.decode(body) for body in decoder.feed(data))
+        link.wait(link.expect("none"), 0.0)
+        return len(got) == len(sent)
+
+    wait_until(read_on, "the query engine has all")
+    assert got == sent
+    with pytest.raises(Unreachable, match="does not read"):
+        send(2000)
+    assert not link.alive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.fakes import FakeRequest
+from tests.connector.fakes import FakePool, FakeRequest
 from tests.connector.side import CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
 from tokenlake.errors import Unreachable
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
@@ -161,6 +161,19 @@ def test_a_lost_daemon_ends_the_wait() -> None:
     bench.pool.reachable = False
     with pytest.raises(Unreachable):
         bench.side.matched(one, 0)
+
+
+def test_a_match_without_its_heartbeat_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease that the daemon grants would otherwise be held until the session ends."""
+    bench = measured()
+
+    def fail(pool: FakePool) -> None:
+        raise Unreachable("gone")
+
+    monkeypatch.setattr(FakePool, "begin_heartbeat", fail)
+    with pytest.raises(Unreachable):
+        asked(bench)
+    assert [match.cancelled for match in bench.pool.matches[-1:]] == [True]
 
 
 def computes(bench: Bench, one: FakeRequest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.memory_pool import MemoryLease, MemoryPool
 from tests.engines.models import family, prompt
@@ -141,13 +142,57 @@ def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) 
         assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
 
 
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+@pytest.mark.parametrize("where", ["allocate", "place_rows", "RoomyCache"])
+def test_a_batch_that_finds_no_memory_keeps_no_lease(
+    model: Any, mode: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 8)
+    ids, mask = batch([row])
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("there is no room")
+
+    with TokenLakeEngine(model, pool, EngineOptions(mode=mode, segment_tokens=SEGMENT)) as engine:
+        engine.prefill(row)
+        assert engine.flush(30)
+        for _ in range(8):
+            engine.rates.prefill.add(64, 0, 64.0, 0.0)
+        monkeypatch.setattr(f"tokenlake_client.engines.transformers.engine.{where}", full)
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        assert pool.leases or mode == "fetch", "the planner has matched the prompt"
+        assert pool.leased == 0
+
+
+@pytest.mark.parametrize("call", ["claim", "nodes", "fetch", "second fetch"])
+def test_a_load_that_fails_keeps_no_lease(model: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 9)
+    ids, mask = batch([row + prompt(4 * SEGMENT, 10)])
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT, window=2)) as engine:
+        engine.prefill(row)
+        assert engine.flush(30)
+        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+        # A prefill that takes long, so that the match waits for other engines and markers are set.
+        for _ in range(64):
+            engine.rates.prefill.add(64, 0, 1.0, 0.0)
+        pool.broken.add(call)
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        assert pool.leases
+        assert pool.leased == 0
+
+
 class FarLease(MemoryLease):
     """A lease whose segments all lie on another node."""
 
-    local_hits = 0
-
     def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
-        self.pool, self.keys, self.hits = pool, keys, hits
+        super().__init__(pool, keys, hits)
+        self.local_hits = 0
 
     def nodes(self) -> list[str]:
         return ["far"] * self.hits

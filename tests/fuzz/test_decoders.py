@@ -148,7 +148,7 @@ def test_packed_fields_add_up_or_are_refused(unpack: Any, data: st.DataObject) -
 
 
 def identity(node: str, secret: bytes) -> PeerIdentity:
-    return PeerIdentity(node, 1, 7, ("n0", "n1"), ("n0", "n1"), Secret(secret))
+    return PeerIdentity(node, 1, 7, ("n0", "n1"), ("n0", "n1"), (Secret(secret),))
 
 
 handshakes = st.lists(st.sampled_from(kinds(peer.handshake_decoder)).flatmap(hostile), min_size=1, max_size=4)
@@ -184,6 +184,7 @@ def test_a_proof_fits_what_was_said_and_nothing_else(
 ) -> None:
     """A member of the cluster proves a senseless ring, and another process changes the message on the way."""
     secret = b"s" * 32
+    hello = msgspec.structs.replace(hello, cluster="tokenlake")
     try:
         acceptor = Acceptor(identity("n0", secret), hello, bytes(32))
     except TokenLakeError:

@@ -17,7 +17,7 @@ from tests.server import raw as server
 from tests.server.test_tenants import TENANTS
 from tokenlake.attention import Partial
 from tokenlake.errors import LimitReached
-from tokenlake.wire import engine, pack_frame
+from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
 from tokenlake.wire.slots import join_keys
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.live
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    file = tmp_path / "tokenlake.toml"
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    file = tmp_path_factory.mktemp("tenants") / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)
     with serving(1, "16MiB", credential=BLUE, config=str(file)) as cluster:
@@ -73,6 +73,23 @@ def test_pipelined_connections(cluster: Cluster) -> None:
         assert engine_of(node) == before
 
 
+def test_segments_of_another_tenant_are_missing(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    text = Text(4, 4)
+    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue:
+        text.store(red)
+        ask(red, text)
+        keys = join_keys(red.prefix(text.tokens).keys)
+        opening = wire.OpenView(1, "", b"", keys, (), bytes([HERE]) * text.segments, HEADS, SCALE)
+        for pool, expected in (
+            (blue, wire.Viewed(1, 0, bytes([Code.MISSING]) * text.segments)),
+            (red, wire.Viewed(1, text.segments, bytes([Code.LOCAL]) * text.segments)),
+        ):
+            with raw_engine(pool) as raw:
+                raw.send(opening)
+                assert raw.receive() == expected
+
+
 def test_connections_of_a_tenant_are_bounded(tmp_path: Path) -> None:
     """Each of 96 tenants has its share of 768."""
     tenants = [
@@ -106,7 +123,7 @@ def test_connections_of_a_tenant_are_bounded(tmp_path: Path) -> None:
 def test_a_huge_query(cluster: Cluster) -> None:
     """The queries of the other tenant are answered before it."""
     node = cluster.nodes[0]
-    text, long_text = Text(1, 4), Text(2, 400)
+    text, long_text = Text(2, 4), Text(3, 400)
     tokens = 1 << 16
     queries, outputs = tokens * HEADS * LAYOUT.key_dim * 4, tokens * HEADS * LAYOUT.value_dim * 4
     nbytes = queries + outputs + tokens * HEADS * 4

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.query.raw import Raw, memfd, raw_engine, raw_peer
-from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries, layout_of, open_view, serving, spread
-from tests.server.test_tenants import TENANTS
+from tests.query.scene import HEADS, LAYOUT, SCALE, Text, layout_of, spread
 from tokenlake.errors import LayoutRefused
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
 from tokenlake.wire.slots import join_keys
-from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
@@ -27,12 +24,6 @@ NBYTES = 1 << 16
 TWO_KEYS = bytes(range(64))
 STEP = wire.Step(1, 1, "float32", ((1, 2),), 0, 8192, 16384)
 """Two tokens of four heads of 32."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(2) as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -186,25 +177,3 @@ def test_segments_of_another_layout_are_missing(cluster: Cluster) -> None:
         with raw_engine(other) as raw:
             raw.send(open_message(1, join_keys(keys), bytes([HERE, HERE])))
             assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 2), "the slots have another size"
-
-
-def test_segments_of_another_tenant_are_missing(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    text = Text(42, 4)
-    with serving(1, credential="red-token-0123456789", config=str(file)) as cluster:
-        path = cluster.nodes[0].socket
-        red, blue = (Pool.connect(path, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
-        with red, blue:
-            text.store(red)
-            with open_view(red, text) as view, red.init_query([(view, 1)]) as buffer:
-                buffer.queries[...] = draw_queries(0, 1)
-                assert not red.query(buffer, 0).wait().lost
-            keys = red.prefix(text.tokens).keys
-            with raw_engine(blue) as raw:
-                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
-                assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 4)
-            with raw_engine(red) as raw:
-                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
-                assert raw.receive() == wire.Viewed(1, 4, bytes([Code.LOCAL]) * 4)

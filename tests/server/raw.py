@@ -128,6 +128,7 @@ def identity_of(node: Node) -> PeerIdentity:
         ring_members(ring, rules.members),
         tuple(ring.members),
         config.cluster_secret,
+        config.cluster,
     )
 
 

@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from tokenlake.config import Secret
-from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
+from tokenlake.errors import ClusterRefused, CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import peer
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
 MEMBERS = ("a", "b", "c-of-the-ring")
-A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, SECRET)
+A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, (SECRET,))
 B = replace(A, node="b", incarnation=6)
 NONCE_A, NONCE_B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
 
@@ -28,7 +28,7 @@ def half_way(a: PeerIdentity = A, b: PeerIdentity = B, purpose: peer.Purpose = "
 @pytest.mark.parametrize("secret", [SECRET, Secret(b"x" * 64), Secret()])
 @pytest.mark.parametrize("purpose", get_args(peer.Purpose))
 def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose) -> None:
-    dialler, acceptor = half_way(replace(A, secret=secret), replace(B, secret=secret), purpose=purpose)
+    dialler, acceptor = half_way(replace(A, secrets=(secret,)), replace(B, secrets=(secret,)), purpose=purpose)
     assert dialler.incarnation is None
     acceptor.check(dialler.answer(acceptor.challenge))
     assert dialler.incarnation == B.incarnation
@@ -36,7 +36,7 @@ def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose
 
 @pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()])
 def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> None:
-    dialler, acceptor = half_way(replace(A, secret=other))
+    dialler, acceptor = half_way(replace(A, secrets=(other,)))
     with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'") as refused:
         dialler.answer(acceptor.challenge)
     assert "c-of-the-ring" not in str(refused.value)
@@ -49,9 +49,48 @@ def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> N
     assert "77" not in str(refused.value)
 
 
+NEW = Secret(b"n" * 16)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [((SECRET,), (SECRET, NEW)), ((SECRET, NEW), (NEW, SECRET)), ((NEW,), (NEW, SECRET))]
+)
+def test_a_secret_is_changed_one_node_at_a_time(mine: tuple[Secret, ...], theirs: tuple[Secret, ...]) -> None:
+    """Each side proves itself with its first secret and accepts all of its own."""
+    for a, b in ((mine, theirs), (theirs, mine)):
+        if a[0] in b and b[0] in a:
+            dialler, acceptor = half_way(replace(A, secrets=a), replace(B, secrets=b))
+            acceptor.check(dialler.answer(acceptor.challenge))
+
+
+def test_a_former_secret_is_refused() -> None:
+    dialler, acceptor = half_way(replace(A, secrets=(SECRET,)), replace(B, secrets=(NEW,)))
+    with pytest.raises(CredentialRefused):
+        dialler.answer(acceptor.challenge)
+
+
+def test_another_cluster_is_refused_by_both_sides() -> None:
+    other = replace(B, cluster="staging")
+    dialler, acceptor = half_way(b=other)
+    with pytest.raises(ClusterRefused, match="'b' belongs to the cluster 'staging', and 'a' to 'tokenlake'"):
+        dialler.answer(acceptor.challenge)
+    ring = peer.PeerProof(A.epoch, A.members, bytes(32))
+    proof = replace(ring, proof=dialler_proof(SECRET, dialler.hello, acceptor.challenge, ring))
+    with pytest.raises(ClusterRefused, match="'a' belongs to the cluster 'tokenlake'") as refused:
+        acceptor.check(proof)
+    assert "c-of-the-ring" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"node": "c"}, {"incarnation": 9}, {"purpose": "bulk"}, {"nonce": b"c" * 32}, {"oldest_version": 0}],
+    [
+        {"cluster": "c"},
+        {"node": "c"},
+        {"incarnation": 9},
+        {"purpose": "bulk"},
+        {"nonce": b"c" * 32},
+        {"oldest_version": 0},
+    ],
     ids=str,
 )
 def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
@@ -66,7 +105,9 @@ def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"node": "c"}, {"incarnation": 9}, {"version": 2}, {"nonce": b"c" * 32}, {"proof": bytes(32)}], ids=str
+    "change",
+    [{"cluster": "c"}, {"node": "c"}, {"incarnation": 9}, {"version": 2}, {"nonce": b"c" * 32}, {"proof": bytes(32)}],
+    ids=str,
 )
 def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
     dialler, acceptor = half_way()

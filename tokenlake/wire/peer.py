@@ -88,6 +88,7 @@ class PeerHello(_Message, frozen=True, tag=1):
 
     oldest_version: int
     newest_version: int
+    cluster: Name
     node: Name
     incarnation: int
     purpose: Purpose
@@ -98,6 +99,7 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     """Answers `PeerHello`: the dialled daemon names and proves itself."""
 
     version: int
+    cluster: Name
     node: Name
     incarnation: int
     nonce: Nonce

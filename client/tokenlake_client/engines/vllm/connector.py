@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from tokenlake.errors import ConfigurationError, LayoutRefused, Refused
+from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
@@ -267,7 +267,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             return hints_of(request.kv_transfer_params)
         except ValueError as error:
-            self._reports.warn(f"ignoring a request's hints: {error}")
+            self._reports.warn(
+                f"request {request.request_id[:100]!r} is served without its hints: {error}", kind="hints"
+            )
             return None
 
     # -- hooks of the ranks
@@ -410,9 +412,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def hook_failed(self, hook: str, error: Exception) -> None:
         """Count and log an error that vLLM's hook `hook` raised, so that vLLM goes on without the pool's help."""
         self._reports.failure(f"hook {hook}", error)
-        # A refusal by the daemon comes at once. Any other error of the pool may have cost a deadline, so the pool is
-        # not used for a while after it.
-        if self._connection is not None and not isinstance(error, Refused):
+        # A call that the daemon did not answer may have cost a deadline, so the pool is not used for a while after it.
+        # Any other error came at once, perhaps from the values of one request: the pool serves the next one.
+        if self._connection is not None and isinstance(error, Unreachable):
             self._connection.failed()
 
 

@@ -138,8 +138,12 @@ class Lookups:
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
         pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
-        if wait.total_s:
-            self._heartbeat.begin(pool)
+        try:
+            if wait.total_s:
+                self._heartbeat.begin(pool)
+        except BaseException:
+            pending.cancel()
+            raise
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
 
     def give_up_late(self, lookup: Lookup) -> bool:

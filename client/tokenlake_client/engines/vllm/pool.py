@@ -214,8 +214,8 @@ class RankPool(Protocol):
         """The daemon's incarnation."""
         ...
 
-    def attach(self, lease: LeaseId, *, request: str) -> AttachedLease:
-        """Attach to a lease of another process of this session."""
+    def attach(self, lease: LeaseId, *, request: str, deadline_s: float | None = ...) -> AttachedLease:
+        """Attach to a lease of another process of this session. `deadline_s`: None for that of the pool's calls."""
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from tokenlake_client.engines.vllm.pool import RankPool
 
-__all__ = ["RankSession"]
+__all__ = ["WAIT_S", "RankSession"]
 
 WAIT_S = 0.05
 """Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
