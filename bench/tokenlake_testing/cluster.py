@@ -92,13 +92,18 @@ class Node:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the daemon, if it was started; `stop` waits for its end."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+                self.process.terminate()
+
     def stop(self) -> int:
         """End the daemon with SIGTERM. Returns the exit status; a process that does not end in time is killed."""
         if self.process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
+        self.terminate()
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -220,7 +225,9 @@ class Cluster:
         return total
 
     def close(self) -> None:
-        """End all daemons of the cluster and remove their files."""
+        """End all daemons of the cluster at once, and remove their files."""
+        for node in self.nodes:
+            node.terminate()
         for node in self.nodes:
             with contextlib.suppress(TokenLakeError):
                 node.stop()

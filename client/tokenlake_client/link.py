@@ -99,8 +99,8 @@ class Link:
         self.channel.close()
 
     def detach(self) -> None:
-        """Called after `forget`, when the daemon has ended: copies the bytes under the arrays that still exist into private
-        memory at the same addresses, so that the daemon's shared memory is freed."""
+        """Called after `forget`, when the daemon has ended: copies the bytes under the arrays that still exist into
+        private memory at the same addresses, so that the daemon's shared memory is freed."""
         for each in self._left:
             memory = each()
             if memory is not None:

@@ -276,12 +276,13 @@ class Pool:
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
         """Memory for the queries of `parts`, (view, number of query tokens) each, to be written before each `query`.
-        Raises `LayoutRefused` for parts that do not fit together."""
+        Raises `LayoutRefused` for parts that do not fit together, and `LimitReached` for too many parts or tokens."""
         return self._queries.init_query(parts, dtype)
 
     def query(self, buffer: QueryBuffer, layer: int, deadline_s: float | None = None) -> Ticket:
-        """Start attention of the buffer's queries over `layer` of their views. Never raises, never waits; parts without
-        a result within `deadline_s` (default: `Deadlines.query_s`) are LOST."""
+        """Start attention of the buffer's queries over `layer` of their views. Never waits; parts without a result
+        within `deadline_s` (default: `Deadlines.query_s`) are LOST. Raises `LayoutRefused` for a layer that the layout
+        lacks, and `ValueError` for a deadline that is negative or not finite."""
         return self._queries.query(buffer, layer, self.deadlines.query_s if deadline_s is None else deadline_s)
 
     def init_transfer(self, parts: Sequence[tuple[Sequence[SegmentKey], int]]) -> Transfer:

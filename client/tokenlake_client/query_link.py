@@ -8,6 +8,7 @@ While the query engine is overdue (`tokenlake.liveness`), further calls fail at 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -21,17 +22,20 @@ import msgspec
 
 from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
 from tokenlake.liveness import Liveness
+from tokenlake.wire import query as wire
 from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
 
 __all__ = ["Expected", "QueryLink"]
 
+log = logging.getLogger(__name__)
+
 READ_BYTES = 64 << 10
 MAX_FRAME = 1 << 20
 """Limit of the bytes of a reply from the query engine; the longest field of a reply has one byte per segment of a
 view."""
-UNSENT_BYTES = 1 << 20
-"""The connection ends when more bytes than this wait because the query engine does not read."""
+UNSENT_BYTES = wire.MAX_FRAME + (1 << 20)
+"""The connection ends when more bytes than this wait because the query engine does not read; more than one frame."""
 
 
 class Expected:
@@ -211,9 +215,8 @@ class QueryLink:
 
     def _deliver(self, reply: QueryReply) -> None:
         if isinstance(reply, Refused) and not reply.view:
-            # The refusal of a step or a query does not say which one is refused, so it ends all queries that wait.
-            for key in [key for key in self._waiting if not _is_view(key)]:
-                self._waiting.pop(key).reply = reply
+            # The refusal of a buffer, a step or a query; each query concerned is answered besides, without codes.
+            log.warning("the query engine refused a step: %s: %s", reply.kind, reply.reason)
             return
         expected = self._waiting.pop(_key_of(reply), None)
         if expected is None:
@@ -247,7 +250,3 @@ def _key_of(reply: QueryReply) -> Hashable:
         return "view", reply.view
     assert isinstance(reply, Answered)
     return reply.buffer, reply.step, reply.layer, reply.attempt
-
-
-def _is_view(key: Hashable) -> bool:
-    return isinstance(key, tuple) and key[0] == "view"

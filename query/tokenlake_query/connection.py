@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import select
 import socket
 import struct
 import threading
@@ -20,19 +21,16 @@ import msgspec
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame
-from tokenlake.wire.query import Refused
+from tokenlake.wire.query import MAX_FRAME, Refused
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
-__all__ = ["MAX_FRAME", "Connection", "FrameReader"]
+__all__ = ["Connection", "FrameReader"]
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 4 << 20
-"""Maximum bytes of a frame. A request to open a view has 32 bytes per segment key, so a view has fewer than 131,072
-segments."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
-"""Seconds after which a connection is closed whose other side reads nothing."""
+"""Seconds after which a connection is closed whose other side reads nothing, or stops within a frame."""
 MAX_UNSENT_BYTES = 1 << 30
 """A connection with a peer is closed when more bytes than this wait to be sent because the peer does not read. Queries
 to peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
@@ -48,23 +46,41 @@ class FrameReader:
     Raises EOFError at the end of the stream, OSError when the socket fails, and ProtocolRefused for a frame after which
     the stream cannot be read any further."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        pace: Callable[[], None] = lambda: None,
+        keep: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """`pace` is called before each frame and after each read of the socket; it may pause the thread. `keep` is
+        called with the bytes of an incomplete frame that are about to be kept, and with negative bytes when they are
+        kept no longer; it may raise LimitReached."""
         self._sock = sock
+        self._pace = pace
+        self._keep = keep
+        self._kept = 0
         self._decoder = FrameDecoder(MAX_FRAME)
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._descriptors = ReceivedDescriptors() if sock.family == socket.AF_UNIX else None
 
     def frame(self) -> bytes:
-        """The body of the next frame."""
-        while (body := self._decoder.next_frame()) is None:
+        """The body of the next frame. Raises TimeoutError when a frame that has begun stands still for `STALLED_S`."""
+        while True:
+            self._pace()
+            body = self._decoder.next_frame()
+            self._account(len(self._decoder))
+            if body is not None:
+                return body
+            if len(self._decoder):
+                self._await_rest()
             self._decoder.add(self._buffer[: self._receive(self._buffer)])
-        return body
 
     def into(self, target: memoryview) -> None:
         """Fill `target` (bytes) with the raw bytes that come next in the stream. Bytes that this reader has not
-        buffered yet are received directly into `target`."""
+        buffered yet are received directly into `target`. Raises TimeoutError when they stand still for `STALLED_S`."""
         filled = self._decoder.take(target)
         while filled < len(target):
+            self._await_rest()
             filled += self._receive(target[filled:])
 
     def skip(self, size: int) -> None:
@@ -80,9 +96,23 @@ class FrameReader:
         return (self._descriptors or ReceivedDescriptors()).take()
 
     def close(self) -> None:
-        """Close the file descriptors that were received and not taken."""
+        """Close the file descriptors that were received and not taken; no bytes are kept any more."""
+        self._account(0)
         if self._descriptors is not None:
             self._descriptors.close()
+
+    def _account(self, nbytes: int) -> None:
+        """Report how many bytes are kept now, in multiples of `READ_BYTES`."""
+        kept = nbytes - nbytes % READ_BYTES
+        if kept != self._kept:
+            self._keep(kept - self._kept)
+            self._kept = kept
+
+    def _await_rest(self) -> None:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(STALLED_S * 1e3):
+            raise TimeoutError(f"an incomplete frame stood still for {STALLED_S} s")
 
     def _receive(self, target: memoryview) -> int:
         if self._descriptors is None:
@@ -99,8 +129,16 @@ class Connection:
     """One connection of the query engine: sends and receives frames over the socket `sock`, which it owns. `serve`
     reads the socket in a thread of the connection; `send` may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, name: str, max_unsent: int = MAX_UNSENT_BYTES) -> None:
-        """`max_unsent`: the connection is closed when more bytes than this wait to be sent."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        max_unsent: int = MAX_UNSENT_BYTES,
+        pace: Callable[[], None] = lambda: None,
+        keep: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """`max_unsent`: the connection is closed when more bytes than this wait to be sent. `pace`, `keep`: as for
+        `FrameReader`, called in the thread of the connection that reads."""
         self.name = name
         self._max_unsent = max_unsent
         self._sock = sock
@@ -108,7 +146,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALLED_S, 0))
-        self.reader = FrameReader(sock)
+        self.reader = FrameReader(sock, pace, keep)
         self._changed = threading.Condition()
         self._open = True
         self._sender: threading.Thread | None = None

@@ -123,8 +123,14 @@ class BulkSender:
             sock.close()
 
     def _send(self, sock: socket.socket, instruction: SendBulk) -> None:
-        views = self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes)
-        header = pack_frame(peer.Pulled(instruction.slot_bytes, instruction.codes, instruction.checksums))
+        if instruction.codes:
+            size, views = (
+                instruction.slot_bytes,
+                self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
+            )
+        else:
+            size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
+        header = pack_frame(peer.Pulled(size, instruction.codes, instruction.checksums))
         buffers = [memoryview(header), *views]
         while buffers:
             sent = sock.sendmsg(buffers[:MAX_IOVEC])

@@ -124,10 +124,8 @@ class Daemon:
         )
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
-        start = supervision.Start(config.socket, config.node, tenants.query_credential)
-        self.query_engine = (
-            QueryEngine(start, identity, addresses, tenants.count, loop) if config.query_engine else None
-        )
+        start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
+        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(

@@ -24,8 +24,8 @@ SHORT_S = 0.2
 """Deadline of a query that is not answered."""
 
 
-def answered(attempt: int, layer: int = 0) -> Answered:
-    return Answered(1, 1, layer, attempt, bytes([Code.LOCAL]), 0, 0)
+def answered(attempt: int, layer: int = 0, buffer: int = 1) -> Answered:
+    return Answered(buffer, 1, layer, attempt, bytes([Code.LOCAL]), 0, 0)
 
 
 @pytest.fixture
@@ -59,13 +59,16 @@ def test_answers_in_time_and_late(ends: tuple[QueryLink, socket.socket]) -> None
     link.check()
 
 
-def test_a_refusal_ends_all_waits_for_queries(ends: tuple[QueryLink, socket.socket]) -> None:
+def test_a_refusal_of_one_query_ends_no_other(ends: tuple[QueryLink, socket.socket]) -> None:
+    """The refused query is answered besides, without codes."""
     link, engine = ends
-    query, view = link.expect((1, 1, 0, 1)), link.expect(("view", 3))
-    refused = Refused(0, "ProtocolRefused", "no such step")
-    engine.sendall(pack_frame(refused) + pack_frame(Viewed(3, 1, b"\1")))
+    refused, other, view = link.expect((1, 1, 0, 1)), link.expect((2, 1, 0, 1)), link.expect(("view", 3))
+    nothing = Answered(1, 1, 0, 1, b"", 0, 0)
+    engine.sendall(pack_frame(Refused(0, "ProtocolRefused", "no such step")) + pack_frame(nothing))
+    engine.sendall(pack_frame(Viewed(3, 1, b"\1")) + pack_frame(answered(1, buffer=2)))
     assert link.wait(view, DEADLINE_S) == Viewed(3, 1, b"\1")
-    assert link.wait(query, DEADLINE_S) == refused
+    assert link.wait(other, DEADLINE_S) == answered(1, buffer=2)
+    assert link.wait(refused, DEADLINE_S) == nothing
     assert link.alive
 
 

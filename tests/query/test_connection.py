@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import socket
@@ -15,8 +17,10 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import pack_frame
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
+from tokenlake.wire.query import MAX_FRAME
 from tokenlake_query import connection as module
-from tokenlake_query.connection import MAX_FRAME, Connection, FrameReader
+from tokenlake_query.connection import Connection, FrameReader
+from tokenlake_query.tenant_limits import TenantLimits
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -137,3 +141,25 @@ def test_the_socket_is_closed_once(pair: Pair) -> None:
 def _lives(thread: threading.Thread) -> bool:
     thread.join(10)
     return thread.is_alive()
+
+
+def test_an_incomplete_frame_ends_the_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is silent between frames stays open."""
+    monkeypatch.setattr(module, "STALLED_S", 1)
+    kept = list[int]()
+    silent = Connection(pair[0].dup(), "silent", keep=kept.append)
+    assert not ended(silent).wait(1.5)
+    pair[1].sendall(MAX_FRAME.to_bytes(4, "little") + bytes(1 << 20))
+    wait_until(lambda: not silent.open, "the connection is closed")
+    wait_until(lambda: sum(kept) == 0, "no bytes are counted any more")
+    assert max(itertools.accumulate(kept)) >= 1 << 19
+
+
+def test_bytes_of_incomplete_frames_are_limited(pair: Pair) -> None:
+    limits = TenantLimits(1 << 10)
+    connection = Connection(pair[0].dup(), "test", keep=lambda nbytes: limits.add("red", frame_bytes=nbytes))
+    end = ended(connection)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        pair[1].sendall(MAX_FRAME.to_bytes(4, "little") + bytes(1 << 20))
+    assert end.wait(10)
+    limits.add("red", frame_bytes=64 << 10)

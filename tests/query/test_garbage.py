@@ -12,7 +12,7 @@ from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries
 from tokenlake.attention import Partial
 from tokenlake.wire import pack_frame
 from tokenlake.wire import query as wire
-from tokenlake_query.connection import MAX_FRAME
+from tokenlake.wire.query import MAX_FRAME
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")

@@ -14,6 +14,7 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
+from tokenlake.wire.query import MAX_STEP_BYTES
 from tokenlake.wire.slots import join_keys
 from tokenlake_testing.cluster import Cluster
 
@@ -63,7 +64,7 @@ def open_message(
         ({"queries": 32}, "a multiple of 64"),
         ({"outputs": NBYTES - 64}, "that fits"),
         ({"sums": NBYTES}, "that fits"),
-        ({"parts": ((1, 1 << 30),)}, "that fits"),
+        ({"parts": ((1, 1 << 30),)}, f"at most {MAX_STEP_BYTES}"),
     ],
 )
 def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
@@ -72,6 +73,7 @@ def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
     if changes.get("buffer", 1) == 1:
         engine.send(wire.Query(1, 1, 0, 1, 1.0))
         assert "no step 1" in engine.refused().reason, "the step before it is dropped too"
+        assert engine.receive() == wire.Answered(1, 1, 0, 1, b"", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,10 @@ def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
     ],
 )
 def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
+    """The answer names the query, so that the engine takes no other one for refused."""
     engine.send(query)
     assert expected in engine.refused().reason
+    assert engine.receive() == wire.Answered(query.buffer, query.step, query.layer, query.attempt, b"", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,7 @@ def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
         (open_message(2, bytes(64), bytes([HERE, HERE])), "ProtocolRefused", "named twice"),
         (open_message(2, TWO_KEYS, bytes([0, 1]), nodes=("b", "b")), "ProtocolRefused", "named twice"),
         (open_message(1, bytes(32), bytes([HERE])), "ProtocolRefused", "open already"),
+        (open_message(2, TWO_KEYS, bytes([HERE, HERE]), heads=1 << 16), "LimitReached", "65536 heads; at most 1024"),
     ],
 )
 def test_views(engine: Raw, message: wire.OpenView, kind: str, expected: str) -> None:
@@ -130,6 +135,11 @@ def test_views_between_nodes(cluster: Cluster) -> None:
         assert raw.refused().kind == LayoutRefused.__name__
         raw.send(wire.OpenView(3, "nobody", layout, bytes(32), (), b"", HEADS, SCALE))
         assert raw.refused().kind == "CredentialRefused"
+        raw.send(wire.OpenView(6, "default", layout, bytes(32), (), b"", 1 << 16, SCALE))
+        assert "65536 heads; at most 1024" in raw.refused().reason
+        wide = msgspec.structs.replace(LAYOUT, kv_heads=1, key_dim=1, value_dim=1 << 20).encode()
+        raw.send(wire.OpenView(6, "default", wide, bytes(32), (), b"", 1, SCALE))
+        assert "elements per query token" in raw.refused().reason
         raw.send(wire.OpenView(5, "default", layout, bytes(64), (), b"", HEADS, SCALE))
         assert "named twice" in raw.refused().reason
         raw.send(wire.OpenView(4, "default", layout, bytes(32), (), b"", HEADS, SCALE))
@@ -153,6 +163,18 @@ def test_a_wrong_ask_ends_the_connection(cluster: Cluster, ask: wire.Ask, expect
         raw.send(ask, bytes(ask.nbytes))
         assert expected in raw.refused().reason
         raw.wait_for_end()
+
+
+def test_a_request_with_results_that_are_too_large_is_lost(cluster: Cluster) -> None:
+    """Its queries take few bytes, its outputs 512 MiB; the connection goes on."""
+    layout = msgspec.structs.replace(LAYOUT, layers=1, segment_tokens=1, kv_heads=1, key_dim=1, value_dim=1 << 17)
+    with raw_peer(cluster, 0, asker=1) as raw:
+        raw.send(wire.OpenView(1, "default", layout.encode(), bytes(32), (), b"", 1, SCALE))
+        assert isinstance(raw.receive(), wire.Viewed)
+        for number, (tokens, code) in enumerate([(1 << 10, Code.LOST), (1, Code.LOCAL)]):
+            raw.send(wire.Ask(number, 0, "float32", ((1, tokens),), 4 * tokens), bytes(4 * tokens))
+            assert raw.receive().codes == bytes([code])
+            raw.exactly(4 * (layout.value_dim + 1) * tokens * (code == Code.LOCAL))
 
 
 def test_queries_of_a_closed_view_are_lost(cluster: Cluster) -> None:

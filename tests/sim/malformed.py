@@ -167,7 +167,7 @@ def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
     """Replies to open requests of this node, of another type or for another number of keys."""
     for asked in core._peers:
         for call, waiting in asked.calls.items():
-            message = waiting[-1]
+            message = waiting.request
             for kind in (peer.LookupReply, peer.OfferReply):
                 count = len(getattr(message, "keys", b"")) // KEY_BYTES + 1
                 codes = bytes([Code.MISSING if kind is peer.LookupReply else Code.COMMITTED]) * count

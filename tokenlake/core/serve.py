@@ -367,15 +367,19 @@ class Serving:
 
     def release_all(self, node: NodeId) -> None:
         """End all leases of `node`, which is down, some at a time. Sends to it keep their own pins."""
-        ending = [at for at, lease in self._leases.items() if lease.node == node]
+        self.release_some(node, [at for at, lease in self._leases.items() if lease.node == node])
+
+    def release_some(self, node: NodeId, leases: Iterable[int]) -> None:
+        """End these leases of `node`, some at a time."""
+        ending = [LeaseId(number) for number in leases]
 
         def work() -> bool:
             room = SLICE
             while ending and room > 0:
                 lease_id = ending.pop()
                 lease = self._leases.get(lease_id)
-                room -= len(lease.segments) if lease is not None else 0
-                self.release(lease_id)
+                room -= 8 + len(lease.segments) if lease is not None else 1
+                self.release(lease_id, node)
             return bool(ending)
 
         self._context.in_slices(work)

@@ -49,6 +49,7 @@ __all__ = [
     "PeerProof",
     "PeerRefused",
     "PeerWelcome",
+    "PROBE_BYTES",
     "Ping",
     "Pong",
     "Pull",
@@ -73,6 +74,9 @@ the connection of a node that sends larger ones. The longest message is `Evictio
 HANDSHAKE_BYTES = 64 << 10
 """The same until the other side has proven its identity."""
 
+
+PROBE_BYTES = 64 << 10
+"""Bytes behind the answer to a `Pull` without keys."""
 
 Purpose = Literal["control", "bulk", "query"]
 """Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
@@ -315,7 +319,8 @@ class Pong(_Message, frozen=True, tag=19):
 
 
 class Pull(_Message, frozen=True, tag=20):
-    """On a bulk connection: asks for the bytes of these segments."""
+    """On a bulk connection: asks for the bytes of these segments. A request without keys (a probe) asks for
+    `PROBE_BYTES` bytes of any value, which show that bytes pass."""
 
     tenant: str
     keys: bytes
@@ -325,7 +330,8 @@ class Pull(_Message, frozen=True, tag=20):
 
 
 class Pulled(_Message, frozen=True, tag=21):
-    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each."""
+    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each. In the answer
+    to a probe `slot_bytes` is `PROBE_BYTES`, and as many bytes follow."""
 
     slot_bytes: int
     codes: bytes

@@ -35,6 +35,8 @@ class Start(_Message, frozen=True, tag=6):
     socket: str
     node: str
     credential: str
+    tenants: int
+    """The number of tenants, which share the query engine's limits equally."""
 
 
 class EngineConnected(_Message, frozen=True, tag=1):
@@ -86,7 +88,8 @@ class EngineEnded(_Message, frozen=True, tag=8):
 
 
 class Report(_Message, frozen=True, tag=7):
-    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second."""
+    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second. The
+    daemon kills and replaces a query engine that sends none any more."""
 
     connections: int
     """Open connections from engines and from other query engines."""

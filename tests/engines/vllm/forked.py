@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import IO
 
 from tokenlake_testing.engine_lines import ENVIRONMENT, Child, Engine, main
 
@@ -32,8 +33,8 @@ class _Forked:
         finally:
             os.environ.clear()
             os.environ.update(before)
-        self.stdin = os.fdopen(os.dup(to_child.fileno()), "w")
-        self.stdout = os.fdopen(os.dup(from_child.fileno()))
+        self.stdin: IO[str] | None = os.fdopen(os.dup(to_child.fileno()), "w")
+        self.stdout: IO[str] | None = os.fdopen(os.dup(from_child.fileno()))
         for end in (commands, to_child, from_child, replies):
             end.close()
 
