@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import secrets
 import socket
@@ -29,6 +30,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.peer_states import PeerStates
 
 __all__ = ["Adopt", "PeerConnections", "ring_members"]
 
@@ -113,6 +115,7 @@ class PeerConnections:
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
         self._closing = False
+        self.states = PeerStates(addresses.names, loop)
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
@@ -134,8 +137,8 @@ class PeerConnections:
             while name not in self._connections and not self._closing:
                 try:
                     await self._attempt(name)
-                except OSError:
-                    pass
+                except OSError as error:
+                    self.states.unreachable(name, f"{self._addresses.text(name)}: {_reason(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
@@ -294,6 +297,7 @@ class PeerConnections:
             name = f"{name} (not proven)"
         line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
+        self.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
         if line != last and now - logged_at >= REFUSAL_S:
@@ -306,6 +310,7 @@ class PeerConnections:
         self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
+        self.states.connected(node)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
         connection.max_frame = peer.MAX_FRAME
@@ -332,6 +337,7 @@ class PeerConnections:
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
+        self.states.unreachable(node, f"the connection ended: {reason}")
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)
 
@@ -349,14 +355,10 @@ class PeerConnections:
         if current is not None:
             current[0].send(pack_frame(instruction.message))
 
-    @property
-    def connected(self) -> list[str]:
-        """The names of the nodes with which this daemon has a control connection."""
-        return list(self._connections)
-
     async def close(self) -> None:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
+        self.states.close()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         tasks = [*self._dialling.values(), *self._resolving]
@@ -365,6 +367,11 @@ class PeerConnections:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
             connection.close("the daemon stops")
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection. asyncio's own text names the call in place of the reason."""
+    return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
 def _listen(address: Address) -> socket.socket:

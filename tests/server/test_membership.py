@@ -58,10 +58,10 @@ def config_of(name: str, **settings: object) -> ServerConfig:
 class Node:
     """A membership as a daemon has it, and the members that it reported."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, address: Address) -> None:
         self.membership = membership
         self.reported: list[Members] = []
-        membership.start(self.reported.append)
+        membership.start(address, self.reported.append)
 
     @property
     def record(self) -> RingRecord:
@@ -73,14 +73,12 @@ class Node:
 
 
 @asynccontextmanager
-async def node(
-    name: str, endpoints: str, port: int | None = None, incarnation: int | None = None, **settings: object
-) -> AsyncIterator[Node]:
+async def node(name: str, endpoints: str, port: int | None = None, **settings: object) -> AsyncIterator[Node]:
     address = Address("127.0.0.1", port or reserve_port())
     config = config_of(name, etcd=endpoints, **settings)
-    opened = open_membership(config, address, incarnation or time.time_ns(), "1", asyncio.get_running_loop())
+    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop())
     try:
-        yield Node(opened)
+        yield Node(opened, address)
     finally:
         await opened.close()
 
@@ -129,7 +127,7 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
     async def main() -> None:
         loop = asyncio.get_running_loop()
         given: dict[str, Any] = {"etcd": endpoints} if endpoints else {"peers": "b=127.0.0.1:9"}
-        membership = open_membership(config_of("a", **given), Address("127.0.0.1", 8), 1, "1", loop)
+        membership = open_membership(config_of("a", **given), 1, loop)
         # A daemon starts with these: this node is always among them, and never among the addresses.
         assert "a" in membership.members.record.members
         reported: list[Members] = []
@@ -139,7 +137,7 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
             assert members == membership.members
             reported.append(members)
 
-        membership.start(changed)
+        membership.start(Address("127.0.0.1", 8), changed)
         await until(lambda: membership.state.known)
         assert "a" in membership.members.record.members
         assert "a" not in membership.members.addresses

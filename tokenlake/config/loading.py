@@ -103,10 +103,9 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     if config.etcd and config.peers:
         raise refuse("peers", "nothing, because 'etcd' stores the members")
-    if bool(config.etcd_certificate) != bool(config.etcd_key):
-        raise refuse("etcd_key", "a file together with 'etcd_certificate', or neither")
-    if config.etcd_certificate and not config.etcd_ca:
-        raise refuse("etcd_ca", "the file that signs etcd's certificate, because 'etcd_certificate' is set")
+    for name, needed in (("etcd_certificate", "etcd_key"), ("etcd_key", "etcd_certificate"), ("etcd_key", "etcd_ca")):
+        if getattr(config, name) and not getattr(config, needed):
+            raise refuse(name, f"also the setting '{needed}'")
     if config.drain_s and not config.etcd:
         raise refuse("drain_s", "0, because a node can leave the ring only where 'etcd' stores the members")
     files = {name: getattr(config, name) for name in ("certificate", "key", "ca")}

@@ -134,11 +134,21 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     metrics: Annotated[
         str,
         Setting(
-            kinds.loopback(optional=True),
-            "address of the metrics and health pages, another one for each daemon of a machine; empty turns them off",
+            kinds.address(optional=True),
+            "address of the metrics and health pages, another one for each daemon of a machine; empty turns them off. "
+            "The pages can only be read, by everyone who reaches the address",
             why="other machines cannot read the pages; every user of this machine can",
         ),
     ] = "127.0.0.1:7441"
+    metrics_tenants: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "show the names of tenants on the metrics page also where `metrics` is no loopback address; otherwise "
+            "tenants are shown there by their number in the list",
+            why="names of tenants may be names of customers",
+        ),
+    ] = False
     region_size: Annotated[
         int,
         Setting(

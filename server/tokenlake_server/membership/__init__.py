@@ -6,5 +6,6 @@ alive is decided by pings (`tokenlake.core.peers`) and never by a membership.
 
 from tokenlake_server.membership.base import Members, Membership, MembershipState, alone
 from tokenlake_server.membership.opening import open_membership
+from tokenlake_server.membership.static import static_members
 
-__all__ = ["Members", "Membership", "MembershipState", "alone", "open_membership"]
+__all__ = ["Members", "Membership", "MembershipState", "alone", "open_membership", "static_members"]

@@ -52,8 +52,9 @@ class Membership(Protocol):
         """The state at this moment."""
         ...
 
-    def start(self, changed: OnMembers) -> None:
-        """Begin: `changed` is called on the loop with each new value of `members`."""
+    def start(self, address: Address, changed: OnMembers) -> None:
+        """Begin: `changed` is called on the loop with each new value of `members`. `address`: where other daemons reach
+        this one."""
         ...
 
     def look(self) -> None:

@@ -11,13 +11,19 @@ from tokenlake_server.membership.stored import Stored
 __all__ = ["draining", "removed"]
 
 
-def draining(cluster: str, node: str) -> Callable[[Stored], RingRecord]:
-    """The edit after which a member drains. It raises `MembershipRefused` for a node that is no member."""
+def draining(cluster: str, node: str, *, alive: bool = False) -> Callable[[Stored], RingRecord]:
+    """The edit after which a member drains. It raises `MembershipRefused` for a node that is no member, and with
+    `alive` for one whose daemon is not registered: it would not hear of it."""
 
     def edit(stored: Stored) -> RingRecord:
         record = _record(stored)
         if node not in record.members:
             raise MembershipRefused(f"'{node}' is not a member of the cluster '{cluster}': {_names(record)}")
+        if alive and node not in stored.nodes:
+            raise MembershipRefused(
+                f"the daemon of '{node}' is not registered in etcd, so that it cannot hand anything over; `tokenlake "
+                f"remove {node}`, if it is gone for good"
+            )
         return record.draining(node)
 
     return edit

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
+from importlib.metadata import version
 
 from tokenlake.config import Address, ServerConfig
 from tokenlake.errors import TokenLakeError
@@ -31,13 +32,11 @@ GOODBYE_S = 1.0
 class EtcdMembership:
     """The members that etcd stores. Used on the daemon's loop."""
 
-    def __init__(
-        self, config: ServerConfig, address: Address, incarnation: int, version: str, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """`address`: where other daemons reach this one. `version`: that of the daemon."""
+    def __init__(self, config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._access = Access.of(config)
-        self._cluster, self._node = config.cluster, config.node
+        self._cluster, self._node, self._memory = config.cluster, config.node, config.memory
+        self._incarnation = incarnation
         self.members = alone(config.node, config.memory)
         """See `Membership`."""
         self.state = MembershipState(str(self._access), known=False, epoch=0, problem="etcd has not answered yet")
@@ -46,12 +45,13 @@ class EtcdMembership:
         self._thread = AdminThread()
         self._running: concurrent.futures.Future[None] | None = None
         self._closed = False
-        registration = Registration(str(address), incarnation, config.memory, version)
-        self._keeper = Keeper(self._access, config.cluster, config.node, registration, self._publish)
+        self._keeper: Keeper | None = None
 
-    def start(self, changed: OnMembers) -> None:
-        """Begin to reach etcd, for as long as it takes."""
+    def start(self, address: Address, changed: OnMembers) -> None:
+        """Begin to reach etcd, for as long as it takes. `address`, `changed`: see `Membership`."""
         self._changed = changed
+        registration = Registration(str(address), self._incarnation, self._memory, version("tokenlake"))
+        self._keeper = Keeper(self._access, self._cluster, self._node, registration, self._publish)
         self._running = self._thread.submit(self._keeper.run())
 
     def _publish(self, members: Members | None, state: MembershipState) -> None:
@@ -69,7 +69,7 @@ class EtcdMembership:
 
     def look(self) -> None:
         """Read the keys again soon."""
-        if not self._closed:
+        if self._keeper is not None and not self._closed:
             self._thread.call_soon(self._keeper.look)
 
     async def drain(self) -> None:
@@ -89,7 +89,7 @@ class EtcdMembership:
         if self._closed:
             return
         self._closed = True
-        if self._running is not None:
+        if self._running is not None and self._keeper is not None:
             self._running.cancel()
             goodbye = asyncio.wrap_future(self._thread.submit(self._keeper.unregister(GOODBYE_S)), loop=self._loop)
             with contextlib.suppress(TimeoutError, TokenLakeError):

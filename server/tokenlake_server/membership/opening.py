@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 
-from tokenlake.config import Address, ServerConfig
+from tokenlake.config import ServerConfig
+from tokenlake.errors import ConfigurationError
 from tokenlake_server.membership.base import Membership
 from tokenlake_server.membership.static import StaticMembership
 
 __all__ = ["open_membership"]
 
 
-def open_membership(
-    config: ServerConfig, address: Address, incarnation: int, version: str, loop: asyncio.AbstractEventLoop
-) -> Membership:
-    """The membership of a daemon that runs on `loop`. `address`: where other daemons reach this one.
-    `version`: that of the daemon. Raises `ModuleNotFoundError` where `etcd` is set and grpcio is not installed."""
+def open_membership(config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop) -> Membership:
+    """The membership of a daemon that runs on `loop`. Raises `ConfigurationError` where `etcd` is set and grpcio is not
+    installed."""
     if not config.etcd:
         return StaticMembership(config)
-    from tokenlake_server.membership.etcd import EtcdMembership  # grpcio is an extra
+    try:
+        from tokenlake_server.membership.etcd import EtcdMembership  # grpcio is an extra
+    except ModuleNotFoundError as error:
+        needed = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[etcd]'"
+        raise ConfigurationError("etcd", ",".join(map(str, config.etcd)), needed) from error
 
-    return EtcdMembership(config, address, incarnation, version, loop)
+    return EtcdMembership(config, incarnation, loop)

@@ -31,7 +31,7 @@ class StaticMembership:
         self.members = static_members(config)
         self.state = MembershipState("peers", known=True, epoch=self.members.record.epoch)
 
-    def start(self, changed: OnMembers) -> None:
+    def start(self, address: Address, changed: OnMembers) -> None:
         """Nothing changes a static list."""
 
     def look(self) -> None:
