@@ -170,8 +170,8 @@ class Transfers:
         self._under_way: dict[int, Transfer] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
-        """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks of
-        these fetches. The segments that arrived stay pinned until then."""
+        """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
+        of these fetches. The segments that arrived stay pinned until then."""
         self._limit = BackgroundLimit(context.config.background_share)
         self._queue: dict[Transfer, None] = {}
         """Background pieces that the limit holds back, oldest first."""
