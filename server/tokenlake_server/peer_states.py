@@ -72,9 +72,9 @@ class PeerStates:
         self._set(name, "unreachable", reason)
 
     def _set(self, name: str, state: State, reason: str) -> None:
-        former = self._states.get(name)
-        if former is not None:
-            since = former.since if former.state == state else self._loop.time()
+        previous = self._states.get(name)
+        if previous is not None:
+            since = previous.since if previous.state == state else self._loop.time()
             self._states[name] = PeerState(state, reason[:MAX_REASON], since)
 
     def all(self) -> dict[str, PeerState]:

@@ -139,9 +139,9 @@ def virtual_nodes(record: RingRecord) -> int:
     return sum(max(1, round(member.weight / record.unit)) for member in record.members.values())
 
 
-def encode_ring(record: RingRecord, former: bytes = b"") -> bytes:
-    """The JSON of a record. `former`: the JSON that it replaces, whose unknown fields are kept."""
-    text: dict[str, Any] = json.loads(former) if former else {}
+def encode_ring(record: RingRecord, previous: bytes = b"") -> bytes:
+    """The JSON of a record. `previous`: the JSON that it replaces, whose unknown fields are kept."""
+    text: dict[str, Any] = json.loads(previous) if previous else {}
     members: dict[str, Any] = text.get("members", {})
     text["epoch"], text["unit"] = record.epoch, record.unit
     text["members"] = {
