@@ -21,7 +21,9 @@ import msgspec
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.query import MAX_FRAME, Refused
+from tokenlake.wire.records import LENGTH_BYTES, RecordReader, RecordWriter
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
 __all__ = ["Connection", "FrameReader"]
@@ -51,14 +53,17 @@ class FrameReader:
         sock: socket.socket,
         pace: Callable[[], None] = lambda: None,
         keep: Callable[[int], None] = lambda nbytes: None,
+        key: bytes = b"",
     ) -> None:
-        """`pace` is called before each frame and after each read of the socket; it may pause the thread. `keep` is
-        called with the bytes of an incomplete frame that are about to be kept, and with negative bytes when they are
-        kept no longer; it may raise LimitReached."""
+        """`key`: of the records of the stream; empty for a plain stream. `pace` is called before each frame and after
+        each read of the socket; it may pause the thread. `keep` is called with the bytes of an incomplete frame that
+        are about to be kept, and with negative bytes when they are kept no longer; it may raise LimitReached."""
         self._sock = sock
         self._pace = pace
         self._keep = keep
         self._kept = 0
+        self._records = RecordReader(key) if key else None
+        self._encrypted = bytearray()
         self._decoder = FrameDecoder(MAX_FRAME)
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._descriptors = ReceivedDescriptors() if sock.family == socket.AF_UNIX else None
@@ -109,12 +114,28 @@ class FrameReader:
             self._kept = kept
 
     def _await_rest(self) -> None:
+        """Wait for further bytes of the frame that has begun."""
+        if self._records is not None and self._records.pending:
+            return
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if not poller.poll(STALLED_S * 1e3):
             raise TimeoutError(f"an incomplete frame stood still for {STALLED_S} s")
 
+    def _receive_record(self, target: memoryview) -> None:
+        """Fill `target` with encrypted bytes. The stream may stand still between records, not within one."""
+        filled = 0
+        while filled < len(target):
+            if filled or len(target) > LENGTH_BYTES:
+                self._await_rest()
+            count = self._sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError("closed by the other side")
+            filled += count
+
     def _receive(self, target: memoryview) -> int:
+        if self._records is not None:
+            return self._records.some(target, self._receive_record, self._encrypted)
         if self._descriptors is None:
             count = self._sock.recv_into(target)
         else:
@@ -136,9 +157,11 @@ class Connection:
         max_unsent: int = MAX_UNSENT_BYTES,
         pace: Callable[[], None] = lambda: None,
         keep: Callable[[int], None] = lambda nbytes: None,
+        keys: RecordKeys | None = None,
     ) -> None:
-        """`max_unsent`: the connection is closed when more bytes than this wait to be sent. `pace`, `keep`: as for
-        `FrameReader`, called in the thread of the connection that reads."""
+        """`keys`: of the records of the connection; None for a plain one. `max_unsent`: the connection is closed when
+        more bytes than this wait to be sent. `pace`, `keep`: as for `FrameReader`, called in the thread of the
+        connection that reads."""
         self.name = name
         self._max_unsent = max_unsent
         self._sock = sock
@@ -146,7 +169,8 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALLED_S, 0))
-        self.reader = FrameReader(sock, pace, keep)
+        self.reader = FrameReader(sock, pace, keep, keys.receiving if keys is not None else b"")
+        self._records = RecordWriter(keys.sending) if keys is not None else None
         self._changed = threading.Condition()
         self._open = True
         self._sender: threading.Thread | None = None
@@ -197,6 +221,9 @@ class Connection:
         buffers = deque([memoryview(pack_frame(message)), *payload])
         nbytes = sum(map(len, buffers))
         with self._changed:
+            if self._open and self._records is not None:
+                # Under the lock: records are sent in the order in which they are made.
+                buffers = deque(self._records.sealed(buffers))
             if self._open and not self._unsent:
                 try:
                     while buffers:
@@ -211,7 +238,7 @@ class Connection:
 
     def wait_unsent(self, most: int) -> None:
         """Block until at most `most` bytes wait to be sent, or the connection is closed. Called by the reading thread
-        alone, so that it reads no further requests while the other side does not read the results."""
+        alone, so that it reads no further requests while the other side does not read the answers."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
@@ -251,7 +278,8 @@ class Connection:
                 self._changed.wait_for(lambda: self._unsent or not self._open)
                 if not self._open:
                     return
-                buffers = deque(self._unsent)
+                # Not all of them: a copy for each call would take the longer the more wait.
+                buffers = deque(itertools.islice(self._unsent, MAX_BUFFERS))
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:

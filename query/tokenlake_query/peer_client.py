@@ -23,6 +23,7 @@ from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLake
 from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
@@ -64,10 +65,10 @@ class _Asked(NamedTuple):
 class PeerClient:
     """A connection to the query engine of another node, `node`. Thread-safe; calls never block."""
 
-    def __init__(self, sock: socket.socket, node: str, counters: Counters) -> None:
-        """Takes `sock` over."""
+    def __init__(self, sock: socket.socket, node: str, counters: Counters, keys: RecordKeys | None = None) -> None:
+        """Takes `sock` over. `keys`: of its records; None if it is plain."""
         self.node = node
-        self._connection = Connection(sock, f"query engine of {node}")
+        self._connection = Connection(sock, f"query engine of {node}", keys=keys)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._liveness = Liveness()
@@ -257,10 +258,10 @@ class PeerClients:
             self._dial(node, tenant)
         return future
 
-    def connected(self, node: str, tenant: str, sock: socket.socket) -> None:
+    def connected(self, node: str, tenant: str, sock: socket.socket, keys: RecordKeys | None = None) -> None:
         """Take the connection to the query engine of `node` that the daemon has dialled for `tenant`; this object owns
-        `sock` from now on."""
-        client = PeerClient(sock, node, self._counters)
+        `sock` from now on. `keys`: of its records; None if it is plain."""
+        client = PeerClient(sock, node, self._counters, keys)
         with self._lock:
             self._clients[node, tenant] = client
             self._failures.pop(node, None)

@@ -18,6 +18,7 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import split_keys
 from tokenlake_query.compute_thread import Attention, ComputeThread, Task
@@ -72,8 +73,10 @@ class PeerServer:
         limits: TenantLimits,
         pace: Pace,
         counters: Counters,
+        keys: RecordKeys | None = None,
     ) -> None:
-        """`sock`: the other query engine's connection, which this object owns from now on. `opening`: threads that may
+        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: of its records; None
+        if it is plain. `opening`: threads that may
         block while they open a view. `limits`, `pace`: of all tenants. The connection works for the tenant of the view
         that was opened last."""
         self._pools = pools
@@ -93,6 +96,7 @@ class PeerServer:
             f"query engine of {node}",
             pace=self._pace,
             keep=lambda nbytes: limits.add(f"node {node}", frame_bytes=nbytes),
+            keys=keys,
         )
         counters.add(connections=1)
         self._connection.serve(self._handle, self._ended)

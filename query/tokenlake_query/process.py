@@ -93,14 +93,23 @@ class QueryEngineProcess:
         elif sock is None:
             raise OSError("a connection arrived without its descriptor")
         elif isinstance(message, supervision.DialSucceeded):
-            self._peers.connected(message.node, message.tenant, sock)
+            self._peers.connected(message.node, message.tenant, sock, message.keys)
         elif isinstance(message, supervision.EngineConnected):
             self._serve_engine(message, sock)
         elif isinstance(message, supervision.PeerConnected):
             if self._counters["connections"] >= MAX_CONNECTIONS:
                 raise LimitReached(f"{MAX_CONNECTIONS} connections are open")
-            opening, limits = self._opening_for_peers, self._limits
-            PeerServer(sock, message.node, self._pools, self._compute, opening, limits, self._pace, self._counters)
+            PeerServer(
+                sock,
+                message.node,
+                self._pools,
+                self._compute,
+                self._opening_for_peers,
+                self._limits,
+                self._pace,
+                self._counters,
+                message.keys,
+            )
 
     def _serve_engine(self, message: supervision.EngineConnected, sock: socket.socket) -> None:
         tenant = message.tenant

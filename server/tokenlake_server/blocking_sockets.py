@@ -5,13 +5,15 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import struct
+from typing import Literal
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
-__all__ = ["ended", "introduce", "read_frame", "size_buffer"]
+__all__ = ["ended", "introduce", "limit_wait", "read_frame", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
 """Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
@@ -48,6 +50,14 @@ def read_frame(sock: socket.socket, max_frame: int) -> bytes:
             raise ended()
         decoder.add(received)
     return body
+
+
+def limit_wait(sock: socket.socket, option: Literal["SO_RCVTIMEO", "SO_SNDTIMEO"], seconds: float) -> None:
+    """Let each receipt from, or send to, a blocking socket end after `seconds`, and after 1 ms at least. The kernel has
+    this timeout: with Python's `settimeout` each call would be a poll and a partial receipt or send."""
+    # 0 would mean no limit.
+    whole, micro = divmod(round(max(0.001, seconds) * 1e6), 1_000_000)
+    sock.setsockopt(socket.SOL_SOCKET, getattr(socket, option), struct.pack("ll", whole, micro))
 
 
 def size_buffer(sock: socket.socket, option: int) -> None:

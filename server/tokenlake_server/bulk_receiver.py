@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -29,7 +28,7 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import ended, introduce, read_frame, size_buffer
+from tokenlake_server.blocking_sockets import ended, introduce, limit_wait, read_frame, size_buffer
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
@@ -339,9 +338,8 @@ class _Inflow:
         """Bytes that came since the last progress."""
         self._begun = False
         """True after the first progress."""
-        # The timeout is set in the kernel: with Python's `settimeout` each receipt would be a poll and a partial one.
         sock.settimeout(None)
-        _wait_at_most(sock, until - time.monotonic())
+        limit_wait(sock, "SO_RCVTIMEO", until - time.monotonic())
 
     def fill(self, target: memoryview) -> None:
         """Fill `target` with the next bytes. Raises OSError: ConnectionError when the connection ends first,
@@ -367,7 +365,7 @@ class _Inflow:
         self._until = time.monotonic() + self._stall_s
         if not self._begun:
             self._begun = self._job.answered = True
-            _wait_at_most(self._sock, self._stall_s)
+            limit_wait(self._sock, "SO_RCVTIMEO", self._stall_s)
 
 
 def _receive_segment(inflow: _Inflow, segment: memoryview, shards: int) -> bytes:
@@ -401,12 +399,6 @@ def _limit(sock: socket.socket, until: float) -> None:
     if left_s <= 0:
         raise TimeoutError("the node did not answer in time")
     sock.settimeout(left_s)
-
-
-def _wait_at_most(sock: socket.socket, seconds: float) -> None:
-    """Let blocking receipts from `sock` end after `seconds`, and after 1 ms at least: 0 would mean no limit."""
-    whole, micro = divmod(round(max(0.001, seconds) * 1e6), 1_000_000)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, micro))
 
 
 def _dropped(sock: socket.socket) -> bool:

@@ -22,6 +22,7 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
@@ -29,6 +30,7 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
+from tokenlake_server.certificates import CertificateFiles, Certificates
 from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
@@ -107,21 +109,24 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
+        certificates = _certificates(config)
         identity = PeerIdentity(
             config.node,
             incarnation,
             core.ring.epoch,
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
-            config.cluster_secret,
+            () if certificates else config.cluster_secret,
             config.cluster,
         )
         addresses = PeerAddresses(self.membership.members.addresses)
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
-        self.senders = BulkSender(identity, len(addresses), arena, self.driver)
+        self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
-        self.peers = PeerConnections(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
+        self.peers = PeerConnections(
+            identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
+        )
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
             if config.metrics
@@ -172,18 +177,18 @@ class Daemon:
             raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
         return self.query_engine.connect_engine(tenant, layout)
 
-    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes) -> None:
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         if self.query_engine is None:
             sock.close()
         else:
-            self.query_engine.adopt(sock, hello, rest)
+            self.query_engine.adopt(sock, hello, rest, keys)
 
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection that sent an event which the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
-            log.warning("an event was refused: %s", error)
+            log.warning("an event was refused: %s", error, extra={"kind": "refused"})
         else:
-            log.error("the rules failed on %s", type(event).__name__, exc_info=error)
+            log.error("the rules failed on %s", type(event).__name__, exc_info=error, extra={"kind": "failed"})
             error = ProtocolRefused("the daemon failed on this request; its log has the error")
         if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)
@@ -260,6 +265,15 @@ def _aliases(config: ServerConfig) -> dict[str, str]:
     if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
         return {}
     return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
+
+
+def _certificates(config: ServerConfig) -> Certificates | None:
+    if not config.certificate:
+        if config.unencrypted_beyond_loopback:
+            log.warning("connections with other nodes are not encrypted: 'unencrypted_beyond_loopback' is set")
+        return None
+    files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
+    return Certificates(files, config.cluster, config.node)
 
 
 def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:

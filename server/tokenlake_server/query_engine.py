@@ -18,6 +18,7 @@ from collections import Counter
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
@@ -111,14 +112,14 @@ class QueryEngine:
         self._engines[tenant] += 1
         return ours
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
-        handshake that were read already."""
+        handshake that were read already. `keys`: of its records; None if it is plain."""
         with sock:
             # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(hello.node), sock)
+                self._hand_over(supervision.PeerConnected(hello.node, keys), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:

@@ -6,17 +6,12 @@ import os
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenlake.errors import ProtocolRefused
-from tokenlake.wire.records import (
-    OVERHEAD_BYTES,
-    RECORD_BYTES,
-    RECORD_KEY_BYTES,
-    RecordReader,
-    RecordWriter,
-)
+from tokenlake.wire.fields import RECORD_KEY_BYTES
+from tokenlake.wire.records import OVERHEAD_BYTES, RECORD_BYTES, RecordReader, RecordWriter
 
 KEY = bytes(range(RECORD_KEY_BYTES))
 
@@ -38,24 +33,24 @@ def source(stream: bytes) -> Callable[[memoryview], None]:
 
 def sealed(pieces: Iterable[bytes], key: bytes = KEY) -> list[bytes]:
     writer = RecordWriter(key)
-    return [bytes(record) for piece in pieces for record in writer.sealed(piece)]
+    return [bytes(record) for piece in pieces for record in writer.sealed([piece])]
 
 
 def opened(stream: bytes, nbytes: int, key: bytes = KEY) -> bytes:
     target = memoryview(bytearray(nbytes))
-    RecordReader(key, source(stream)).into(target, bytearray())
+    RecordReader(key).into(target, source(stream), bytearray())
     return bytes(target)
 
 
 @given(st.lists(st.binary(max_size=300)), st.lists(st.integers(1, 400)))
 def test_reads_of_any_size_see_the_bytes_that_were_written(pieces: list[bytes], reads: list[int]) -> None:
     plain = b"".join(pieces)
-    reader = RecordReader(KEY, source(b"".join(sealed(pieces))))
+    reader, receive = RecordReader(KEY), source(b"".join(sealed(pieces)))
     buffer = bytearray()
     found = b""
     for size in [*reads, len(plain)]:
         target = memoryview(bytearray(min(size, len(plain) - len(found))))
-        reader.into(target, buffer)
+        reader.into(target, receive, buffer)
         found += bytes(target)
     assert found == plain
 
@@ -65,6 +60,19 @@ def test_long_bytes_take_several_records() -> None:
     records = sealed([plain])
     assert [len(record) - OVERHEAD_BYTES for record in records] == [RECORD_BYTES, RECORD_BYTES, 5]
     assert opened(b"".join(records), len(plain)) == plain
+
+
+@given(st.lists(st.sampled_from([0, 1, 100, (64 << 10) - 1, 64 << 10, RECORD_BYTES, RECORD_BYTES + 1]), max_size=20))
+@settings(max_examples=20, deadline=None)
+def test_buffers_of_any_size_are_joined_in_order(sizes: list[int]) -> None:
+    buffers = [bytes([at]) * size for at, size in enumerate(sizes)]
+    records = list(map(bytes, RecordWriter(KEY).sealed(buffers)))
+    assert opened(b"".join(records), sum(sizes)) == b"".join(buffers)
+    assert all(OVERHEAD_BYTES < len(record) <= RECORD_BYTES + OVERHEAD_BYTES for record in records)
+
+
+def test_short_buffers_share_a_record() -> None:
+    assert len(RecordWriter(KEY).sealed([b"frame", *[bytes(100)] * 50])) == 1
 
 
 def test_a_record_in_place() -> None:
@@ -101,7 +109,7 @@ def test_the_key_of_the_other_direction_opens_nothing() -> None:
 def test_a_length_out_of_bounds_is_refused_before_memory_is_taken(size: int) -> None:
     buffer = bytearray()
     with pytest.raises(ProtocolRefused, match=f"a record of {size} bytes"):
-        RecordReader(KEY, source(size.to_bytes(4, "little"))).into(memoryview(bytearray(8)), buffer)
+        RecordReader(KEY).into(memoryview(bytearray(8)), source(size.to_bytes(4, "little")), buffer)
     assert not buffer
 
 

@@ -45,7 +45,17 @@ from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["FETCHED", "MISSING", "BackgroundLimit", "CopiesOf", "LeaseReads", "OnArrival", "Transfers", "deadline_s"]
+__all__ = [
+    "FETCHED",
+    "MAX_DEADLINE_S",
+    "MISSING",
+    "BackgroundLimit",
+    "CopiesOf",
+    "LeaseReads",
+    "OnArrival",
+    "Transfers",
+    "deadline_s",
+]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 MISSING = Metric(
@@ -369,7 +379,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        self._context.emit(Note(f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"))
+        text = f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"
+        self._context.emit(Note(text, "fetch"))
 
     def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes

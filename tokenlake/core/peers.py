@@ -47,7 +47,7 @@ from tokenlake.vacancy import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 
-__all__ = ["Call", "OnReply", "Peer", "Peers", "Reply"]
+__all__ = ["LEAST_RATE", "Call", "OnReply", "Peer", "Peers", "Reply"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
@@ -297,7 +297,8 @@ class Peers:
             request = getattr(message, "request", "")
             if request:
                 sent = f"{type(message).__name__} to {peer.node}"
-                self._context.emit(Note(f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"))
+                text = f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"
+                self._context.emit(Note(text, "missed deadline"))
             on_reply(None)
 
         message = make(call)

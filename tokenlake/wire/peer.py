@@ -2,8 +2,9 @@
 
 The control connection carries all messages. A bulk connection carries the bytes of segments: `Pull` frames in one
 direction and, for each, a `Pulled` frame followed by raw bytes in the other. Both begin with the handshake `PeerHello`,
-`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. A request carries a `call`
-that its reply repeats.
+`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. Between nodes with
+certificates the control connection is encrypted, and bulk and query connections begin with `OpenConnection` and
+`PeerWelcome`. A request carries a `call` that its reply repeats.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenlake.wire.fields import (
     Name,
     Nonce,
     Proof,
+    RecordKey,
     RequestName,
     RetentionValue,
     Seconds,
@@ -30,11 +32,13 @@ from tokenlake.wire.fields import (
 
 __all__ = [
     "AdvertisingDone",
+    "ConnectionKey",
     "MarkInFlight",
     "ExplainMissing",
     "HANDSHAKE_BYTES",
     "MAX_FRAME",
     "Corrupt",
+    "DataPurpose",
     "Evicted",
     "Handshake",
     "EvictionStatistics",
@@ -42,6 +46,7 @@ __all__ = [
     "LookupReply",
     "Offer",
     "OfferReply",
+    "OpenConnection",
     "Owned",
     "PeerChallenge",
     "PeerHello",
@@ -62,6 +67,7 @@ __all__ = [
     "Touched",
     "ClearInFlight",
     "bulk_request_decoder",
+    "control_decoder",
     "handshake_decoder",
     "peer_decoder",
     "pulled_decoder",
@@ -78,6 +84,7 @@ HANDSHAKE_BYTES = 64 << 10
 PROBE_BYTES = 64 << 10
 """Bytes behind the answer to a `Pull` without keys."""
 
+DataPurpose = Literal["bulk", "query"]
 Purpose = Literal["control", "bulk", "query"]
 """Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
 (`tokenlake.wire.query`)."""
@@ -127,6 +134,23 @@ class PeerRefused(_Message, frozen=True, tag=3):
 
     kind: str
     reason: str
+
+
+class ConnectionKey(_Message, frozen=True, tag=60):
+    """On an encrypted control connection: the sender is about to open a connection, whose records have these keys. It
+    names the connection by `connection` in `OpenConnection`."""
+
+    connection: Nonce
+    purpose: DataPurpose
+    to_acceptor: RecordKey
+    to_dialler: RecordKey
+
+
+class OpenConnection(_Message, frozen=True, tag=61):
+    """First frame of a bulk or query connection whose keys were sent as `ConnectionKey`. Answered with `PeerWelcome`,
+    after which both directions carry records (`tokenlake.wire.records`), or with `PeerRefused`."""
+
+    connection: Nonce
 
 
 class Lookup(_Message, frozen=True, tag=4):
@@ -340,6 +364,14 @@ class Pulled(_Message, frozen=True, tag=21):
     in order."""
 
 
+MAX_KEYS = 1024
+"""Limit of the segments, and of the leases, in one message on a control connection: as many as an engine's match may
+have."""
+MAX_OFFERED = 128
+"""Limit of the segments in one `Offer`: as many as one write may have."""
+MAX_PULLED = 256
+"""Limit of the segments in one `Pull`: as many as an engine may fetch at once."""
+
 PeerMessage = (
     Lookup
     | LookupReply
@@ -363,7 +395,10 @@ PeerMessage = (
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-Handshake = PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
+control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey] = msgspec.msgpack.Decoder(
+    PeerMessage | ConnectionKey
+)
+Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)

@@ -11,22 +11,17 @@ still. This module does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = [
-    "OVERHEAD_BYTES",
-    "RECORD_BYTES",
-    "RECORD_KEY_BYTES",
-    "RecordReader",
-    "RecordWriter",
-]
+__all__ = ["LENGTH_BYTES", "OVERHEAD_BYTES", "RECORD_BYTES", "Receive", "RecordReader", "RecordWriter"]
 
-RECORD_KEY_BYTES = 16
+Receive = Callable[[memoryview], None]
+"""Fills its argument with the next bytes of a connection, or raises."""
 RECORD_BYTES = 1 << 20
 """Limit of the plain bytes of a record. A node closes a connection on which a longer one arrives."""
 LENGTH_BYTES = 4
@@ -34,6 +29,8 @@ TAG_BYTES = 16
 OVERHEAD_BYTES = LENGTH_BYTES + TAG_BYTES
 """Bytes of a record in addition to its plain bytes."""
 NONCE_BYTES = 12
+JOINED_BYTES = 64 << 10
+"""Buffers of fewer bytes are copied into a common record, since every record costs about 10 us."""
 
 
 class RecordWriter:
@@ -55,63 +52,81 @@ class RecordWriter:
         self._count += 1
         return record[:end]
 
-    def sealed(self, plain: bytes | memoryview) -> list[memoryview]:
-        """Encrypt any number of bytes into as many new records as are needed."""
-        view = memoryview(plain)
-        parts = [view[at : at + RECORD_BYTES] for at in range(0, len(view), RECORD_BYTES)]
-        return [self.seal(part, memoryview(bytearray(len(part) + OVERHEAD_BYTES))) for part in parts]
+    def sealed(self, buffers: Sequence[bytes | memoryview]) -> list[memoryview]:
+        """Encrypt these buffers, one behind the other, into as many new records as are needed."""
+        return [
+            self.seal(part, memoryview(bytearray(len(part) + OVERHEAD_BYTES)))
+            for joined in _joined(buffers)
+            for at in range(0, len(joined), RECORD_BYTES)
+            if (part := joined[at : at + RECORD_BYTES])
+        ]
+
+
+def _joined(buffers: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes in fewer buffers: short ones are joined."""
+    short: list[bytes | memoryview] = []
+    size = 0
+    for buffer in buffers:
+        if len(buffer) < JOINED_BYTES and size < RECORD_BYTES - JOINED_BYTES:
+            short.append(buffer)
+            size += len(buffer)
+            continue
+        yield memoryview(b"".join(short))
+        short, size = ([buffer], len(buffer)) if len(buffer) < JOINED_BYTES else ([], 0)
+        if not short:
+            yield memoryview(buffer)
+    yield memoryview(b"".join(short))
 
 
 class RecordReader:
     """Reads the records of one direction of a connection."""
 
-    def __init__(self, key: bytes, receive: Callable[[memoryview], None]) -> None:
-        """`key`: as that of the `RecordWriter` of the other side. `receive(view)` fills `view` with the next bytes of
-        the connection, or raises."""
+    def __init__(self, key: bytes) -> None:
+        """`key`: as that of the `RecordWriter` of the other side."""
         self._cipher = AESGCM(key)
-        self._receive = receive
         self._count = 0
         self._length = memoryview(bytearray(LENGTH_BYTES))
         self._rest = memoryview(b"")
         """Plain bytes of the last record that were not read yet."""
 
-    def into(self, target: memoryview, buffer: bytearray) -> None:
+    @property
+    def pending(self) -> bool:
+        """True while plain bytes of the last record were not read yet."""
+        return len(self._rest) > 0
+
+    def into(self, target: memoryview, receive: Receive, buffer: bytearray) -> None:
         """Fill `target`; see `some`."""
         filled = 0
         while filled < len(target):
-            filled += self.some(target[filled:], buffer)
+            filled += self.some(target[filled:], receive, buffer)
 
-    def some(self, target: memoryview, buffer: bytearray) -> int:
+    def some(self, target: memoryview, receive: Receive, buffer: bytearray) -> int:
         """Read at least one byte into `target`, at most up to the end of a record, and return the number. A record that
         fits into `target` is decrypted directly into it. `buffer` holds the encrypted bytes during the call; it grows
         up to the longest record. Raises `ProtocolRefused` for a record that is not the next one of the other side:
         `target` may then hold any bytes, and the connection must be closed."""
         if not self._rest:
-            size = self._next_length()
+            receive(self._length)
+            size = int.from_bytes(self._length, "little")
+            if not 0 < size <= RECORD_BYTES:
+                raise ProtocolRefused(f"a record of {size} bytes; expected 1 to {RECORD_BYTES}")
             if size <= len(target):
-                self._open(size, target[:size], buffer)
+                self._open(target[:size], receive, buffer)
                 return size
             rest = memoryview(bytearray(size))
-            self._open(size, rest, buffer)
+            self._open(rest, receive, buffer)
             self._rest = rest
         count = min(len(target), len(self._rest))
         target[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
 
-    def _next_length(self) -> int:
-        self._receive(self._length)
-        size = int.from_bytes(self._length, "little")
-        if not 0 < size <= RECORD_BYTES:
-            raise ProtocolRefused(f"a record of {size} bytes; expected 1 to {RECORD_BYTES}")
-        return size
-
-    def _open(self, size: int, target: memoryview, buffer: bytearray) -> None:
-        whole = size + TAG_BYTES
+    def _open(self, target: memoryview, receive: Receive, buffer: bytearray) -> None:
+        whole = len(target) + TAG_BYTES
         if len(buffer) < whole:
             buffer.extend(bytes(whole - len(buffer)))
         with memoryview(buffer) as view:
-            self._receive(view[:whole])
+            receive(view[:whole])
             try:
                 self._cipher.decrypt_into(_nonce(self._count), view[:whole], self._length, target)
             except InvalidTag:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.wire.fields import RecordKeys
+
 __all__ = [
     "DialSucceeded",
     "Dial",
@@ -54,6 +56,8 @@ class PeerConnected(_Message, frozen=True, tag=2):
     with the frame."""
 
     node: str
+    keys: RecordKeys | None = None
+    """The keys of its records; None: the connection is plain."""
 
 
 class DialSucceeded(_Message, frozen=True, tag=3):
@@ -62,6 +66,8 @@ class DialSucceeded(_Message, frozen=True, tag=3):
 
     node: str
     tenant: str
+    keys: RecordKeys | None = None
+    """The keys of its records; None: the connection is plain."""
 
 
 class DialFailed(_Message, frozen=True, tag=4):
