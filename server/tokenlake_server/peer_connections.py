@@ -507,6 +507,11 @@ class PeerConnections:
         if current is not None:
             current[0].send(pack_frame(message))
 
+    @property
+    def connected(self) -> list[str]:
+        """The names of the nodes with which this daemon has a control connection."""
+        return list(self._connections)
+
     async def close(self) -> None:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True

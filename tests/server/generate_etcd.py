@@ -9,6 +9,8 @@ from pathlib import Path
 
 SERVER = Path(__file__).parents[2] / "server"
 PROTO = "tokenlake_server/membership/etcd_subset.proto"
+TOOLS = "1.78.0"
+"""Version of grpcio-tools."""
 GENERATED = ("etcd_subset_pb2.py", "etcd_subset_pb2.pyi")
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -361,16 +361,18 @@ def test_lost_leases_and_compaction_change_no_ring(etcd: EtcdServers) -> None:
     asyncio.run(main())
 
 
+def post(servers: EtcdServers, path: str, body: Mapping[str, object]) -> Any:
+    """The reply of etcd's JSON gateway."""
+    request = urllib.request.Request(f"http://127.0.0.1:{servers.ports[0]}/v3/{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        return json.load(reply)
+
+
 async def compact(servers: EtcdServers) -> None:
     """Forget all former revisions."""
 
-    def post(path: str, body: dict[str, object]) -> Any:
-        request = urllib.request.Request(f"http://127.0.0.1:{servers.ports[0]}/v3/{path}", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=5) as reply:
-            return json.load(reply)
-
-    revision = (await asyncio.to_thread(post, "kv/range", {"key": "AA=="}))["header"]["revision"]
-    await asyncio.to_thread(post, "kv/compaction", {"revision": revision, "physical": True})
+    revision = (await asyncio.to_thread(post, servers, "kv/range", {"key": "AA=="}))["header"]["revision"]
+    await asyncio.to_thread(post, servers, "kv/compaction", {"revision": revision, "physical": True})
 
 
 @needs_etcd
@@ -386,6 +388,81 @@ def test_a_lost_record_is_written_again(etcd: EtcdServers) -> None:
                 assert a.record.epoch == former.epoch + 1
 
     asyncio.run(main())
+
+
+class Slow:
+    """Forwards to a port of this machine; every chunk of bytes comes `delay_s` later, in each direction."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._port, self._delay_s = port, delay_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Slow:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, inner_writer), (inner_reader, writer)):
+            self._writers.append(sink)
+            self._tasks.append(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await source.read(1 << 16):
+            loop.call_later(self._delay_s, sink.write, data)
+        loop.call_later(self._delay_s, sink.close)
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_slow_etcd_serves(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with Slow(etcd.ports[0], 0.3) as slow, node("a", slow.endpoint) as a, node("b", slow.endpoint) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            await until(lambda: bool(a.membership.members.addresses))
+            former = a.membership.members
+            await asyncio.sleep(2 * LEASE_S)
+            assert a.membership.members == former
+            assert not a.membership.state.problem
+            assert not a.membership.state.absent
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_users_of_etcd_are_authenticated() -> None:
+    async def main(servers: EtcdServers) -> None:
+        for path, body in (
+            ("auth/user/add", {"name": "root", "password": "r"}),
+            ("auth/role/add", {"name": "root"}),
+            ("auth/user/grant", {"user": "root", "role": "root"}),
+            ("auth/enable", {}),
+        ):
+            await asyncio.to_thread(post, servers, path, body)
+        async with node("a", servers.endpoints) as a:
+            await until(lambda: "user name is empty" in a.membership.state.problem)
+        wrong: dict[str, Any] = {"etcd_user": "root", "etcd_password": "other"}
+        async with node("a", servers.endpoints, **wrong) as a:
+            await until(lambda: "(user 'root')" in a.membership.state.problem)
+            assert "other" not in a.membership.state.problem
+        async with node("a", servers.endpoints, etcd_user="root", etcd_password="r") as a:
+            await until(lambda: a.membership.state.known)
+
+    with EtcdServers() as servers:
+        asyncio.run(main(servers))
 
 
 # -- bad input
