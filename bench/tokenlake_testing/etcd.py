@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import ssl
 import subprocess
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["EtcdServers", "etcd_version"]
+__all__ = ["EtcdServers", "TlsFiles", "etcd_version"]
 
 START_S = 30.0
 
@@ -28,11 +30,25 @@ def etcd_version() -> str | None:
     return text.partition("etcd Version: ")[2].partition("\n")[0]
 
 
+class TlsFiles(NamedTuple):
+    """Files in PEM."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+
+
 class EtcdServers:
     """The members of one etcd cluster. A context manager: starts them and waits until they have a leader, and ends them
     at the exit. Data outlive `kill` and `start`."""
 
-    def __init__(self, members: int = 1) -> None:
+    def __init__(self, members: int = 1, files: TlsFiles | None = None) -> None:
+        """`files`: with them clients must use TLS and show a certificate."""
+        self._files = files
+        self._context = None
+        if files is not None:
+            self._context = ssl.create_default_context(cafile=files.ca)
+            self._context.load_cert_chain(files.certificate, files.key)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-etcd-")
         self.ports = [reserve_port() for _ in range(members)]
         self._peer_ports = [reserve_port() for _ in range(members)]
@@ -58,7 +74,7 @@ class EtcdServers:
 
     def start(self, member: int) -> None:
         """Start one member."""
-        own, peer = f"http://127.0.0.1:{self.ports[member]}", f"http://127.0.0.1:{self._peer_ports[member]}"
+        own, peer = self._url(member), f"http://127.0.0.1:{self._peer_ports[member]}"
         cluster = ",".join(f"m{at}=http://127.0.0.1:{port}" for at, port in enumerate(self._peer_ports))
         flags = {
             "name": f"m{member}",
@@ -69,7 +85,12 @@ class EtcdServers:
             "initial-advertise-peer-urls": peer,
             "initial-cluster": cluster,
         }
+        if self._files is not None:
+            flags |= {"cert-file": str(self._files.certificate), "key-file": str(self._files.key)}
+            flags |= {"trusted-ca-file": str(self._files.ca)}
         command = ["etcd", *(word for name, value in flags.items() for word in (f"--{name}", value))]
+        if self._files is not None:
+            command.append("--client-cert-auth")
         with (Path(self._directory.name) / f"m{member}.log").open("ab") as log:
             self._processes[member] = start_child(command, stdout=log, stderr=log)
 
@@ -89,8 +110,11 @@ class EtcdServers:
         """The ends of the members' logs."""
         return "\n".join(path.read_text()[-1000:] for path in sorted(Path(self._directory.name).glob("*.log")))
 
+    def _url(self, member: int) -> str:
+        return f"http{'s' if self._files is not None else ''}://127.0.0.1:{self.ports[member]}"
+
     def _page(self, member: int, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[member]}{path}", timeout=1) as reply:
+        with urllib.request.urlopen(self._url(member) + path, timeout=1, context=self._context) as reply:
             return str(reply.read().decode())
 
     def kill(self, *members: int) -> None:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -16,12 +17,13 @@ import pytest
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
 from tokenlake.errors import MembershipRefused
 from tokenlake.ring_record import RingRecord
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.membership import Members, Membership, open_membership
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
 from tokenlake_server.membership.keeper import LEASE_S
 from tokenlake_server.membership.stored import change, decode_ring, encode_ring, node_key, prefix_of, ring_key
-from tokenlake_testing.etcd import EtcdServers, etcd_version
+from tokenlake_testing.etcd import EtcdServers, TlsFiles, etcd_version
 from tokenlake_testing.ports import reserve_port
 
 T = TypeVar("T")
@@ -462,6 +464,34 @@ def test_users_of_etcd_are_authenticated() -> None:
             await until(lambda: a.membership.state.known)
 
     with EtcdServers() as servers:
+        asyncio.run(main(servers))
+
+
+@needs_etcd
+@pytest.mark.live
+def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
+    init_ca(tmp_path, CLUSTER)
+    files = TlsFiles(*issue(tmp_path, "etcd", ("127.0.0.1",)), tmp_path / "ca.pem")
+    own = issue(tmp_path, "a", ("127.0.0.1",))
+    init_ca(tmp_path / "other", CLUSTER)
+    given: dict[str, Any] = {"etcd_ca": str(files.ca), "etcd_certificate": str(own[0]), "etcd_key": str(own[1])}
+
+    async def main(servers: EtcdServers) -> None:
+        async with node("a", servers.endpoints, **given) as a:
+            await until(lambda: a.membership.state.known)
+        wrong = given | {"etcd_ca": str(tmp_path / "other" / "ca.pem")}
+        for settings in (wrong, {}, {"etcd_ca": given["etcd_ca"]}):
+            async with node("b", servers.endpoints, **settings) as b:
+                await until(lambda b=b: servers.endpoints in b.membership.state.problem)  # type: ignore[misc]
+                assert not b.membership.state.known
+        missing = given | {"etcd_ca": str(tmp_path / "none.pem")}
+        async with node("b", servers.endpoints, **missing) as b:
+            await until(lambda: "'etcd_ca'" in b.membership.state.problem)
+            # The files are read again at each attempt.
+            (tmp_path / "none.pem").write_bytes(files.ca.read_bytes())
+            await until(lambda: b.membership.state.known)
+
+    with EtcdServers(files=files) as servers:
         asyncio.run(main(servers))
 
 
