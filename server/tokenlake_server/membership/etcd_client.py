@@ -7,9 +7,13 @@ package of etcd's API is needed. This is the only module that knows gRPC.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+# gRPC's core would write several lines to stderr for each refused connection. The errors of calls say as much.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio
