@@ -120,13 +120,13 @@ class Daemon:
             config.cluster,
         )
         addresses = PeerAddresses(self.membership.members.addresses)
-        self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
         self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
             identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
         )
+        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
             if config.metrics
@@ -135,7 +135,9 @@ class Daemon:
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
-        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
+        self.query_engine = (
+            QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
+        )
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
