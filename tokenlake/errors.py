@@ -11,7 +11,7 @@
     |   +-- CredentialRefused   no tenant has this uid or token, or a peer knows another secret
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
-    |   +-- RingRefused         two members have different rings
+    |   +-- RingRefused         a node of another cluster, or no member of this one
     +-- ConfigurationError      a setting is unknown or invalid; names field, value and what was expected
 
 A miss is not an error: the reply has a `Code` (`tokenlake.wire`) for each key.
@@ -72,7 +72,7 @@ class LimitReached(Refused):
 
 
 class RingRefused(Refused):
-    """Two nodes were configured with different members, weights or run lengths."""
+    """Two nodes belong to different clusters, or one of them is not a member of the cluster of the other."""
 
 
 class ConfigurationError(TokenLakeError):

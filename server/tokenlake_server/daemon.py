@@ -34,7 +34,7 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
-from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
+from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.started_threads import started_threads
@@ -103,14 +103,7 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
-        identity = PeerIdentity(
-            config.node,
-            incarnation,
-            core.ring.epoch,
-            ring_members(core.ring, rules.members),
-            tuple(core.ring.members),
-            config.cluster_secret,
-        )
+        identity = PeerIdentity(config.node, incarnation, config.cluster_secret)
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
         self.senders = BulkSender(identity, len(addresses), arena, self.driver)

@@ -5,14 +5,13 @@
     dialler                                        acceptor
        | PeerHello: name, incarnation, nonce ------>|
        |<------ PeerChallenge: the same, and a proof|
-       | PeerProof: ring, and a proof ------------->|
+       | PeerProof: cluster, and a proof ---------->|
        |<------ PeerWelcome, or PeerRefused         |
 
 A proof is blake2b, keyed with the secret, over all earlier messages of the handshake and the name of the proving side.
 It covers both nonces, so that a recorded handshake is not accepted again, and the purpose of the connection, so that
 the proof of a control connection does not open a bulk connection. The acceptor proves itself first. The dialler
-therefore sends its ring only to a node that knows the secret, and the acceptor describes its own ring only to such a
-node.
+therefore names its cluster only to a node that knows the secret, and the acceptor names its own only to such a node.
 
 This module does no I/O; nonces are passed in. The frames after the handshake are neither encrypted nor authenticated.
 """
@@ -29,8 +28,10 @@ from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import agree, peer
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 
-__all__ = ["NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof", "dialler_proof"]
+__all__ = ["DEFAULT_CLUSTER", "NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof", "dialler_proof"]
 
+DEFAULT_CLUSTER = "tokenlake"
+"""Name of a cluster whose nodes were given none."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
@@ -44,13 +45,10 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 
     node: str
     incarnation: int
-    epoch: int
-    members: tuple[str, ...]
-    """The members of the hash ring in the form that error texts show (`ring_members`)."""
-    names: tuple[str, ...]
-    """The names of the nodes on the hash ring."""
     secret: Secret = Secret()
     """The setting `cluster_secret`; empty where there is none."""
+    cluster: str = DEFAULT_CLUSTER
+    """The name of the cluster: nodes of clusters with different names refuse each other."""
 
 
 class Dialler:
@@ -77,9 +75,9 @@ class Dialler:
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
         self.incarnation = challenge.incarnation
-        ring = peer.PeerProof(self._identity.epoch, self._identity.members, bytes(PROOF_BYTES))
-        proof = dialler_proof(self._identity.secret, self.hello, challenge, ring)
-        return msgspec.structs.replace(ring, proof=proof)
+        unproven = peer.PeerProof(self._identity.cluster, bytes(PROOF_BYTES))
+        proof = dialler_proof(self._identity.secret, self.hello, challenge, unproven)
+        return msgspec.structs.replace(unproven, proof=proof)
 
 
 class Acceptor:
@@ -98,12 +96,12 @@ class Acceptor:
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
 
     def check(self, message: peer.PeerProof) -> None:
-        """Check the dialler's proof, then its ring. Raises `CredentialRefused`, whose text does not describe the ring,
-        or `RingRefused`, whose text names the difference."""
+        """Check the dialler's proof, then its cluster. Raises `CredentialRefused`, whose text does not name the cluster,
+        or `RingRefused`, whose text names the difference. The caller checks that the dialler is a member."""
         proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
         if not hmac.compare_digest(proof, message.proof):
             raise _not_proven(self.hello.node, self._identity)
-        _check_ring(self._identity, self.hello.node, message)
+        _check_cluster(self._identity, self.hello.node, message)
 
 
 def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
@@ -112,10 +110,10 @@ def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerCha
     return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
 
 
-def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, ring: peer.PeerProof) -> bytes:
-    """The dialler's proof, to be sent as the `proof` of `ring`: blake2b, keyed with the secret, over the messages of
-    the handshake."""
-    return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(ring, proof=bytes(PROOF_BYTES)))
+def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, proof: peer.PeerProof) -> bytes:
+    """The dialler's proof, to be sent in the field `proof` of `proof`: blake2b, keyed with the secret, over the
+    messages of the handshake."""
+    return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(proof, proof=bytes(PROOF_BYTES)))
 
 
 def _keyed(secret: bytes, side: bytes, *messages: msgspec.Struct) -> bytes:
@@ -130,14 +128,10 @@ def _not_proven(node: str, identity: PeerIdentity) -> CredentialRefused:
     )
 
 
-def _check_ring(identity: PeerIdentity, node: str, ring: peer.PeerProof) -> None:
+def _check_cluster(identity: PeerIdentity, node: str, proof: peer.PeerProof) -> None:
     if node == identity.node:
         raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
-    mine, theirs = ", ".join(identity.members), ", ".join(ring.members)
-    if ring.epoch != identity.epoch:
+    if proof.cluster != identity.cluster:
         raise RingRefused(
-            f"node '{node}' has another ring: its members are {theirs}; those of '{identity.node}' are {mine}. "
-            "Give all daemons the same 'peers' (with the same sizes)"
+            f"node '{node}' belongs to the cluster '{proof.cluster}', and '{identity.node}' to '{identity.cluster}'"
         )
-    if node not in identity.names:
-        raise RingRefused(f"node '{node}' is not one of the members {mine}")

@@ -20,7 +20,6 @@ from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
-from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import family
@@ -28,7 +27,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 
-__all__ = ["Adopt", "PeerConnections", "ring_members"]
+__all__ = ["Adopt", "PeerConnections"]
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +75,6 @@ class _Handshake:
         """The name of the other node: the one that was dialled, or the unproven name that the dialler gave; empty
         before its hello."""
         return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
-
-
-def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
-    """The ring's members as error texts show them: `name`, or `name/weight` where the setting 'peers' gives the node a
-    size."""
-    return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
 
 
 class PeerConnections:
@@ -248,7 +241,12 @@ class PeerConnections:
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """Complete the handshake of a connection whose dialling side has proven that it is a member of the ring."""
+        """Complete the handshake of a connection whose dialling side has proven that it belongs to the cluster."""
+        if hello.node not in self._addresses:
+            raise RingRefused(
+                f"node '{hello.node}' is not a member yet: the members that '{self._identity.node}' knows are "
+                f"{', '.join(sorted((self._identity.node, *self._addresses)))}"
+            )
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(

@@ -116,7 +116,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         pack_frame(peer.PeerHello(1, 1, "stranger", 1, "control", bytes(32))),
         pack_frame(peer.PeerHello(1, 1, "node1", 1, "bulk", bytes(32))),
         pack_frame(peer.PeerChallenge(1, "node1", 1, bytes(32), bytes(32))),
-        pack_frame(peer.PeerProof(1, ("node0", "node1"), bytes(32))),
+        pack_frame(peer.PeerProof("tokenlake", bytes(32))),
         pack_frame(peer.PeerWelcome()),
     ]
     return first, [pack_frame(message) for message in messages]

@@ -105,15 +105,15 @@ class PeerChallenge(_Message, frozen=True, tag=22):
 
 
 class PeerProof(_Message, frozen=True, tag=23):
-    """Answers `PeerChallenge`: the dialler's ring, which only a proven daemon learns, and the dialler's proof."""
+    """Answers `PeerChallenge`: the name of the dialler's cluster, which only a proven daemon learns, and the dialler's
+    proof."""
 
-    epoch: int
-    members: tuple[str, ...]
+    cluster: Name
     proof: Proof
 
 
 class PeerWelcome(_Message, frozen=True, tag=2):
-    """Answers `PeerProof`: the dialler's proof is right, and both have the same epoch."""
+    """Answers `PeerProof`: the dialler's proof is right, and it is a member of the acceptor's cluster."""
 
 
 class PeerRefused(_Message, frozen=True, tag=3):
