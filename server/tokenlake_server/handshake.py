@@ -96,7 +96,7 @@ class Acceptor:
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
 
     def check(self, message: peer.PeerProof) -> None:
-        """Check the dialler's proof, then its cluster. Raises `CredentialRefused`, whose text does not name the cluster,
+        """Check the dialler's proof, then its cluster. Raises `CredentialRefused`, whose text does not name it,
         or `RingRefused`, whose text names the difference. The caller checks that the dialler is a member."""
         proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
         if not hmac.compare_digest(proof, message.proof):
