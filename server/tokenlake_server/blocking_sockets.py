@@ -6,28 +6,21 @@ import ipaddress
 import secrets
 import socket
 
-from tokenlake.config import Address
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
-__all__ = ["family", "introduce", "read_frame", "receive_exactly", "size_buffer"]
+__all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
 """Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
 they are still in the processor's cache."""
 
 
-def family(address: Address) -> socket.AddressFamily:
-    """The address family of a configured address."""
-    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
-
-
 def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
     """Do the handshake with `node` on a connection that this node opened. Raises `TokenLakeError` when either side
     refuses, `OSError` when the connection ends or the socket's timeout passes."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
     sock.sendall(pack_frame(dialler.hello))
     challenge = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))

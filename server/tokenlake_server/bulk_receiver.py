@@ -16,11 +16,9 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
 
 import xxhash
 
-from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
@@ -30,9 +28,10 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import family, introduce, read_frame, receive_exactly, size_buffer
+from tokenlake_server.blocking_sockets import introduce, read_frame, receive_exactly, size_buffer
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 
 __all__ = ["RECEIVE_THREADS", "THREADS_PER_NODE", "BulkReceiver"]
 
@@ -110,9 +109,9 @@ class _Job:
 class BulkReceiver:
     """Receives segments from other nodes: carries out the rules' instructions `StartFetch` and `AbortFetch`."""
 
-    def __init__(self, identity: PeerIdentity, addresses: Mapping[str, Address], arena: Arena, driver: Driver) -> None:
+    def __init__(self, identity: PeerIdentity, addresses: PeerAddresses, arena: Arena, driver: Driver) -> None:
         self._identity = identity
-        self._addresses = dict(addresses)
+        self._addresses = addresses
         self._arena = arena
         self._driver = driver
         self._jobs: dict[int, _Job] = {}
@@ -255,14 +254,15 @@ class BulkReceiver:
         """An idle bulk connection to `node`, else a new one, made until the time `until`. The caller owns it, and an
         abort of `job` shuts it down."""
         idle = self._take_idle(node)
-        address = self._addresses[node]
-        sock = idle or socket.socket(family(address), socket.SOCK_STREAM)
+        endpoint = self._addresses.last(node)
+        sock = idle or socket.socket(endpoint.family, socket.SOCK_STREAM)
         try:
             # From here on an abort also ends the attempt to connect: it shuts the socket down.
             job.use(sock)
             if idle is None:
                 _limit(sock, until)
-                sock.connect(tuple(address))
+                set_tcp_options(sock)
+                sock.connect(endpoint.address)
                 _limit(sock, until)
                 size_buffer(sock, socket.SO_RCVBUF)
                 introduce(sock, self._identity, node, "bulk")

@@ -34,6 +34,7 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
@@ -104,7 +105,7 @@ class Daemon:
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
         identity = PeerIdentity(config.node, incarnation, config.cluster_secret)
-        addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
+        addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
         self.senders = BulkSender(identity, len(addresses), arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}

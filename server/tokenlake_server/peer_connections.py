@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tokenlake.config import Address
@@ -22,18 +24,19 @@ from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.blocking_sockets import family
 from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 
 __all__ = ["Adopt", "PeerConnections"]
 
 log = logging.getLogger(__name__)
 
-REDIAL_S = 0.1
-"""Seconds between two attempts to dial a peer. The pause is short, because peers are on the same machine, where an
-attempt without a listener fails at once and costs little."""
+REDIAL_S, LONGEST_REDIAL_S = 0.1, 1.0
+"""Seconds between the first two attempts to dial a peer, and the most seconds between two later ones. Each pause is
+twice as long as the one before, longer or shorter by up to a half at random, so that not all nodes dial a peer at the
+moment at which it comes back."""
 HANDSHAKE_S = 5.0
 """Seconds after which a connection between daemons is closed whose handshake is not complete."""
 MAX_HANDSHAKES = 128
@@ -85,20 +88,21 @@ class PeerConnections:
         self,
         identity: PeerIdentity,
         listen: Address,
-        peers: Mapping[str, Address],
+        addresses: PeerAddresses,
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
     ) -> None:
         """`adopt`: for each purpose of a connection but control, the function that takes such connections over."""
         self._identity = identity
-        self._addresses = dict(peers)
+        self._addresses = addresses
         self._driver = driver
         self._loop = loop
         self._adopters = adopt
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._resolving: set[asyncio.Task[None]] = set()
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
         self._closing = False
@@ -107,7 +111,7 @@ class PeerConnections:
         loop.add_reader(self._sock, self._accept)
         driver.carry_out(SendToPeer, self._say)
         driver.carry_out(Note, lambda note: log.warning("%s", note.text))
-        for name in self._addresses:
+        for name in addresses.names:
             self._dial_soon(name)
 
     # -- dialling
@@ -118,6 +122,7 @@ class PeerConnections:
 
     async def _dial(self, name: str) -> None:
         """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
+        pause_s = REDIAL_S
         try:
             while name not in self._connections and not self._closing:
                 try:
@@ -129,18 +134,19 @@ class PeerConnections:
                     # connected again.
                     log.exception("dialling %s failed", name)
                 if name not in self._connections:
-                    await asyncio.sleep(REDIAL_S)
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+                    pause_s = min(LONGEST_REDIAL_S, 2 * pause_s)
         finally:
             self._dialling.pop(name, None)
 
     async def _attempt(self, name: str) -> None:
         """Connect to the daemon of node `name` once and wait until the handshake has succeeded or failed. Raises
         OSError when there is no connection."""
-        address = self._addresses[name]
-        sock = socket.socket(family(address), socket.SOCK_STREAM)
+        endpoint = await self._addresses.resolve(name)
+        sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HANDSHAKE_S)
+            await asyncio.wait_for(self._loop.sock_connect(sock, endpoint.address), HANDSHAKE_S)
             if sock.getsockname() == sock.getpeername():
                 # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
                 raise ConnectionRefusedError
@@ -186,7 +192,7 @@ class PeerConnections:
     def _begin_handshake(
         self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
     ) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_tcp_options(sock)
 
         def closed(reason: str) -> None:
             gone = self._handshakes.pop(connection, None)
@@ -245,7 +251,7 @@ class PeerConnections:
         if hello.node not in self._addresses:
             raise RingRefused(
                 f"node '{hello.node}' is not a member yet: the members that '{self._identity.node}' knows are "
-                f"{', '.join(sorted((self._identity.node, *self._addresses)))}"
+                f"{', '.join(sorted((self._identity.node, *self._addresses.names)))}"
             )
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
@@ -258,11 +264,23 @@ class PeerConnections:
             # The reply could not be sent, and the failure closed the connection.
             return
         if hello.purpose == "control":
+            self._resolve_soon(hello.node)
             self._established(connection, hello.node, hello.incarnation)
         else:
             self._handshakes.pop(connection).timer.cancel()
             sock, rest = connection.detach()
             self._adopters[hello.purpose](sock, hello, rest)
+
+    def _resolve_soon(self, node: str) -> None:
+        """Resolve the address of a node that dialled this one, for the bulk and query connections to it."""
+
+        async def resolve() -> None:
+            with suppress(OSError):
+                await self._addresses.resolve(node)
+
+        task = self._loop.create_task(resolve())
+        self._resolving.add(task)
+        task.add_done_callback(self._resolving.discard)
 
     def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
@@ -339,18 +357,23 @@ class PeerConnections:
         self._closing = True
         self._loop.remove_reader(self._sock)
         self._sock.close()
-        for task in list(self._dialling.values()):
+        tasks = [*self._dialling.values(), *self._resolving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
             connection.close("the daemon stops")
 
 
 def _listen(address: Address) -> socket.socket:
-    sock = socket.socket(family(address), socket.SOCK_STREAM)
+    try:
+        family, _, _, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigurationError("listen", str(address), f"an address of this machine ({error.strerror})") from error
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(tuple(address))
+        sock.bind(resolved)
     except OSError as error:
         sock.close()
         raise ConfigurationError(

@@ -13,9 +13,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 
-from tokenlake.config import Address
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
@@ -23,6 +21,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 from tokenlake_server.started_threads import started_threads
 
 __all__ = ["QueryEngine"]
@@ -51,7 +50,7 @@ class QueryEngine:
         self,
         start: supervision.Start,
         identity: PeerIdentity,
-        addresses: Mapping[str, Address],
+        addresses: PeerAddresses,
         tenants: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -63,7 +62,7 @@ class QueryEngine:
                 raise ConfigurationError("query_engine", True, expected)
         self._start = start
         self._identity = identity
-        self._addresses = dict(addresses)
+        self._addresses = addresses
         self._loop = loop
         self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
@@ -197,7 +196,11 @@ class QueryEngine:
         """Open a connection to another node's query engine, for the queries of `tenant`, in a thread."""
         sock: socket.socket | None = None
         try:
-            sock = socket.create_connection(self._addresses[node], timeout=DIAL_S)
+            endpoint = self._addresses.last(node)
+            sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+            sock.settimeout(DIAL_S)
+            set_tcp_options(sock)
+            sock.connect(endpoint.address)
             introduce(sock, self._identity, node, "query")
             sock.settimeout(None)
         except (OSError, TokenLakeError) as error:

@@ -17,6 +17,7 @@ from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.wire import Code
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.peer_addresses import PeerAddresses
 
 FOREVER_S = 1000.0
 
@@ -67,7 +68,7 @@ def receiver(addresses: dict[str, Address]) -> Iterator[Rules]:
     rules: Any = Rules()
     arena: Any = None
     identity = PeerIdentity("here", 1)
-    made = BulkReceiver(identity, addresses, arena, rules)
+    made = BulkReceiver(identity, PeerAddresses(addresses), arena, rules)
     try:
         yield rules
     finally:

@@ -20,6 +20,7 @@ from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
 from tokenlake_server import query_engine as query_engine_module
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -64,7 +65,7 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()
         identity = PeerIdentity("a", 1)
-        query_engine = QueryEngine(Start("", "a", ""), identity, {}, 1, loop)
+        query_engine = QueryEngine(Start("", "a", ""), identity, PeerAddresses({}), 1, loop)
         assert await asyncio.to_thread(started.wait, LIMIT_S)
         await query_engine.close()
 

@@ -1,0 +1,121 @@
+"""The addresses of the other nodes, and the TCP options of connections with them.
+
+Host names are resolved off the control loop: when a node is dialled, and again in every attempt, so that a node that
+was restarted at another address is found. Threads that open further connections use the last address that answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tokenlake.config import Address
+
+__all__ = ["Endpoint", "PeerAddresses", "set_tcp_options"]
+
+RESOLVE_S = 5.0
+"""Seconds after which an attempt to resolve a host name fails; the resolver of the system may take longer."""
+IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
+"""A connection on which nothing arrives for `IDLE_S` seconds is probed every `INTERVAL_S` seconds, and closed after
+`PROBES` probes without an answer: a node that lost power frees its connections within about 11 s."""
+UNACKNOWLEDGED_S = 15.0
+"""Seconds after which a connection is closed that has bytes to send and whose other side acknowledges none of them."""
+
+
+class Endpoint(NamedTuple):
+    """A resolved address of a node."""
+
+    family: socket.AddressFamily
+    address: tuple[str | int | bytes, ...]
+    """In the form that `socket.connect` takes."""
+
+
+class PeerAddresses:
+    """The address of each other node. Changed on the control loop only; `names`, `configured` and `last` may be called
+    from any thread."""
+
+    def __init__(self, addresses: Mapping[str, Address]) -> None:
+        self._configured = dict(addresses)
+        self._endpoints: dict[str, list[Endpoint]] = {}
+        """The endpoints of each node as they were resolved last; the first one is dialled next."""
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._configured
+
+    def __len__(self) -> int:
+        return len(self._configured)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the other nodes."""
+        return tuple(self._configured)
+
+    def change(self, addresses: Mapping[str, Address]) -> None:
+        """Replace all addresses. Nodes whose address changed are resolved anew."""
+        kept = {name for name, address in addresses.items() if self._configured.get(name) == address}
+        self._endpoints = {name: found for name, found in self._endpoints.items() if name in kept}
+        self._configured = dict(addresses)
+
+    async def resolve(self, node: str) -> Endpoint:
+        """The endpoint to dial for a control connection. A host name with several addresses yields another one of them
+        in each attempt. Raises OSError if the name cannot be resolved, or the node has no address any more."""
+        if node not in self._configured:
+            raise OSError(f"node '{node}' has no address any more")
+        host, port = self._configured[node]
+        literal = _literal(host, port)
+        if literal is not None:
+            found = [literal]
+        else:
+            loop = asyncio.get_running_loop()
+            try:
+                answers = await asyncio.wait_for(
+                    loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP), RESOLVE_S
+                )
+            except TimeoutError:
+                raise OSError(f"the host name '{host}' was not resolved within {RESOLVE_S:.0f} s") from None
+            found = [Endpoint(family, address) for family, _, _, _, address in answers]
+        tried = self._endpoints.get(node, [])[:1]
+        self._endpoints[node] = [each for each in found if each not in tried] + [
+            each for each in found if each in tried
+        ]
+        return self._endpoints[node][0]
+
+    def last(self, node: str) -> Endpoint:
+        """The endpoint for a further connection with `node`: the one that was dialled last, or the address of the
+        configuration if it is no host name. Never blocks. Raises OSError if the name was not resolved yet, or the node
+        has no address any more."""
+        found = self._endpoints.get(node)
+        if found:
+            return found[0]
+        configured = self._configured.get(node)
+        literal = _literal(*configured) if configured is not None else None
+        if literal is None:
+            raise OSError(f"the address of node '{node}' ({configured or 'none'}) is not known yet")
+        return literal
+
+
+def _literal(host: str, port: int) -> Endpoint | None:
+    if host == "localhost":
+        return Endpoint(socket.AF_INET, ("127.0.0.1", port))
+    try:
+        version = ipaddress.ip_address(host.partition("%")[0]).version
+    except ValueError:
+        return None
+    if version == 4:
+        return Endpoint(socket.AF_INET, (host, port))
+    address, _, scope = host.partition("%")
+    return Endpoint(socket.AF_INET6, (address, port, 0, socket.if_nametoindex(scope) if scope else 0))
+
+
+def set_tcp_options(sock: socket.socket) -> None:
+    """Set the options of every connection between nodes: no delay of small messages, and an end of the connection when
+    the other machine is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1e3))

@@ -1,0 +1,91 @@
+"""Addresses of other nodes: literal ones, and host names that resolve anew."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tokenlake.config import Address
+from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
+
+
+def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None = None) -> Endpoint:
+    """Resolve once, on a loop whose resolver gives `answers` (IPv4) or fails."""
+
+    async def scene() -> Endpoint:
+        loop: Any = asyncio.get_running_loop()
+
+        async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+            if answers is None:
+                raise socket.gaierror(socket.EAI_NONAME, "not known")
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, port)) for answer in answers]
+
+        loop.getaddrinfo = getaddrinfo
+        return await addresses.resolve(node)
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [
+        ("10.0.0.7", Endpoint(socket.AF_INET, ("10.0.0.7", 7440))),
+        ("localhost", Endpoint(socket.AF_INET, ("127.0.0.1", 7440))),
+        ("fd00::7", Endpoint(socket.AF_INET6, ("fd00::7", 7440, 0, 0))),
+        ("fe80::1%lo", Endpoint(socket.AF_INET6, ("fe80::1", 7440, 0, socket.if_nametoindex("lo")))),
+    ],
+)
+def test_a_literal_address_needs_no_resolver(host: str, endpoint: Endpoint) -> None:
+    addresses = PeerAddresses({"b": Address(host, 7440)})
+    assert addresses.last("b") == endpoint
+    assert resolve(addresses, "b") == endpoint == addresses.last("b")
+
+
+def test_a_host_name_is_resolved_in_every_attempt() -> None:
+    addresses = PeerAddresses({"b": Address("b.pool", 7440)})
+    with pytest.raises(OSError, match=r"node 'b' \(b.pool:7440\) is not known yet"):
+        addresses.last("b")
+    with pytest.raises(OSError, match="not known"):
+        resolve(addresses, "b")
+    assert resolve(addresses, "b", ["10.0.0.1"]).address == ("10.0.0.1", 7440)
+    assert addresses.last("b").address == ("10.0.0.1", 7440)
+    assert resolve(addresses, "b", ["10.0.0.2"]).address == ("10.0.0.2", 7440)
+    assert addresses.last("b").address == ("10.0.0.2", 7440)
+
+
+def test_attempts_take_turns_over_the_addresses_of_a_name() -> None:
+    addresses = PeerAddresses({"b": Address("b.pool", 7440)})
+    dialled = [resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"]).address[0] for _ in range(4)]
+    assert dialled == ["10.0.0.1", "10.0.0.2"] * 2
+
+
+def test_nodes_come_move_and_leave() -> None:
+    addresses = PeerAddresses({"b": Address("b.pool", 1), "c": Address("10.0.0.3", 1)})
+    resolve(addresses, "b", ["10.0.0.1"])
+    addresses.change({"b": Address("b.pool", 2), "d": Address("10.0.0.4", 1)})
+    assert addresses.names == ("b", "d")
+    assert len(addresses) == 2
+    assert "c" not in addresses
+    with pytest.raises(OSError, match="not known yet"):
+        addresses.last("b")
+    with pytest.raises(OSError, match="node 'c'"):
+        addresses.last("c")
+    with pytest.raises(OSError, match="node 'c'"):
+        resolve(addresses, "c")
+
+
+def test_connections_end_when_the_other_machine_is_gone() -> None:
+    with socket.socket() as sock:
+        set_tcp_options(sock)
+        read = [
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+        ]
+    assert read == [1, 5, 2, 3, 15_000]
