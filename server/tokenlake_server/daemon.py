@@ -19,6 +19,7 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello, Purpose
@@ -59,12 +60,12 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
     """The configuration of the rules that follows from the settings. Without sizes in 'peers' all nodes have the same
     weight on the ring. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
     sized = any(peer.memory for peer in config.peers)
-    members = {config.node: config.memory if sized else 1}
-    members |= {peer.name: peer.memory or 1 for peer in config.peers}
+    weights = {config.node: config.memory if sized else 1}
+    weights |= {peer.name: peer.memory or 1 for peer in config.peers}
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
-        members=members,
+        ring=RingRecord.of(weights),
         regions=config.memory // config.region_size,
         region_bytes=config.region_size,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},

@@ -13,11 +13,12 @@ from tests.core.scenes import calm, copies, kinds, match, placed, store
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, directory_node, events, instructions
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
-MEMBERS = dict.fromkeys(("n0", "n1", "n2"), 1 << 16)
+MEMBERS = RingRecord.of(dict.fromkeys(("n0", "n1", "n2"), 1 << 16))
 SYNC_GRACE_S = 5.0
 
 

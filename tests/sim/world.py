@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
+from tokenlake.ring_record import RingRecord
 
 __all__ = ["World"]
 
@@ -46,8 +47,8 @@ class World:
     def config(self, name: str, incarnation: int) -> CoreConfig:
         """The configuration of one life of a node."""
         memory = self.regions * REGION_BYTES
-        members = dict.fromkeys(self._names, memory)
-        return CoreConfig(name, incarnation, members, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+        record = RingRecord.of(dict.fromkeys(self._names, memory))
+        return CoreConfig(name, incarnation, record, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
 
     def next_id(self) -> int:
         """An id that is never used twice in this cluster."""

@@ -16,6 +16,7 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
 from tokenlake.ring import Ring
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
@@ -45,9 +46,8 @@ class CoreConfig(RuleSettings, frozen=True):
 
     node: str
     incarnation: int
-    members: dict[str, int]
-    """Bytes of memory of every node of the cluster, this one included, by name of the node; the weights of the hash
-    ring."""
+    ring: RingRecord
+    """The members of the cluster when the rules of this node start."""
     regions: int
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
@@ -73,7 +73,7 @@ class Context:
         self.config = config
         self.node = NodeId(config.node)
         self.incarnation = Incarnation(config.incarnation)
-        self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()})
+        self.ring = Ring(config.ring)
         self.counters = Counters()
         self.removals = RemovalLog()
         self.store = SegmentStore(
