@@ -60,14 +60,14 @@ class Ring:
         firsts, others = self._locate(keys)
         return list(zip(self._names[firsts].tolist(), self._names[others].tolist(), strict=True))
 
-    def moved(self, former: Ring, keys: bytes) -> list[bool]:
-        """Returns, for each of the concatenated 32-byte `keys`, whether the ring `former` names another directory node
-        than this one."""
+    def moved(self, previous: Ring, keys: bytes) -> list[bool]:
+        """Returns, for each of the concatenated 32-byte `keys`, whether the ring `previous` names another directory
+        node than this one."""
         if len(keys) <= FEW * KEY_BYTES:
-            pairs = zip(self.candidates(keys), former.candidates(keys), strict=True)
+            pairs = zip(self.candidates(keys), previous.candidates(keys), strict=True)
             return [now[0] != before[0] for now, before in pairs]
         hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, 0].astype(np.uint64)
-        moved: list[bool] = (self._first(hashes) != former._first(hashes)).tolist()
+        moved: list[bool] = (self._first(hashes) != previous._first(hashes)).tolist()
         return moved
 
     def _first(self, hashes: NDArray[np.uint64]) -> NDArray[np.object_]:

@@ -43,12 +43,16 @@ class BulkSender:
 
     def __init__(self, identity: PeerIdentity, peers: int, arena: Arena, driver: Driver) -> None:
         self._identity = identity
-        self._limit = max(1, peers) * CONNECTIONS_PER_PEER
+        self.set_peers(peers)
         self._arena = arena
         self._driver = driver
         self._streams: dict[int, tuple[socket.socket, queue.SimpleQueue[SendBulk | None], threading.Thread]] = {}
         self._last = 0
         driver.carry_out(SendBulk, self._hand_over)
+
+    def set_peers(self, peers: int) -> None:
+        """Follow a change of the number of other nodes, which limits the connections."""
+        self._limit = max(1, peers) * CONNECTIONS_PER_PEER
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
         """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that

@@ -9,14 +9,14 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import GOSSIP_S
+from tokenlake.core.context import GOSSIP_S, ring_of
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import ReplaceRegion, Stamp
+from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.ring_record import RingRecord
@@ -105,6 +105,14 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
+        self.on_read_ring: Callable[[], None] = lambda: None
+        """Called when another node knows a newer ring record, or is no member that this node knows: the membership is
+        to be read soon. It may be called many times a second."""
+        self.on_drained: Callable[[], None] = lambda: None
+        """Called when this node, which drains, has handed over its segments, or its time for that is over."""
+        self.driver.carry_out(ReadRing, lambda order: self.on_read_ring())
+        self.driver.carry_out(Drained, lambda order: self.on_drained())
+        self._changing_ring = asyncio.Lock()
         identity = PeerIdentity(config.node, incarnation, config.cluster_secret)
         addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
@@ -112,6 +120,7 @@ class Daemon:
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
+        self.peers.on_stranger = lambda node: self.on_read_ring()
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
         )
@@ -149,6 +158,19 @@ class Daemon:
         learned = self._state.load() if self._state is not None else None
         if learned is not None:
             self.driver.handle(events.StatisticsLoaded(learned))
+
+    async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
+        """Follow a ring record of the membership, with the address of each member: the rules first, then the
+        connections. A record that is not newer than that of the rules changes the addresses of its members only."""
+        node = self.driver.core.config.node
+        async with self._changing_ring:
+            # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
+            await asyncio.to_thread(ring_of, record, NodeId(node))
+            self.driver.handle(events.RingChanged(record))
+            members = self.driver.core.record.members
+            others = (name for name in addresses if name in members and name != node and node in members)
+            self.peers.set_peers({name: addresses[name] for name in others})
+            self.senders.set_peers(len(members))
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""

@@ -105,6 +105,9 @@ class PeerConnections:
         self._resolving: set[asyncio.Task[None]] = set()
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
+        self.on_stranger: Callable[[str], None] = lambda node: None
+        """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
+        knows: the membership may have a newer record."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -113,6 +116,17 @@ class PeerConnections:
         driver.carry_out(Note, lambda note: log.warning("%s", note.text))
         for name in addresses.names:
             self._dial_soon(name)
+
+    def set_peers(self, addresses: Mapping[str, Address]) -> None:
+        """Follow a change of the other nodes, after the rules have: dial those that came, end the connections with
+        those that left, and use the new addresses from the next attempt on. The bulk and query connections share the
+        addresses."""
+        self._addresses.change(addresses)
+        for name in [name for name in self._connections if name not in self._addresses]:
+            self._drop(name, "it is not a member any more")
+        for name in self._addresses.names:
+            if name not in self._connections:
+                self._dial_soon(name)
 
     # -- dialling
 
@@ -124,7 +138,7 @@ class PeerConnections:
         """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
         pause_s = REDIAL_S
         try:
-            while name not in self._connections and not self._closing:
+            while name in self._addresses and name not in self._connections and not self._closing:
                 try:
                     await self._attempt(name)
                 except OSError:
@@ -234,7 +248,7 @@ class PeerConnections:
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
                     assert handshake.dialled is not None
                     self._established(connection, handshake.dialled, incarnation)
-                    if handshake.ended is not None:
+                    if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
                     raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
@@ -249,6 +263,7 @@ class PeerConnections:
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
         """Complete the handshake of a connection whose dialling side has proven that it belongs to the cluster."""
         if hello.node not in self._addresses:
+            self.on_stranger(hello.node)
             raise RingRefused(
                 f"node '{hello.node}' is not a member yet: the members that '{self._identity.node}' knows are "
                 f"{', '.join(sorted((self._identity.node, *self._addresses.names)))}"
@@ -301,6 +316,9 @@ class PeerConnections:
     # -- established
 
     def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+        if node not in self._addresses:
+            connection.close("it is not a member any more")
+            return
         self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
@@ -330,6 +348,9 @@ class PeerConnections:
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
+        if node not in self._addresses:
+            # The rules have dropped this member already.
+            return
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)
 

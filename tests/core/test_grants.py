@@ -31,7 +31,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 4096 + 8 * SLOT_BYTES))
-        peers = Peers(self.context, *3 * [lambda peer_: None])
+        peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
         self.withdrawn: list[SegmentKey] = []
         touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)

@@ -130,7 +130,7 @@ def test_malformed_statistics_of_another_node_are_not_used() -> None:
 
 def test_every_peer_is_sent_every_pool() -> None:
     context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 4096 + 8 * SLOT_BYTES))
-    peers = Peers(context, *3 * [lambda peer_: None])
+    peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
     context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
     sent: dict[str, set[str]] = {"b": set(), "c": set()}

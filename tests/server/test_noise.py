@@ -106,7 +106,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Pull("default", keys),
         peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
         peer.Redundant("default", keys, ("nobody",)),
-        peer.Evicted("default", keys[:31], "nobody"),
+        peer.Evicted("default", keys[:31]),
         peer.Corrupt("default", keys[:31]),
         peer.Corrupt("default", keys),
         peer.Touched("nobody", keys),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
 
@@ -126,6 +127,13 @@ class SlotChecked(_Event, frozen=True, tag=14):
     right: bool
 
 
+class RingChanged(_Event, frozen=True, tag=15):
+    """The membership has a record of the members. A record that is not newer than the one of the rules changes
+    nothing."""
+
+    record: RingRecord
+
+
 class Tick(_Event, frozen=True, tag=11):
     """The time that `NodeCore.next_wake` named has come: the rules call the timers that are due."""
 
@@ -143,6 +151,7 @@ Event = (
     | SlotChecked
     | RegionReady
     | StatisticsLoaded
+    | RingChanged
     | ExplainRequested
     | Tick
 )

@@ -160,6 +160,7 @@ _SAID: dict[type, Callable[[Any], None]] = {
     peer.Owned: _keys,
     peer.Redundant: _redundant,
     peer.Evicted: _keys,
+    peer.Unfound: _keys,
     peer.Corrupt: _keys,
     peer.ExplainMissing: _keys,
     peer.EvictionStatistics: _nothing,

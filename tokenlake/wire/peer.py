@@ -14,6 +14,7 @@ import msgspec
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
+    NO_RING,
     Amount,
     Index,
     Name,
@@ -21,6 +22,7 @@ from tokenlake.wire.fields import (
     Proof,
     RequestName,
     RetentionValue,
+    RingVersion,
     Seconds,
     Shards,
     Share,
@@ -59,6 +61,7 @@ __all__ = [
     "RenewLease",
     "ExplainMissingReply",
     "Touched",
+    "Unfound",
     "ClearInFlight",
     "bulk_request_decoder",
     "handshake_decoder",
@@ -135,6 +138,8 @@ class Lookup(_Message, frozen=True, tag=4):
     """Above 0: each key answered with MISSING gets an in-flight marker that names the caller, for so long."""
     may_defer: bool = False
     """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
@@ -144,7 +149,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     call: int
     lease: int
     codes: bytes
-    nodes: tuple[str, ...]
+    nodes: tuple[Name, ...]
     """The owner of each segment whose code is ELSEWHERE, in the order of the keys."""
     vacancy: tuple[Share, Seconds, RetentionValue]
     """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
@@ -156,9 +161,11 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The record of the request that last accessed the deepest segment that `known_depth` counts."""
     last_access_age_s: Seconds = 0.0
     """Seconds from the last access of that segment to the sending of this reply."""
-    redirect: str = ""
+    redirect: Name = ""
     """A node that was recently sent the leased segments and that the caller should ask first (fan-out limit). Empty:
     none."""
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
@@ -218,7 +225,7 @@ class Owned(_Message, frozen=True, tag=13):
 
     tenant: str
     keys: bytes
-    previous: str = ""
+    previous: Name = ""
     """The owner that handed the segments over, whose entries in the directory are replaced; empty: none."""
 
 
@@ -228,22 +235,31 @@ class Redundant(_Message, frozen=True, tag=14):
 
     tenant: str
     keys: bytes
-    nodes: tuple[str, ...]
+    nodes: tuple[Name, ...]
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """`node` does not have these segments. Sent to their directory node by `node`, or by a reader that did not find
-    them there; and to a node that reported reads of its copies, by the node that it took for their owner."""
+    """The sender does not have these segments. Sent to their directory node; and to a node that reported reads of its
+    copies, by the node that it took for their owner."""
 
     tenant: str
     keys: bytes
-    node: Name
     rule: Name = ""
-    """The rule by which the segments left `node`; empty: not known."""
+    """The rule by which the segments left the sender; empty: not known."""
     last_access: AccessRecord = NO_ACCESS
     """The record of the request that last accessed the segments; the directory node remembers it."""
     last_access_age_s: Seconds = 0.0
     """Seconds from the last access of the segments to the sending of this message."""
+
+
+class Unfound(_Message, frozen=True, tag=49):
+    """`node`, the owner of these segments according to their directory node, has no copy of them. Sent to the directory
+    node by a reader, and passed on to `node`, which answers with `Evicted` for those that it does not have: a claim
+    about another node changes nothing by itself."""
+
+    tenant: str
+    keys: bytes
+    node: Name
 
 
 class Corrupt(_Message, frozen=True, tag=48):
@@ -293,7 +309,11 @@ class Touched(_Message, frozen=True, tag=16):
 
 
 class AdvertisingDone(_Message, frozen=True, tag=17):
-    """The sender has told this incarnation of the receiver all segments that it owns and that hash to the receiver."""
+    """The sender has told this incarnation of the receiver all segments that it owns and that hash to the receiver
+    on the sender's ring."""
+
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Ping(_Message, frozen=True, tag=18):
@@ -302,6 +322,8 @@ class Ping(_Message, frozen=True, tag=18):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Pong(_Message, frozen=True, tag=19):
@@ -310,6 +332,8 @@ class Pong(_Message, frozen=True, tag=19):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Pull(_Message, frozen=True, tag=20):
@@ -344,6 +368,7 @@ PeerMessage = (
     | Owned
     | Redundant
     | Evicted
+    | Unfound
     | Corrupt
     | ExplainMissing
     | EvictionStatistics
