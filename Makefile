@@ -28,8 +28,9 @@ VLLM_TESTS := tests/engines/vllm
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
+# Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
 test: install-dev install-engines lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
 test-vllm: install-vllm

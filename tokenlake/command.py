@@ -17,6 +17,7 @@ SUMMARIES = {
     "serve": "run the daemon of this node",
     "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
     "config": "show each setting, its value and where it came from",
+    "ca": "make a certificate authority, and certificates of nodes",
     "explain": "show how many tokens of one request the pool had, and why the others were missed",
     "demo": "run three daemons and two engines on this machine, with and without the pool",
     "bench": "measure the pool on a workload",

@@ -8,7 +8,8 @@
     |   +-- ListenerUntrusted   another user listens at the daemon's socket, or could
     +-- Refused                 the other side refused the request
     |   +-- LayoutRefused       the layout is unknown, unsupported or another one
-    |   +-- CredentialRefused   no tenant has this uid or token, or a peer knows another secret
+    |   +-- CredentialRefused   no tenant has this uid or token, or a peer has another secret or no valid certificate
+    |   +-- ClusterRefused      a peer belongs to another cluster
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
     |   +-- RingRefused         a node of another cluster, or no member of this one
@@ -20,6 +21,7 @@ A miss is not an error: the reply has a `Code` (`tokenlake.wire`) for each key.
 from __future__ import annotations
 
 __all__ = [
+    "ClusterRefused",
     "ConfigurationError",
     "CredentialRefused",
     "DeadlinePassed",
@@ -60,7 +62,12 @@ class LayoutRefused(Refused):
 
 
 class CredentialRefused(Refused):
-    """The caller's uid or token maps to no tenant, or a daemon did not prove that it knows the cluster secret."""
+    """The caller's uid or token maps to no tenant, or a daemon did not prove that it knows the cluster secret, or its
+    certificate is not valid or names another node."""
+
+
+class ClusterRefused(Refused):
+    """Two nodes have different values of the setting 'cluster'."""
 
 
 class ProtocolRefused(Refused):

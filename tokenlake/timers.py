@@ -65,6 +65,15 @@ class Timers:
         """Number of timers that are set and not cancelled."""
         return len(self._heap) - self._cancelled
 
+    def fire_next(self, now: float) -> None:
+        """Call the callback of the earliest timer if its deadline is at most `now`."""
+        deadline = self.next()
+        if deadline is not None and deadline <= now:
+            timer = heapq.heappop(self._heap)[2]
+            callback, timer.callback = timer.callback, None
+            assert callback is not None
+            callback()
+
     def fire(self, now: float) -> None:
         """Call the callbacks of all timers whose deadline is at most `now`. A timer that such a callback sets waits for
         the next `fire`, even if it is due already."""

@@ -259,7 +259,8 @@ def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
 
 
 def _session(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> list[SessionRequest]:
-    """The requests of the session on one line of the file; none if the session is a copy. Raises TraceError."""
+    """The requests of the session that one line of the file records; none if the line is marked as a copy of another
+    session. Raises TraceError."""
     try:
         line = decoder.decode(text)
         if line.block_size != BLOCK_TOKENS:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenlake.errors import TokenLakeError, Unreachable
@@ -18,9 +18,10 @@ from tokenlake.layout import Layout
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
+from tokenlake_testing.network import Network, in_namespace
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["SERVER", "Cluster", "Node", "parse_metrics"]
+__all__ = ["SERVER", "Cluster", "Node", "node_names", "parse_metrics"]
 
 SERVER = "tokenlake_server"
 START_S = 60.0
@@ -32,10 +33,19 @@ STOP_S = 15.0
 class Node:
     """One daemon process. After `kill` it can `start` again under the same name and addresses."""
 
-    def __init__(self, name: str, directory: Path, settings: Mapping[str, str], module: str = SERVER) -> None:
-        """`settings`: flags of the daemon by name. `module`: the Python module that runs as the daemon."""
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        settings: Mapping[str, str],
+        module: str = SERVER,
+        namespace: str | None = None,
+    ) -> None:
+        """`settings`: flags of the daemon by name. `module`: the Python module that runs as the daemon. `namespace`:
+        the network namespace in which it runs; None for that of this process."""
         self.name = name
         self._module = module
+        self._namespace = namespace
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
         self.metrics_port = reserve_port()
@@ -55,13 +65,16 @@ class Node:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = start_child(
-                [sys.executable, "-m", module or self._module, *flags],
+                [*self._enter(), sys.executable, "-m", module or self._module, *flags],
                 stdout=log,
                 stderr=log,
                 env=environment,
                 # Ctrl-C in a terminal must not end the daemon, because the command that started it may still need it.
                 start_new_session=True,
             )
+
+    def _enter(self) -> Sequence[str]:
+        return () if self._namespace is None else ("ip", "netns", "exec", self._namespace)
 
     def kill(self) -> None:
         """Kill the daemon with SIGKILL, and wait until the process has ended."""
@@ -79,13 +92,18 @@ class Node:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the daemon, if it was started; `stop` waits for its end."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+                self.process.terminate()
+
     def stop(self) -> int:
         """End the daemon with SIGTERM. Returns the exit status; a process that does not end in time is killed."""
         if self.process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
+        self.terminate()
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -99,12 +117,21 @@ class Node:
 
     def page(self, path: str) -> str:
         """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
-            return str(answer.read().decode())
+
+        def read() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+
+        return read() if self._namespace is None else in_namespace(self._namespace, read)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of the daemon: 'name{label="value",...}' to value."""
         return parse_metrics(self.page("/metrics"))
+
+
+def node_names(count: int) -> list[str]:
+    """The names of the nodes of a `Cluster`; its `Network` has the same."""
+    return [f"node{number}" for number in range(count)]
 
 
 class Cluster:
@@ -118,16 +145,18 @@ class Cluster:
         region_size: str,
         via: Mapping[tuple[str, str], int] | None = None,
         module: str = SERVER,
+        network: Network | None = None,
         /,
         **settings: str,
     ) -> None:
         """`via`: by (node, other), the port at which `node` reaches `other`; without an entry the port of `other`
-        itself (`ports`). `module`: see `Node`. `settings`: further flags of every daemon, with underscores."""
+        itself (`ports`). `module`: see `Node`. `network`: the network of the nodes (`node_names`); None for the
+        loopback of this process. `settings`: further flags of every daemon, with underscores."""
         self.deadlines = DEFAULT_DEADLINES
         """Deadlines with which the clients that `connect` opens make their calls."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        self.ports = {f"node{number}": reserve_port() for number in range(nodes)}
+        self.ports = {name: reserve_port() for name in node_names(nodes)}
         """The port at which the daemon of each node listens, by name of the node."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
@@ -138,9 +167,11 @@ class Cluster:
                 if via is None
                 else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
             )
-            peers = ",".join(f"{other}=127.0.0.1:{port}" for other, port in reached.items())
-            settings_of_node = {"peers": peers, **common, "listen": f"127.0.0.1:{own}"}
-            self.nodes.append(Node(node, self.directory, settings_of_node, module))
+            hosts = {name: "127.0.0.1" if network is None else network.address(name) for name in self.ports}
+            peers = ",".join(f"{other}={hosts[other]}:{port}" for other, port in reached.items())
+            settings_of_node = {"peers": peers, **common, "listen": f"{hosts[node]}:{own}"}
+            namespace = None if network is None else network.namespace(node)
+            self.nodes.append(Node(node, self.directory, settings_of_node, module, namespace))
 
     def __enter__(self) -> Cluster:
         try:
@@ -194,7 +225,9 @@ class Cluster:
         return total
 
     def close(self) -> None:
-        """End all daemons of the cluster and remove their files."""
+        """End all daemons of the cluster at once, and remove their files."""
+        for node in self.nodes:
+            node.terminate()
         for node in self.nodes:
             with contextlib.suppress(TokenLakeError):
                 node.stop()

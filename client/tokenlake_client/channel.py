@@ -3,6 +3,9 @@
 There is no reader thread: of the callers that wait, one reads the socket and delivers the other callers' replies too
 (leader and followers), so that a call costs two system calls and no wake-up of another thread.
 
+Sends never block: bytes that the socket does not take are kept, up to a limit, and sent by later calls and by the
+callers that wait.
+
 A call that misses its deadline makes the daemon overdue (`tokenlake.liveness`): further calls fail at once until the
 daemon sends something. The late reply may still grant a lease or a write, which no caller holds: `orphans` keeps such
 replies until `tokenlake_client.grants` has given back the lease or the write.
@@ -39,6 +42,9 @@ READ_BYTES = 64 << 10
 costs more than the read."""
 MAX_FRAME = 16 << 20
 """Limit of the bytes of a reply from the daemon. The daemon's limit for requests is in its `Welcome`."""
+UNSENT_BYTES = 4 << 20
+"""While more bytes than this wait until the daemon reads its socket, further messages are refused. The matches of a
+scheduler for 100 long prompts fit (32 KiB each)."""
 
 
 class Pending:
@@ -75,7 +81,7 @@ class Channel:
         connection is broken, from the thread that notices it."""
         self.path = path
         self._sock = sock
-        self._sock.settimeout(deadlines.send_s)
+        self._sock.setblocking(False)
         self._wakeup_s = deadlines.wakeup_s
         self._on_end = on_end
         self._ids = itertools.count(1)
@@ -85,6 +91,8 @@ class Channel:
         self._changed = threading.Condition()
         self._reading = False
         self._sending = threading.Lock()
+        """Guards `_unsent`, and is held while the socket is written or closed."""
+        self._unsent = bytearray()
         self._broken: TokenLakeError | None = None
         self._process = os.getpid()
         self._liveness = Liveness()
@@ -95,6 +103,8 @@ class Channel:
         """Replies of the daemon that arrived after their caller gave up."""
         self.timeouts = 0
         """The number of calls to the daemon that missed their deadline."""
+        self.refused_messages = 0
+        """The number of messages that were not sent because the daemon had not read `UNSENT_BYTES` of earlier ones."""
 
     @property
     def broken(self) -> bool:
@@ -117,7 +127,8 @@ class Channel:
         return self.wait(pending, deadline_s)
 
     def begin(self, make: Callable[[int], EngineRequest]) -> Pending:
-        """Send the request `make(id)`, as `call` does, without waiting: `wait` or `poll` return its reply."""
+        """Send the request `make(id)`, as `call` does, without waiting: `wait` or `poll` return its reply. Never waits.
+        Raises `DeadlinePassed` while the daemon does not read."""
         self._check()
         return self._begin(make)
 
@@ -125,7 +136,13 @@ class Channel:
         """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. Any reply ends that
         the daemon is overdue; the one that is outstanding may never come
         (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
-        pending = self._begin(make)
+        try:
+            pending = self._begin(make)
+        except DeadlinePassed:
+            # No further byte can wait to be sent: send those that do, if the daemon reads again.
+            if self._start_reading(None, wait_s):
+                self._read_until(None, time.monotonic() + wait_s)
+            return
         if self.poll(pending, wait_s) is None:
             self.drop(pending)
 
@@ -138,9 +155,22 @@ class Channel:
         return pending
 
     def tell(self, message: EngineRequest) -> None:
-        """Send the daemon a message that has no reply."""
+        """Send the daemon a message that has no reply. Never waits. Raises `DeadlinePassed` while the daemon does not
+        read; the message is not sent then."""
         self._check()
         self._send(message)
+
+    @property
+    def unsent(self) -> bool:
+        """True while bytes of earlier messages wait until the daemon reads; `flush` sends them then."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Send the bytes that wait, as far as the socket takes them. Never waits, never raises."""
+        with self._sending:
+            error = self._send_unsent()
+        if error is not None:
+            self._send_failed(error)
 
     def wait(self, pending: Pending, deadline_s: float) -> EngineReply:
         """Wait for the reply and return it. Raises `DeadlinePassed` after `deadline_s`, and the errors of `call`; a
@@ -186,19 +216,42 @@ class Channel:
             raise LimitReached(
                 f"a request of {len(frame) - HEADER_BYTES} bytes; the daemon's 'max_frame' is {self.max_frame}"
             )
+        error = None
         with self._sending:
-            try:
-                self._sock.sendall(frame)
-            except OSError as error:
-                # The send failed. Read the replies that have arrived before the connection ends: a daemon that closes
-                # it sends the reason first.
-                if self._start_reading(None, 0.0):
-                    self._read_until(None, 0.0)
-                # The send has failed and may have sent a part of the frame, so the daemon could not find the next frame
-                # in the stream: the connection ends.
-                self._break(Unreachable(f"the daemon at {self.path} does not read: {error}"))
+            if len(self._unsent) > UNSENT_BYTES:
+                error = self._send_unsent()
+            accepted = len(self._unsent) <= UNSENT_BYTES
+            if accepted and error is None:
+                self._unsent += frame
+                error = self._send_unsent()
+        if error is not None:
+            self._send_failed(error)
+        elif not accepted:
+            self.refused_messages += 1
+            if pending is not None:
+                self.drop(pending)
+            raise DeadlinePassed(f"the daemon at {self.path} has not read the last {UNSENT_BYTES} bytes")
         if self._broken is not None and pending is None:
             raise Unreachable(str(self._broken))
+
+    def _send_unsent(self) -> OSError | None:
+        """Send bytes of `_unsent` as far as the socket takes them. The caller holds `_sending`. Returns the error of
+        the socket."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            return error
+        return None
+
+    def _send_failed(self, error: OSError) -> None:
+        # Read the replies that have arrived before the connection ends: a daemon that closes it sends the reason first.
+        if self._start_reading(None, 0.0):
+            self._read_until(None, 0.0)
+        # The daemon could not find the next frame in the stream, in which a part of this one may be missing.
+        self._break(Unreachable(f"the connection to the daemon at {self.path} broke: {error}"))
 
     def _await(self, pending: Pending, wait_s: float) -> bool:
         """Wait at most `wait_s` until `pending` is done, and return whether it is. Replies that have arrived are read
@@ -208,7 +261,7 @@ class Channel:
             left = max(0.0, until - time.monotonic())
             if self._start_reading(pending, left):
                 self._read_until(pending, until)
-            elif not left and wait_s and self._broken is None and self._readable(0.0):
+            elif not left and wait_s and self._broken is None and self._ready(0.0) & ~select.POLLOUT:
                 # Data has arrived that the reading thread has not read, because the whole process stood still: wait a
                 # little longer for that thread.
                 with self._changed:
@@ -237,10 +290,13 @@ class Channel:
         all that arrive."""
         try:
             while self._broken is None and not (pending is not None and pending.done):
-                left = max(0.0, until - time.monotonic())
-                if not self._readable(left):
+                ready = self._ready(max(0.0, until - time.monotonic()))
+                if not ready:
                     return
-                self._read()
+                if ready & select.POLLOUT:
+                    self.flush()
+                if ready & ~select.POLLOUT:
+                    self._read()
         except Refused as error:
             self._break(error)
         except (OSError, TokenLakeError, ValueError) as error:
@@ -252,18 +308,27 @@ class Channel:
                     # The reading thread closes the socket. If the thread that broke the connection closed it, the
                     # reader could poll a descriptor that now belongs to another file
                     # (test_a_broken_connection_is_closed_by_its_reader).
-                    self._sock.close()
+                    self._close_socket()
                 self._changed.notify_all()
 
-    def _readable(self, wait_s: float) -> bool:
+    def _ready(self, wait_s: float) -> int:
+        """Wait at most `wait_s` until the socket can be read, or written where bytes are unsent. Returns poll's events;
+        0: none, or the socket is closed."""
         # poll and not select, which takes no descriptor beyond 1023; engines have more. The time is rounded up to whole
         # milliseconds, because a caller that waits for less than one would otherwise spin.
         poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        return bool(poller.poll(math.ceil(wait_s * 1e3)))
+        try:
+            poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        except ValueError:
+            return 0
+        events = poller.poll(math.ceil(wait_s * 1e3))
+        return events[0][1] if events else 0
 
     def _read(self) -> None:
-        data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, SPACE, socket.MSG_CMSG_CLOEXEC)
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, SPACE, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
         if ancillary:
             self._descriptors.add(ancillary)
         if not data:
@@ -320,7 +385,7 @@ class Channel:
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
                 if not self._reading:
-                    self._sock.close()
+                    self._close_socket()
                 self._descriptors.close()
             for pending in self._waiting.values():
                 # A copy for each caller: the traceback of an exception refers to the frames through which it passed,
@@ -329,6 +394,12 @@ class Channel:
             self._waiting.clear()
             self._changed.notify_all()
         self._on_end()
+
+    def _close_socket(self) -> None:
+        # A thread that is about to write must not find another file under the descriptor's number.
+        with self._sending:
+            self._sock.close()
+            self._unsent.clear()
 
 
 def _as_error(failed: Failed) -> Refused | Unreachable:

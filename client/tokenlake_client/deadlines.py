@@ -19,9 +19,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
     connect_s: float = 5.0
     """Seconds that opening a connection may take, until the daemon has answered the handshake."""
-    send_s: float = 1.0
-    """Seconds that dialling the daemon, or sending one request, may take. Requests are far smaller than the socket's
-    buffer, so a send blocks only while the daemon reads nothing."""
+    dial_s: float = 1.0
+    """Seconds that dialling the daemon may take."""
     call_s: float = 0.250
     """Seconds for calls that the daemon answers from its own memory: `attach`, `nodes`, heartbeats, and mapping a
     memory region that this process reads."""

@@ -296,8 +296,11 @@ class Grants:
     # -- attaching
 
     @contextlib.contextmanager
-    def attaching(self, grant: LeaseId | WriteId, *, write: bool) -> Iterator[tuple[Link, engine.EngineReply]]:
-        """Attach to a grant of another process of the session: yields the link and the reply. The caller makes the
+    def attaching(
+        self, grant: LeaseId | WriteId, deadline_s: float, *, write: bool
+    ) -> Iterator[tuple[Link, engine.EngineReply]]:
+        """Attach to a grant of another process of the session: yields the link and the reply. `deadline_s`: of the
+        reply. The caller makes the
         object that holds the grant inside the `with` block. Items that the reply grants and that no object holds are
         given back, also when the reply is late."""
         self.sweep()
@@ -319,7 +322,7 @@ class Grants:
 
         pending = link.channel.begin(make)
         try:
-            reply = link.wait(pending, link.deadlines.store_s if write else None)
+            reply = link.wait(pending, deadline_s)
             yield link, reply
         except BaseException as error:
             if not pending.done and not isinstance(error, DeadlinePassed):

@@ -47,13 +47,14 @@ class Wake:
 
     def wait(self, limit_s: float, channel: Channel) -> None:
         """Wait until the object is called or the daemon has closed `channel`, at most `limit_s`. An idle engine notices
-        the end of its daemon at once."""
+        the end of its daemon at once. Bytes that wait to be sent end the wait too, once the daemon reads."""
         poller = select.poll()
         poller.register(self._event, select.POLLIN)
         with contextlib.suppress(ValueError):
             # The socket is closed, and has no number, once the channel is broken.
-            poller.register(channel, select.POLLRDHUP)
+            poller.register(channel, select.POLLRDHUP | (select.POLLOUT if channel.unsent else 0))
         poller.poll(math.ceil(limit_s * 1e3))
+        channel.flush()
 
     def forget(self) -> None:
         """Discard the wake-ups until now, so that they do not end the next `wait`."""

@@ -45,6 +45,9 @@ R = TypeVar("R")
 
 MAX_SECRET_BYTES = 64
 """Limit of the bytes of the tenant's secret: the longest key that blake2b takes."""
+ALONE_SHARE = 0.2
+"""Share of `Deadlines.call_s` after which a wait without a deadline of its own sends a heartbeat: most replies arrive
+earlier."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
@@ -96,8 +99,8 @@ class Link:
         self.channel.close()
 
     def detach(self) -> None:
-        """The daemon has ended: let the arrays over its regions keep only their own bytes. To be called after
-        `forget`."""
+        """Called after `forget`, when the daemon has ended: copies the bytes under the arrays that still exist into
+        private memory at the same addresses, so that the daemon's shared memory is freed."""
         for each in self._left:
             memory = each()
             if memory is not None:
@@ -139,13 +142,15 @@ class Link:
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
         """Wait for the reply to a request whose deadline only the daemon knows, for as long as the daemon answers
-        heartbeats. Raises `DeadlinePassed` when it does not, and the errors of `Channel.call`."""
+        heartbeats. Raises `DeadlinePassed` when it has answered neither for `Deadlines.call_s`, and the errors of
+        `Channel.call`."""
+        alone_s = ALONE_SHARE * self.deadlines.call_s
         while True:
-            reply = self.channel.poll(pending, self.deadlines.call_s)
+            reply = self.channel.poll(pending, alone_s)
             if reply is not None:
                 return reply
             try:
-                self.call(engine.Heartbeat, engine.HeartbeatReply)
+                self.call(engine.Heartbeat, engine.HeartbeatReply, self.deadlines.call_s - alone_s)
             except TokenLakeError:
                 self.channel.drop(pending)
                 raise
@@ -200,7 +205,7 @@ class Connector:
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.
         """
-        sock, path = dial(self.path, self.daemon_uid, self.deadlines.send_s)
+        sock, path = dial(self.path, self.daemon_uid, self.deadlines.dial_s)
         channel = Channel(sock, path, self.on_end, self.deadlines)
         fingerprint = self.layout.fingerprint()
         try:

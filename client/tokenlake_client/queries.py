@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import socket
 import threading
 import time
@@ -24,9 +25,11 @@ from numpy.typing import NDArray
 
 from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
-from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, TokenLakeError, Unreachable
-from tokenlake.wire import Code, engine
+from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.wire import HEADER_BYTES, Code, engine, pack_frame
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import MAX_SECONDS
+from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
@@ -189,8 +192,6 @@ class Ticket:
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
             buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
             return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
-        if isinstance(reply, wire.Refused):
-            log.warning("the query engine refused a query: %s: %s", reply.kind, reply.reason)
         buffer.spent = True
         return Answer(buffer.output, buffer.sums, bytes([Code.LOST]) * len(buffer.parts), 0, 0)
 
@@ -211,21 +212,27 @@ class Queries:
         """Memory of closed buffers whose newest query is not answered yet: the query engine may still write there."""
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
-        """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
+        """A view of the first `MAX_KEYS` segments of `lease`, for queries of `heads` heads; logits are `scale` x
+        query . key.
 
-        The view takes the lease over. Raises `Unreachable` (no query engine, or the lease has ended), `DeadlinePassed`,
-        and the refusal of the query engine; the lease stays the caller's then.
+        The view takes the lease over. Raises `LayoutRefused` for values that no view can have, `Unreachable` (no query
+        engine, or the lease has ended), `DeadlinePassed`, and the refusal of the query engine; the lease stays the
+        caller's then.
         """
         link = self._connected()
         link.check()
         self._sweep(link)
-        placed = self._grants.current(lease.link).call(lambda number: engine.Locate(number, lease.id), engine.Located)
-        if len(placed.owners) != lease.hits:
+        first = lease.ids[0]
+        hits = min(lease.hits, engine.MAX_KEYS)
+        placed = self._grants.current(lease.link).call(lambda number: engine.Locate(number, first), engine.Located)
+        if len(placed.owners) != hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
         number = next(self.numbers)
+        keys = join_keys(lease.keys[:hits])
+        message = wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale)
+        _check(message)
         expected = link.expect(("view", number))
-        keys = join_keys(lease.keys)
-        link.send(wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale))
+        link.send(message)
         reply = link.wait(expected, deadline_s + self._grace_s)
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
@@ -241,20 +248,32 @@ class Queries:
         """A buffer for the queries of `parts`: (view, number of query tokens) each. All views must have the same number
         of heads. `dtype`: that of the queries, "float32", "bfloat16" or "float16" (default: the layout's).
 
-        Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` or the query engine is
+        Raises `LayoutRefused` for parts that do not fit together or another dtype than the layout's, and `LimitReached`
+        for too many parts or tokens. Where a view is not `alive` or the query engine is
         overdue, all queries of the buffer are LOST and nothing is raised.
         """
         dtype = self.layout.dtype if dtype is None else dtype
+        if dtype != self.layout.dtype:
+            raise LayoutRefused(f"queries of {dtype}; expected the layout's {self.layout.dtype}")
+        parts = [(view, operator.index(tokens)) for view, tokens in parts]
         if not parts or any(tokens < 1 for _, tokens in parts):
             raise LayoutRefused("a query has no part, or a part without tokens; expected at least one token of each")
         if len(heads := {view.heads for view, _ in parts}) > 1:
             raise LayoutRefused(f"views of {sorted(heads)} heads in one query; expected the same of all")
+        if len(parts) > wire.MAX_PARTS:
+            raise LimitReached(f"a query of {len(parts)} parts; at most {wire.MAX_PARTS}")
+        count = sum(tokens for _, tokens in parts)
+        (_, outputs, sums), nbytes = self.geometry(count, parts[0][0].heads, dtype)
+        if max(outputs, sums - outputs) > wire.MAX_STEP_BYTES:
+            raise LimitReached(
+                f"a query of {count} tokens: {max(outputs, sums - outputs)} bytes of queries or outputs; at most "
+                f"{wire.MAX_STEP_BYTES}"
+            )
         link = parts[0][0].link
         if any(view.link is not link or not view.alive for view, _ in parts):
             return QueryBuffer(self, None, parts, dtype)
         for view, _ in parts:
             view.queried = True
-        _, nbytes = self.geometry(sum(tokens for _, tokens in parts), heads.pop(), dtype)
         try:
             link.check()
             self._sweep(link)
@@ -266,8 +285,13 @@ class Queries:
 
     def query(self, buffer: QueryBuffer, layer: int, deadline_s: float) -> Ticket:
         """Send the queries that are in `buffer.queries` now, for `layer`. Parts without a result after `deadline_s`
-        are LOST. Never raises and never blocks."""
-        link = buffer.link
+        are LOST. Never blocks. Raises `LayoutRefused` for a layer that the layout lacks, and `ValueError` for a
+        deadline that is negative or not finite."""
+        layer, link = operator.index(layer), buffer.link
+        if not 0 <= layer < self.layout.layers:
+            raise LayoutRefused(f"layer is {layer}; expected 0 to {self.layout.layers - 1}")
+        if not 0 <= deadline_s <= MAX_SECONDS:
+            raise ValueError(f"deadline_s is {deadline_s}; expected 0 to {MAX_SECONDS}")
         if buffer.spent:
             return Ticket(buffer, None, 0.0, 0.0)
         buffer.attempt += 1
@@ -354,6 +378,18 @@ class Queries:
             self._free.clear()
             self._in_use.clear()
             return self._link
+
+
+def _check(message: wire.OpenView) -> None:
+    """Raises `LayoutRefused` for a message that the query engine would not decode: it would end the connection and all
+    other views."""
+    try:
+        frame = pack_frame(message)
+        decode(wire.query_decoder, frame[HEADER_BYTES:])
+    except (ProtocolRefused, TypeError, OverflowError) as error:
+        raise LayoutRefused(f"a view that no query engine can open: {error}") from error
+    if len(frame) - HEADER_BYTES > wire.MAX_FRAME:
+        raise LayoutRefused(f"a view of {len(message.owners)} segments; its request may take {wire.MAX_FRAME} bytes")
 
 
 def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:

@@ -1,12 +1,14 @@
 """One connection to a query engine, used by several threads and without a thread of its own.
 
-A caller that waits reads the socket and delivers the other callers' answers too, as in `tokenlake_client.channel`.
+A caller that waits reads the socket and delivers the other callers' answers too, and sends never block, as in
+`tokenlake_client.channel`.
 While the query engine is overdue (`tokenlake.liveness`), further calls fail at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -20,18 +22,20 @@ import msgspec
 
 from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
 from tokenlake.liveness import Liveness
+from tokenlake.wire import query as wire
 from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
 
 __all__ = ["Expected", "QueryLink"]
 
+log = logging.getLogger(__name__)
+
 READ_BYTES = 64 << 10
 MAX_FRAME = 1 << 20
 """Limit of the bytes of a reply from the query engine; the longest field of a reply has one byte per segment of a
 view."""
-SEND_S = 1.0
-"""Seconds that one send to the query engine may take. Frames are far smaller than the socket's buffer, so a send blocks
-only while the query engine reads nothing."""
+UNSENT_BYTES = wire.MAX_FRAME + (1 << 20)
+"""The connection ends when more bytes than this wait because the query engine does not read; more than one frame."""
 
 
 class Expected:
@@ -53,12 +57,14 @@ class QueryLink:
     def __init__(self, sock: socket.socket) -> None:
         """Makes the connection from `sock`, which is connected to the query engine; the object owns it from now on."""
         self._sock = sock
-        self._sock.settimeout(SEND_S)
+        self._sock.setblocking(False)
         self._decoder = FrameDecoder(MAX_FRAME)
         self._waiting: dict[Hashable, Expected] = {}
         self._changed = threading.Condition()
         self._reading = False
         self._sending = threading.Lock()
+        """Guards `_unsent`, and is held while the socket is written or closed."""
+        self._unsent = bytearray()
         self._process = os.getpid()
         self.ended = ""
         """The reason why the connection to the query engine ended; empty while it exists."""
@@ -100,20 +106,43 @@ class QueryLink:
         return expected
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Send one frame and beside it `descriptor`, which the caller continues to own. Raises `Unreachable`."""
-        frame = memoryview(pack_frame(message))
+        """Send one frame and beside it `descriptor`, which the caller continues to own. Never waits: bytes that the
+        socket does not take are sent by later calls. Raises `Unreachable`; with a `descriptor` also `DeadlinePassed`
+        while earlier bytes wait."""
+        frame = pack_frame(message)
+        error = ""
         with self._sending:
             if not self.alive:
                 raise Unreachable(f"the connection to the query engine ended: {self.ended}")
             try:
-                sent = socket.send_fds(self._sock, [frame], [descriptor]) if descriptor is not None else 0
-                if sent < len(frame):
-                    self._sock.sendall(frame[sent:])
-            except OSError as error:
-                # The send has failed and may have sent a part of the frame, so the query engine could not find the next
-                # frame in the stream: the connection ends.
-                self._end(f"the query engine does not read: {error}")
-                raise Unreachable(f"the query engine does not read: {error}") from error
+                self._send_unsent()
+                if descriptor is not None:
+                    # A descriptor belongs to the bytes that are sent with it.
+                    if self._unsent:
+                        raise DeadlinePassed("the query engine has not read earlier requests")
+                    frame = frame[self._send_with(frame, descriptor) :]
+                self._unsent += frame
+                self._send_unsent()
+            except OSError as broken:
+                error = str(broken)
+            if len(self._unsent) > UNSENT_BYTES:
+                error = f"{len(self._unsent)} bytes wait to be sent"
+        if error:
+            # A part of a frame may have been sent, so the query engine could not find the next frame in the stream.
+            self._end(f"the query engine does not read: {error}")
+            raise Unreachable(f"the query engine does not read: {error}")
+
+    def _send_with(self, frame: bytes, descriptor: int) -> int:
+        try:
+            return socket.send_fds(self._sock, [frame], [descriptor])
+        except BlockingIOError:
+            raise DeadlinePassed("the query engine has not read earlier requests") from None
+
+    def _send_unsent(self) -> None:
+        """Send bytes of `_unsent` as far as the socket takes them. The caller holds `_sending`."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
 
     def wait(self, expected: Expected, deadline_s: float) -> QueryReply | None:
         """Wait for the answer and return it; None when the deadline passed or the connection ended. A late answer still
@@ -146,7 +175,11 @@ class QueryLink:
                 return
             self._reading = True
         try:
-            if self._readable(wait_s):
+            ready = self._ready(wait_s)
+            if ready & select.POLLOUT:
+                with self._sending:
+                    self._send_unsent()
+            if ready & ~select.POLLOUT:
                 self._read()
         except (OSError, TokenLakeError, ValueError) as error:
             self._end(str(error))
@@ -154,18 +187,24 @@ class QueryLink:
             with self._changed:
                 self._reading = False
                 if self.ended:
-                    self._sock.close()
+                    self._close_socket()
                 self._changed.notify_all()
 
-    def _readable(self, wait_s: float) -> bool:
+    def _ready(self, wait_s: float) -> int:
+        """Wait at most `wait_s` until the socket can be read, or written where bytes are unsent. Returns poll's events;
+        0: none."""
         # poll and not select, which takes no descriptor beyond 1023. The time is rounded up to whole milliseconds,
         # because a caller that waits for less than one would otherwise spin.
         poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        return bool(poller.poll(math.ceil(wait_s * 1e3)))
+        poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        events = poller.poll(math.ceil(wait_s * 1e3))
+        return events[0][1] if events else 0
 
     def _read(self) -> None:
-        data = self._sock.recv(READ_BYTES)
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
         if not data:
             raise Unreachable("the query engine closed the connection")
         replies = [decode(query_reply_decoder, body) for body in self._decoder.feed(data)]
@@ -176,9 +215,8 @@ class QueryLink:
 
     def _deliver(self, reply: QueryReply) -> None:
         if isinstance(reply, Refused) and not reply.view:
-            # The refusal of a step or a query does not say which one is refused, so it ends all queries that wait.
-            for key in [key for key in self._waiting if not _is_view(key)]:
-                self._waiting.pop(key).reply = reply
+            # The refusal of a buffer, a step or a query; each query concerned is answered besides, without codes.
+            log.warning("the query engine refused a step: %s: %s", reply.kind, reply.reason)
             return
         expected = self._waiting.pop(_key_of(reply), None)
         if expected is None:
@@ -196,9 +234,15 @@ class QueryLink:
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
                 if not self._reading:
-                    self._sock.close()
+                    self._close_socket()
             self._waiting.clear()
             self._changed.notify_all()
+
+    def _close_socket(self) -> None:
+        # A thread that is about to write must not find another file under the descriptor's number.
+        with self._sending:
+            self._sock.close()
+            self._unsent.clear()
 
 
 def _key_of(reply: QueryReply) -> Hashable:
@@ -206,7 +250,3 @@ def _key_of(reply: QueryReply) -> Hashable:
         return "view", reply.view
     assert isinstance(reply, Answered)
     return reply.buffer, reply.step, reply.layer, reply.attempt
-
-
-def _is_view(key: Hashable) -> bool:
-    return isinstance(key, tuple) and key[0] == "view"

@@ -21,14 +21,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from tokenlake.attention import AttentionShape, Partial, Stored, empty_partial, merge
-from tokenlake.layout import Layout
+from tokenlake.errors import LimitReached
+from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.segments import Segments
 
@@ -36,6 +37,13 @@ __all__ = ["Attention", "ComputeThread", "Task"]
 
 log = logging.getLogger(__name__)
 
+MAX_HEADS = 1024
+"""Maximum query heads of a view."""
+MAX_ROW = 1 << 19
+"""Maximum elements of the queries, or of the outputs, of one query token: 1,024 heads of 512."""
+MAX_PRODUCTS = 1 << 30
+"""Maximum multiplications per query token and segment. This is the least work of a slice; an absorbed MLA of 128 heads
+over segments of 4,096 tokens has half of it."""
 MAX_KERNELS = 16
 """Maximum number of kernels that are kept for later batches; the least recently used one is dropped. Bounded because
 each kernel has threads and a scratch buffer, and engines may ask for any number of heads and any scale."""
@@ -46,11 +54,20 @@ ALONE_SLICE_S = 0.050
 """Seconds that a slice should take while one tenant alone has had queries for `ALONE_S`."""
 ALONE_S = 10.0
 LEAST_ROWS, MOST_ROWS = 32, 512
-"""Limits of the query tokens of a slice that does not have all of them. With fewer, reading the segments takes longer;
-with more, fewer segments fit, and the time to merge the results of slices counts."""
-MAX_JOINED = 4096
-"""Maximum query tokens of a batch of several tasks: their queries are copied in one step, during which no other tenant
-is served, and more of them read a segment no faster."""
+"""Limits of a slice that does not have all query tokens: at least `LEAST_ROWS` rows per KV head (a row is one query
+token and one query head that reads the KV head) and at most `MOST_ROWS` query tokens. With fewer, reading the segments
+takes longer; with more, fewer segments fit, and the time to merge the results of slices counts."""
+SLICE_BYTES = 16 << 20
+"""Limit of the float32 outputs of one slice; a slice has at least one query token."""
+MAX_JOINED, MAX_JOINED_BYTES = 4096, 64 << 20
+"""Maximum query tokens, and float32 outputs, of a batch of several tasks: their queries are copied in one step, during
+which no other tenant is served, and more of them read a segment no faster."""
+MAX_WAITING = 1 << 15
+"""Maximum number of tasks of one tenant that wait for a batch."""
+SWEPT = 256
+"""Number of waiting tasks of a tenant below which tasks that are not wanted any more stay in the queue."""
+GROUPED = 4096
+"""Number of segments, counted once per task, that are grouped in one slice."""
 READING_ROWS = 8
 """The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
 FIRST_RATE = 1e10
@@ -65,6 +82,29 @@ class Attention(NamedTuple):
 
     layout: Layout
     shape: AttentionShape
+
+    @classmethod
+    def of(cls, layout: Layout, heads: int, scale: float) -> Attention:
+        """Attention with `heads` query heads over segments of `layout`. Raises LayoutRefused for heads that do not fit
+        the layout, and LimitReached for more work or memory per query token than this process accepts."""
+        shape = AttentionShape.of(layout, heads, scale)
+        if heads > MAX_HEADS:
+            raise LimitReached(f"attention with {heads} heads; at most {MAX_HEADS}")
+        if (row := heads * max(shape.key_dim, shape.value_dim)) > MAX_ROW:
+            raise LimitReached(f"attention with {row} elements per query token; at most {MAX_ROW}")
+        products = heads * layout.segment_tokens * (shape.key_dim + shape.value_dim)
+        if products > MAX_PRODUCTS:
+            raise LimitReached(
+                f"attention with {products} multiplications per query token and segment; at most {MAX_PRODUCTS}"
+            )
+        return cls(layout, shape)
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes of the queries of `tokens` query tokens, or of their float32 outputs, whichever are more; the limit is
+        `wire.query.MAX_STEP_BYTES`."""
+        shape = self.shape
+        widest = max(shape.key_dim * DTYPE_BYTES[self.layout.dtype], shape.value_dim * 4)
+        return tokens * shape.q_heads * widest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +136,8 @@ class _Cost:
             shape.q_heads * attention.layout.segment_tokens * (shape.key_dim + shape.value_dim) / FIRST_RATE * 1e9
         )
         """Nanoseconds per query token and segment."""
+        self._least_rows = max(1, LEAST_ROWS // shape.group)
+        self._most_rows = max(1, SLICE_BYTES // _output_bytes(shape))
 
     def measured(self, rows: int, segments: int, ns: int) -> None:
         """Record that `rows` query tokens over `segments` segments took `ns` nanoseconds."""
@@ -105,11 +147,12 @@ class _Cost:
 
     def slice_of(self, rows: int, segments: int, seconds: float) -> tuple[int, int]:
         """The numbers of query tokens and segments, of `rows` and `segments`, that take about `seconds` together; at
-        least one segment and `LEAST_ROWS` query tokens."""
+        least one segment and `LEAST_ROWS` rows."""
         products = seconds * 1e9 / self._ns
+        rows = min(rows, self._most_rows)
         if (rows + READING_ROWS) * segments <= products:
             return rows, segments
-        fewer = min(rows, max(LEAST_ROWS, min(MOST_ROWS, int(products / READING_ROWS))))
+        fewer = min(rows, max(self._least_rows, min(MOST_ROWS, int(products / READING_ROWS))))
         return fewer, max(1, min(segments, int(products / (fewer + READING_ROWS))))
 
 
@@ -120,11 +163,15 @@ class ComputeThread:
         self._changed = threading.Condition()
         self._waiting: dict[str, list[Task]] = {}
         """Tasks of the next batch, by tenant."""
+        self._wanted: dict[str, int] = {}
+        """By tenant, the number of waiting tasks after those that are not wanted any more were last removed."""
         self._submitted: dict[str, float] = {}
         """The time at which each tenant last submitted tasks, in monotonic seconds."""
         self._batches: dict[str, Iterator[None]] = {}
         """By tenant, the batch that is being computed: each step of the iterator computes one slice. For the computing
         thread alone, as all attributes below."""
+        self._slice_began: float | None = None
+        """The monotonic time at which the present slice began; written by the computing thread, read by others."""
         self._used: dict[str, int] = {}
         """By tenant, the nanoseconds of computing time that it has used; a tenant that was idle begins with `_least`,
         so that idle time is not saved up."""
@@ -139,11 +186,24 @@ class ComputeThread:
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def submit(self, tasks: Sequence[Task], tenant: str) -> None:
-        """Queue tasks of `tenant` for its next batch."""
+        """Queue tasks of `tenant` for its next batch. Where more than `MAX_WAITING` would wait, the tasks fail at once:
+        their `done` is called with None in this thread."""
         with self._changed:
-            self._waiting.setdefault(tenant, []).extend(tasks)
-            self._submitted[tenant] = time.monotonic()
-            self._changed.notify()
+            waiting = self._waiting.get(tenant, [])
+            accepted = len(waiting) + len(tasks) <= MAX_WAITING
+            if accepted and tasks:
+                waiting.extend(tasks)
+                self._waiting[tenant] = waiting
+                self._submitted[tenant] = time.monotonic()
+                self._changed.notify()
+        if not accepted:
+            for task in tasks:
+                task.done(None)
+
+    def slice_lasts(self) -> float:
+        """Seconds for which the slice that is being computed has lasted; 0 while none is."""
+        began = self._slice_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def _run(self) -> None:
         while True:
@@ -153,8 +213,10 @@ class ComputeThread:
         """Wait for tasks and compute one slice. This is a function of its own so that its local variables are gone when
         the thread waits again: a reference to a task keeps the segments of the task leased."""
         tenant = self._next_tenant()
+        self._drop_unwanted()
         batch = self._batches.pop(tenant, None) or self._take_batch(tenant)
         began = time.perf_counter_ns()
+        self._slice_began = time.monotonic()
         try:
             next(batch)
             self._batches[tenant] = batch
@@ -163,6 +225,8 @@ class ComputeThread:
         except Exception:
             # A batch that fails must not end this thread, which computes for other tenants too.
             log.exception("a batch failed")
+        finally:
+            self._slice_began = None
         self._used[tenant] += time.perf_counter_ns() - began
 
     def _next_tenant(self) -> str:
@@ -177,8 +241,23 @@ class ComputeThread:
         self._least = min(self._used[tenant] for tenant in active)
         return min(active, key=self._used.__getitem__)
 
+    def _drop_unwanted(self) -> None:
+        """Remove waiting tasks that are not wanted any more, of each tenant whose waiting tasks have doubled since the
+        last time. A tenant whose queries are cancelled as fast as it sends them thus has few tasks in memory."""
+        dropped: list[Task] = []
+        with self._changed:
+            for tenant, waiting in self._waiting.items():
+                if len(waiting) > max(SWEPT, 2 * self._wanted.get(tenant, 0)):
+                    wanted: list[Task] = []
+                    for task in waiting:
+                        (wanted if task.wanted() else dropped).append(task)
+                    waiting[:] = wanted
+                    self._wanted[tenant] = len(wanted)
+        _deliver(dropped, {})
+
     def _take_batch(self, tenant: str) -> Iterator[None]:
         with self._changed:
+            self._wanted.pop(tenant, None)
             return self._compute_all(self._waiting.pop(tenant))
 
     def _compute_all(self, tasks: Sequence[Task]) -> Iterator[None]:
@@ -206,19 +285,16 @@ class ComputeThread:
                     yield
                     yield from self._compute([task])
                 return
-        for task in batch:
-            try:
-                task.done(partials.get(task))
-            except Exception:
-                log.exception("a result of layer %d could not be delivered", task.layer)
+        _deliver(batch, partials)
 
     def _attend_together(self, batch: Sequence[Task]) -> Generator[None, None, list[Partial | None]]:
         """The result of each task of `batch`, in order; None for tasks that are not wanted any more. All tasks have the
         same layer and the same `Attention`."""
-        results: list[list[Partial]] = [[] for _ in batch]
+        results: list[Partial | None] = [None for _ in batch]
         lacking: set[int] = set()
         spent = 0
-        for number, (members, segments) in enumerate(_shared_segments(batch)):
+        groups = yield from _shared_segments(batch)
+        for number, (members, segments) in enumerate(groups):
             if number:
                 yield
             tasks = [batch[member] for member in members]
@@ -230,11 +306,13 @@ class ComputeThread:
             ends = np.cumsum([len(task.queries) for task in tasks])[:-1]
             outs, lses = np.split(partial.out, ends), np.split(partial.lse, ends)
             for member, out, lse in zip(members, outs, lses, strict=True):
-                results[member].append(Partial(out, lse))
+                # Merged at once, so that a task has one result in memory, however many groups its segments are in.
+                before, new = results[member], Partial(out, lse)
+                results[member] = new if before is None else merge([before, new])
         _share(spent, batch)
         return [
-            None if number in lacking else _merged(task, parts)
-            for number, (task, parts) in enumerate(zip(batch, results, strict=True))
+            None if number in lacking else _over_nothing(task) if result is None else result
+            for number, (task, result) in enumerate(zip(batch, results, strict=True))
         ]
 
     def _attend(self, tasks: Sequence[Task], segments: Segments) -> Generator[None, None, tuple[Partial | None, int]]:
@@ -294,11 +372,13 @@ class ComputeThread:
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
-    """Split tasks into batches of at most `MAX_JOINED` query tokens; a task of more is a batch of its own."""
+    """Split tasks of one `Attention` into batches of at most `MAX_JOINED` query tokens and `MAX_JOINED_BYTES`; a task
+    of more is a batch of its own."""
+    most = min(MAX_JOINED, MAX_JOINED_BYTES // _output_bytes(tasks[0].attention.shape))
     batch: list[Task] = []
     tokens = 0
     for task in tasks:
-        if batch and tokens + len(task.queries) > MAX_JOINED:
+        if batch and tokens + len(task.queries) > most:
             yield batch
             batch, tokens = [], 0
         batch.append(task)
@@ -315,21 +395,38 @@ def _share(ns: int, batch: Sequence[Task]) -> None:
         task.spent(ns * product // whole)
 
 
-def _merged(task: Task, parts: Sequence[Partial]) -> Partial:
-    if not parts:
-        shape = task.attention.shape
-        return empty_partial(len(task.queries), shape.q_heads, shape.value_dim)
-    return parts[0] if len(parts) == 1 else merge(parts)
+def _deliver(tasks: Sequence[Task], partials: Mapping[Task, Partial | None]) -> None:
+    """Call `done` of each task with its result; None where it has none."""
+    for task in tasks:
+        try:
+            task.done(partials.get(task))
+        except Exception:
+            log.exception("a result of layer %d could not be delivered", task.layer)
 
 
-def _shared_segments(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segments]]:
+def _output_bytes(shape: AttentionShape) -> int:
+    """Bytes of the float32 output of one query token."""
+    return 4 * shape.q_heads * shape.value_dim
+
+
+def _over_nothing(task: Task) -> Partial:
+    shape = task.attention.shape
+    return empty_partial(len(task.queries), shape.q_heads, shape.value_dim)
+
+
+def _shared_segments(batch: Sequence[Task]) -> Generator[None, None, list[tuple[tuple[int, ...], Segments]]]:
     """The segments of all tasks of `batch`, each segment once, grouped by the tasks that attend to it (indices into
-    `batch`)."""
+    `batch`). Yields after `GROUPED` segments, so that other tenants are served meanwhile."""
     if len(batch) == 1:
         return [((0,), batch[0].segments)] if batch[0].segments else []
     readers: dict[int, list[int]] = {}
     slots = {}
+    grouped = 0
     for number, task in enumerate(batch):
+        if grouped > GROUPED:
+            yield
+            grouped = 0
+        grouped += len(task.segments)
         for address, slot in zip(task.segments.addresses, task.segments.slots, strict=True):
             readers.setdefault(address, []).append(number)
             slots[address] = slot

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import select
 import socket
 import struct
 import threading
@@ -20,19 +21,18 @@ import msgspec
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame
-from tokenlake.wire.query import Refused
+from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.query import MAX_FRAME, Refused
+from tokenlake.wire.records import LENGTH_BYTES, RecordReader, RecordWriter
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
-__all__ = ["MAX_FRAME", "Connection", "FrameReader"]
+__all__ = ["Connection", "FrameReader"]
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 4 << 20
-"""Maximum bytes of a frame. A request to open a view has 32 bytes per segment key, so a view has fewer than 131,072
-segments."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
-"""Seconds after which a connection is closed whose other side reads nothing."""
+"""Seconds after which a connection is closed whose other side reads nothing, or stops within a frame."""
 MAX_UNSENT_BYTES = 1 << 30
 """A connection with a peer is closed when more bytes than this wait to be sent because the peer does not read. Queries
 to peers wait in the memory that their engine shares; results wait in memory of this process, and `PeerServer` stops
@@ -48,23 +48,44 @@ class FrameReader:
     Raises EOFError at the end of the stream, OSError when the socket fails, and ProtocolRefused for a frame after which
     the stream cannot be read any further."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        pace: Callable[[], None] = lambda: None,
+        keep: Callable[[int], None] = lambda nbytes: None,
+        key: bytes = b"",
+    ) -> None:
+        """`key`: of the records of the stream; empty for a plain stream. `pace` is called before each frame and after
+        each read of the socket; it may pause the thread. `keep` is called with the bytes of an incomplete frame that
+        are about to be kept, and with negative bytes when they are kept no longer; it may raise LimitReached."""
         self._sock = sock
+        self._pace = pace
+        self._keep = keep
+        self._kept = 0
+        self._records = RecordReader(key) if key else None
+        self._encrypted = bytearray()
         self._decoder = FrameDecoder(MAX_FRAME)
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._descriptors = ReceivedDescriptors() if sock.family == socket.AF_UNIX else None
 
     def frame(self) -> bytes:
-        """The body of the next frame."""
-        while (body := self._decoder.next_frame()) is None:
+        """The body of the next frame. Raises TimeoutError when a frame that has begun stands still for `STALLED_S`."""
+        while True:
+            self._pace()
+            body = self._decoder.next_frame()
+            self._account(len(self._decoder))
+            if body is not None:
+                return body
+            if len(self._decoder):
+                self._await_rest()
             self._decoder.add(self._buffer[: self._receive(self._buffer)])
-        return body
 
     def into(self, target: memoryview) -> None:
         """Fill `target` (bytes) with the raw bytes that come next in the stream. Bytes that this reader has not
-        buffered yet are received directly into `target`."""
+        buffered yet are received directly into `target`. Raises TimeoutError when they stand still for `STALLED_S`."""
         filled = self._decoder.take(target)
         while filled < len(target):
+            self._await_rest()
             filled += self._receive(target[filled:])
 
     def skip(self, size: int) -> None:
@@ -80,11 +101,41 @@ class FrameReader:
         return (self._descriptors or ReceivedDescriptors()).take()
 
     def close(self) -> None:
-        """Close the file descriptors that were received and not taken."""
+        """Close the file descriptors that were received and not taken; no bytes are kept any more."""
+        self._account(0)
         if self._descriptors is not None:
             self._descriptors.close()
 
+    def _account(self, nbytes: int) -> None:
+        """Report how many bytes are kept now, in multiples of `READ_BYTES`."""
+        kept = nbytes - nbytes % READ_BYTES
+        if kept != self._kept:
+            self._keep(kept - self._kept)
+            self._kept = kept
+
+    def _await_rest(self) -> None:
+        """Wait for further bytes of the frame that has begun."""
+        if self._records is not None and self._records.pending:
+            return
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(STALLED_S * 1e3):
+            raise TimeoutError(f"an incomplete frame stood still for {STALLED_S} s")
+
+    def _receive_record(self, target: memoryview) -> None:
+        """Fill `target` with encrypted bytes. The stream may stand still between records, not within one."""
+        filled = 0
+        while filled < len(target):
+            if filled or len(target) > LENGTH_BYTES:
+                self._await_rest()
+            count = self._sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError("closed by the other side")
+            filled += count
+
     def _receive(self, target: memoryview) -> int:
+        if self._records is not None:
+            return self._records.some(target, self._receive_record, self._encrypted)
         if self._descriptors is None:
             count = self._sock.recv_into(target)
         else:
@@ -99,8 +150,18 @@ class Connection:
     """One connection of the query engine: sends and receives frames over the socket `sock`, which it owns. `serve`
     reads the socket in a thread of the connection; `send` may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, name: str, max_unsent: int = MAX_UNSENT_BYTES) -> None:
-        """`max_unsent`: the connection is closed when more bytes than this wait to be sent."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        max_unsent: int = MAX_UNSENT_BYTES,
+        pace: Callable[[], None] = lambda: None,
+        keep: Callable[[int], None] = lambda nbytes: None,
+        keys: RecordKeys | None = None,
+    ) -> None:
+        """`keys`: of the records of the connection; None for a plain one. `max_unsent`: the connection is closed when
+        more bytes than this wait to be sent. `pace`, `keep`: as for `FrameReader`, called in the thread of the
+        connection that reads."""
         self.name = name
         self._max_unsent = max_unsent
         self._sock = sock
@@ -108,7 +169,8 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALLED_S, 0))
-        self.reader = FrameReader(sock)
+        self.reader = FrameReader(sock, pace, keep, keys.receiving if keys is not None else b"")
+        self._records = RecordWriter(keys.sending) if keys is not None else None
         self._changed = threading.Condition()
         self._open = True
         self._sender: threading.Thread | None = None
@@ -159,6 +221,9 @@ class Connection:
         buffers = deque([memoryview(pack_frame(message)), *payload])
         nbytes = sum(map(len, buffers))
         with self._changed:
+            if self._open and self._records is not None:
+                # Under the lock: records are sent in the order in which they are made.
+                buffers = deque(self._records.sealed(buffers))
             if self._open and not self._unsent:
                 try:
                     while buffers:
@@ -173,7 +238,7 @@ class Connection:
 
     def wait_unsent(self, most: int) -> None:
         """Block until at most `most` bytes wait to be sent, or the connection is closed. Called by the reading thread
-        alone, so that it reads no further requests while the other side does not read the results."""
+        alone, so that it reads no further requests while the other side does not read the answers."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
@@ -213,7 +278,8 @@ class Connection:
                 self._changed.wait_for(lambda: self._unsent or not self._open)
                 if not self._open:
                     return
-                buffers = deque(self._unsent)
+                # Not all of them: a copy for each call would take the longer the more wait.
+                buffers = deque(itertools.islice(self._unsent, MAX_BUFFERS))
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:

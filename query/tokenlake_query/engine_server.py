@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import socket
 import threading
@@ -15,13 +14,16 @@ import numpy as np
 
 from tokenlake.attention import Stored, stored_dtype
 from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
+from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
-from tokenlake_query.peer_server import MAX_STEP_BYTES
+from tokenlake_query.pace import Pace, TenantPace
 from tokenlake_query.rounds import Part, Round, Step, Threads
+from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.views import View, ViewOpener
 
@@ -29,9 +31,10 @@ __all__ = ["EngineServer"]
 
 MAX_VIEWS = 1 << 14
 MAX_BUFFERS = 256
-MAX_BUFFER_BYTES = 16 << 30
 MAX_UNSENT_BYTES = 16 << 20
 """A connection is closed when its engine leaves more than this of its answers unread."""
+READ_UNSENT_BYTES = 64 << 10
+"""No further requests are read while more of the answers wait to be sent."""
 
 
 class _SharedMemory:
@@ -40,10 +43,8 @@ class _SharedMemory:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Takes `descriptor` over. Raises ProtocolRefused unless it is sealed against shrinking: an access beyond the
-        end of a file that shrank would kill this process. Raises LimitReached beyond `MAX_BUFFER_BYTES`."""
+        end of a file that shrank would kill this process. Raises LimitReached when the memory cannot be mapped."""
         try:
-            if nbytes > MAX_BUFFER_BYTES:
-                raise LimitReached(f"a buffer of {nbytes} bytes; at most {MAX_BUFFER_BYTES}")
             try:
                 sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             except OSError:
@@ -54,7 +55,10 @@ class _SharedMemory:
                     f"a buffer of {size} bytes, {'sealed' if sealed else 'not sealed'} against shrinking; "
                     f"expected a sealed memfd of at least {nbytes} bytes"
                 )
-            self._map = mmap.mmap(descriptor, nbytes)
+            # Not `mmap.mmap`, which keeps a descriptor: an engine's buffers would take the descriptors of all others.
+            self._bytes = np.asarray(MappedMemory(descriptor, nbytes, write=True))
+        except OSError as error:
+            raise LimitReached(f"a buffer of {nbytes} bytes cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
         self.nbytes = nbytes
@@ -68,7 +72,7 @@ class _SharedMemory:
                 f"{nbytes} bytes at {offset} of a buffer of {self.nbytes}; "
                 f"expected a multiple of {wire.ALIGNMENT} that fits"
             )
-        return np.frombuffer(self._map, dtype, nbytes // dtype.itemsize, offset).reshape(shape)
+        return np.ndarray(shape, dtype, self._bytes.data, offset)
 
 
 class _Buffer:
@@ -99,11 +103,13 @@ class EngineServer:
         opener: ViewOpener,
         opening: TenantThreads,
         threads: Threads,
+        limits: TenantLimits,
+        pace: Pace,
         counters: Counters,
         on_end: Callable[[], None],
     ) -> None:
         """`sock`: the engine's connection, which this object owns from now on. `opening`: threads that may block while
-        they open a view. `on_end` is called once when the connection has ended."""
+        they open a view. `limits`, `pace`: of all tenants. `on_end` is called once when the connection has ended."""
         self._on_end = on_end
         self._opener = opener
         self._opening = opening
@@ -114,17 +120,27 @@ class EngineServer:
         self._views: dict[int, View | None] = {}
         """The engine's open views, by the number that the engine gave each; the value is None while the view is being
         opened."""
-        self._connection = Connection(sock, name, MAX_UNSENT_BYTES)
+        self._limits = limits
+        self._segments: dict[int, int] = {}
+        """The number of segments with which each view is counted in `limits`."""
+        self._connection = Connection(
+            sock,
+            name,
+            MAX_UNSENT_BYTES,
+            TenantPace(pace, threads.tenant),
+            lambda nbytes: limits.add(threads.tenant, frame_bytes=nbytes),
+        )
         counters.add(connections=1)
         self._connection.serve(self._handle, self._ended)
 
     def _handle(self, body: bytes) -> None:
+        # An engine that does not read its answers is not read from: refusals of its requests would fill memory.
+        self._connection.wait_unsent(READ_UNSENT_BYTES)
         message = decode(wire.query_decoder, body)
-        if isinstance(message, wire.OpenBuffer):
-            self._open_buffer(message)
-            return
         try:
-            if isinstance(message, wire.Query):
+            if isinstance(message, wire.OpenBuffer):
+                self._open_buffer(message)
+            elif isinstance(message, wire.Query):
                 self._query(message)
             elif isinstance(message, wire.Step):
                 self._set_step(message)
@@ -133,7 +149,13 @@ class EngineServer:
             else:
                 self._close_views(message.views)
         except TokenLakeError as error:
+            if isinstance(message, wire.OpenBuffer) and not isinstance(error, LimitReached):
+                raise
             self._refuse(message.view if isinstance(message, wire.OpenView) else 0, error)
+            if isinstance(message, wire.Query):
+                # Only this query is LOST; the refusal does not name it.
+                query = message.buffer, message.step, message.layer, message.attempt
+                self._connection.send(wire.Answered(*query, b"", 0, 0))
 
     def _refuse(self, view: int, error: TokenLakeError) -> None:
         self._connection.send(wire.Refused(view, type(error).__name__, str(error)))
@@ -144,13 +166,17 @@ class EngineServer:
         old = self._buffers.pop(message.buffer, None)
         if old is not None:
             old.cancel()
+            self._count_buffer(old.memory.nbytes, -1)
         if not message.nbytes:
             return
-        descriptor = self._connection.reader.descriptor()
-        memory = _SharedMemory(descriptor, message.nbytes)
+        memory = _SharedMemory(self._connection.reader.descriptor(), message.nbytes)
         if len(self._buffers) >= MAX_BUFFERS:
             raise LimitReached(f"an engine shares at most {MAX_BUFFERS} buffers")
+        self._count_buffer(message.nbytes, 1)
         self._buffers[message.buffer] = _Buffer(memory)
+
+    def _count_buffer(self, nbytes: int, count: int) -> None:
+        self._limits.add(self._threads.tenant, buffers=count, buffer_bytes=count * nbytes)
 
     def _set_step(self, message: wire.Step) -> None:
         buffer = self._buffers.get(message.buffer)
@@ -170,6 +196,9 @@ class EngineServer:
                 f"a step of {len(views)} parts with {sorted(heads)} heads; expected at least one part, at least one "
                 "token in each, and one number of heads"
             )
+        nbytes = views[0].attention.step_bytes(sum(tokens for _, tokens in message.parts))
+        if nbytes > wire.MAX_STEP_BYTES:
+            raise LimitReached(f"a step of {nbytes} bytes of queries or outputs; at most {wire.MAX_STEP_BYTES}")
         shape = views[0].attention.shape
         parts: list[Part] = []
         end = 0
@@ -178,8 +207,6 @@ class EngineServer:
             end += tokens
         array, single = buffer.memory.array, np.dtype(np.float32)
         queries = array(message.queries, (end, shape.q_heads, shape.key_dim), stored_dtype(message.dtype))
-        if queries.nbytes > MAX_STEP_BYTES:
-            raise LimitReached(f"a step of {queries.nbytes} bytes of queries; at most {MAX_STEP_BYTES}")
         buffer.step = Step(
             message.step,
             message.dtype,
@@ -217,21 +244,31 @@ class EngineServer:
             raise LimitReached(f"an engine has at most {MAX_VIEWS} views open")
         if message.view in self._views:
             raise ProtocolRefused(f"view {message.view} is open already")
+        segments = len(message.keys) // KEY_BYTES
+        self._limits.add(self._threads.tenant, views=1, segments=segments)
         with self._lock:
             self._views[message.view] = None
+            self._segments[message.view] = segments
         try:
             self._opening.submit(self._threads.tenant, bind(self._open, message), len(message.keys))
         except LimitReached:
             with self._lock:
-                del self._views[message.view]
+                self._forget(message.view)
             raise
+
+    def _forget(self, number: int) -> View | None:
+        """Remove a view, and return it if it was open. The caller holds the lock."""
+        if number not in self._views:
+            return None
+        self._limits.add(self._threads.tenant, views=-1, segments=-self._segments.pop(number))
+        return self._views.pop(number)
 
     def _open(self, message: wire.OpenView) -> None:
         try:
             view, codes = self._opener.open(message)
         except Exception as error:
             with self._lock:
-                self._views.pop(message.view, None)
+                self._forget(message.view)
             if isinstance(error, TokenLakeError):
                 self._refuse(message.view, error)
                 return
@@ -252,20 +289,20 @@ class EngineServer:
 
     def _close_views(self, numbers: tuple[int, ...]) -> None:
         with self._lock:
-            views = [self._views.pop(number, None) for number in numbers]
-        for view in views:
-            if view is not None:
-                self._counters.add(views=-1)
-                view.close()
+            closed = {view for view in map(self._forget, numbers) if view is not None}
+        for view in closed:
+            self._counters.add(views=-1)
+            view.close()
         # A step of which one part attends to the closed view serves no further query. It would keep the segments of the
         # view leased, so it is removed.
         for buffer in self._buffers.values():
-            if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
+            if buffer.step is not None and any(part.view in closed for part in buffer.step.parts):
                 buffer.step = None
 
     def _ended(self) -> None:
         for buffer in self._buffers.values():
             buffer.cancel()
+            self._count_buffer(buffer.memory.nbytes, -1)
         self._buffers.clear()
         self._close_views(tuple(self._views))
         self._counters.add(connections=-1)

@@ -23,6 +23,7 @@ from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLake
 from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
@@ -30,6 +31,9 @@ from tokenlake_query.counters import Counters
 __all__ = ["PeerClient", "PeerClients", "ResultHandler"]
 
 log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Limits of the pause after a failed dial of a node. The pause doubles with each failure."""
 
 
 class ResultHandler(Protocol):
@@ -61,10 +65,10 @@ class _Asked(NamedTuple):
 class PeerClient:
     """A connection to the query engine of another node, `node`. Thread-safe; calls never block."""
 
-    def __init__(self, sock: socket.socket, node: str, counters: Counters) -> None:
-        """Takes `sock` over."""
+    def __init__(self, sock: socket.socket, node: str, counters: Counters, keys: RecordKeys | None = None) -> None:
+        """Takes `sock` over. `keys`: of its records; None if it is plain."""
         self.node = node
-        self._connection = Connection(sock, f"query engine of {node}")
+        self._connection = Connection(sock, f"query engine of {node}", keys=keys)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._liveness = Liveness()
@@ -201,6 +205,15 @@ class PeerClient:
                 unanswered.handler.missing(index)
 
 
+class _Failure(NamedTuple):
+    """The newest failed dial of a node."""
+
+    reason: str
+    pause_s: float
+    until: float
+    """Monotonic seconds before which the node is not dialled again."""
+
+
 class PeerClients:
     """The connections to the query engines of other nodes, one `PeerClient` per node and tenant. `dial(node, tenant)`
     asks the daemon for a connection; its answer must be passed to `connected` or `unreached`."""
@@ -211,16 +224,21 @@ class PeerClients:
         self._lock = threading.Lock()
         self._clients: dict[tuple[str, str], PeerClient] = {}
         self._dialling: dict[tuple[str, str], Future[PeerClient]] = {}
+        self._failures: dict[str, _Failure] = {}
+        """By node, the failed dials since the last connection to it."""
 
     def get(self, node: str, tenant: str) -> Future[PeerClient]:
         """A future of the connection to `node` for queries of `tenant`, which is dialled if none is open. The future
-        fails with Unreachable if the daemon cannot dial, and has failed already, with DeadlinePassed, if the peer is
-        overdue."""
+        fails with Unreachable if the daemon cannot dial. It has failed already, with DeadlinePassed if the peer is
+        overdue, and with Unreachable after a failed dial: the node is then dialled again for later callers, with
+        growing pauses."""
         name = node, tenant
         with self._lock:
+            failure = self._failures.get(node)
             future = self._dialling.get(name)
-            if future is not None:
+            if future is not None and failure is None:
                 return future
+            dials = future is None
             future = Future()
             client = self._clients.get(name)
             if client is not None and client.usable:
@@ -229,16 +247,24 @@ class PeerClients:
             if client is not None and client.open:
                 future.set_exception(DeadlinePassed(f"the query engine of {node} missed a deadline"))
                 return future
-            self._dialling[name] = future
-        self._dial(node, tenant)
+            if failure is None:
+                self._dialling[name] = future
+            else:
+                future.set_exception(Unreachable(f"no query engine of {node}: {failure.reason}"))
+                dials = dials and time.monotonic() >= failure.until
+                if dials:
+                    self._dialling[name] = Future()
+        if dials:
+            self._dial(node, tenant)
         return future
 
-    def connected(self, node: str, tenant: str, sock: socket.socket) -> None:
+    def connected(self, node: str, tenant: str, sock: socket.socket, keys: RecordKeys | None = None) -> None:
         """Take the connection to the query engine of `node` that the daemon has dialled for `tenant`; this object owns
-        `sock` from now on."""
-        client = PeerClient(sock, node, self._counters)
+        `sock` from now on. `keys`: of its records; None if it is plain."""
+        client = PeerClient(sock, node, self._counters, keys)
         with self._lock:
             self._clients[node, tenant] = client
+            self._failures.pop(node, None)
             future = self._dialling.pop((node, tenant), None)
         if future is not None:
             future.set_result(client)
@@ -247,6 +273,10 @@ class PeerClients:
         """Record that the daemon could not dial the query engine of `node` for `tenant`: the callers that wait for the
         connection get Unreachable."""
         with self._lock:
+            failure, now = self._failures.get(node), time.monotonic()
+            if failure is None or now >= failure.until:
+                pause = FIRST_PAUSE_S if failure is None else min(2 * failure.pause_s, LONGEST_PAUSE_S)
+                self._failures[node] = _Failure(reason, pause, now + pause)
             future = self._dialling.pop((node, tenant), None)
         if future is not None:
             future.set_exception(Unreachable(f"no query engine of {node}: {reason}"))

@@ -6,23 +6,27 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial as bind
 from typing import NamedTuple
 
 import numpy as np
 
-from tokenlake.attention import AttentionShape, Partial, Stored, from_float32, stored_dtype
+from tokenlake.attention import Partial, Stored, from_float32, stored_dtype
 from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import split_keys
 from tokenlake_query.compute_thread import Attention, ComputeThread, Task
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
+from tokenlake_query.pace import Pace, TenantPace
 from tokenlake_query.segments import Pools, Segments, open_local
+from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
 
 __all__ = ["PeerServer"]
@@ -31,18 +35,26 @@ log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16
 MAX_PENDING_BYTES = 128 << 20
-"""Maximum bytes of one connection's queries that wait to be computed; further queries are left in the socket. A single
-request may be larger."""
-MAX_STEP_BYTES = 256 << 20
-"""Maximum bytes of the queries of one request. Engines are refused larger steps (`engine_server`): the results of one
-are copied at once, during which no other tenant is served."""
+"""Maximum bytes of one connection's queries that wait to be computed, with `PART_BYTES` for each part; further queries
+are left in the socket. A single request may be larger."""
+PART_BYTES = 4 << 10
+"""Bytes that are counted for the objects of one part of a request."""
 MAX_UNSENT_BYTES = 64 << 20
 """Limit of the bytes of results that wait for the other side to read them. While more wait, no further queries are read
 from its connection."""
 
 
+class _Opening(NamedTuple):
+    """A view whose segments are not leased yet."""
+
+    tenant: str
+    keys: int
+    """The number of segments with which the view is counted in the limits of its tenant."""
+
+
 class _OpenView(NamedTuple):
     tenant: str
+    keys: int
     attention: Attention
     segments: Segments
 
@@ -58,22 +70,34 @@ class PeerServer:
         pools: Pools,
         compute: ComputeThread,
         opening: TenantThreads,
+        limits: TenantLimits,
+        pace: Pace,
         counters: Counters,
+        keys: RecordKeys | None = None,
     ) -> None:
-        """`sock`: the other query engine's connection, which this object owns from now on. `opening`: threads that may
-        block while they open a view."""
+        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: of its records; None
+        if it is plain. `opening`: threads that may
+        block while they open a view. `limits`, `pace`: of all tenants. The connection works for the tenant of the view
+        that was opened last."""
         self._pools = pools
         self._compute = compute
         self._opening = opening
         self._counters = counters
         self._lock = threading.Lock()
-        self._views: dict[int, _OpenView | None] = {}
-        """The other node's open views by their number; the value is None from the request to open a view until its
-        segments are leased."""
+        self._limits = limits
+        self._pace = TenantPace(pace, "")
+        self._views: dict[int, _Opening | _OpenView] = {}
+        """The other node's views by their number."""
         self._room = threading.Condition()
         self._pending_bytes = 0
         self._spare: list[bytearray] = []
-        self._connection = Connection(sock, f"query engine of {node}")
+        self._connection = Connection(
+            sock,
+            f"query engine of {node}",
+            pace=self._pace,
+            keep=lambda nbytes: limits.add(f"node {node}", frame_bytes=nbytes),
+            keys=keys,
+        )
         counters.add(connections=1)
         self._connection.serve(self._handle, self._ended)
 
@@ -87,13 +111,16 @@ class PeerServer:
                 return
             if message.view in self._views:
                 raise ProtocolRefused(f"view {message.view} is open already")
-            with self._lock:
-                self._views[message.view] = None
+            keys = len(message.keys) // KEY_BYTES
+            self._pace.tenant = message.tenant
             try:
+                self._limits.add(message.tenant, views=1, segments=keys)
+                with self._lock:
+                    self._views[message.view] = _Opening(message.tenant, keys)
                 self._opening.submit(message.tenant, bind(self._open, message), len(message.keys))
             except LimitReached as error:
                 with self._lock:
-                    del self._views[message.view]
+                    self._close_view(message.view)
                 self._refuse(message.view, error)
         else:
             with self._lock:
@@ -105,22 +132,23 @@ class PeerServer:
     def _open(self, message: wire.OpenView) -> None:
         try:
             layout = Layout.decode(message.layout)
-            shape = AttentionShape.of(layout, message.heads, message.scale)
+            attention = Attention.of(layout, message.heads, message.scale)
             keys = split_keys(message.keys)
             if len(set(keys)) < len(keys):
                 raise ProtocolRefused("a key is named twice; expected each once")
             segments = open_local(self._pools.get(message.tenant, layout), keys)
         except Exception as error:
             with self._lock:
-                self._views.pop(message.view, None)
+                self._close_view(message.view)
             self._refuse(message.view, error)
             if isinstance(error, TokenLakeError | ValueError):
                 return
             raise
         with self._lock:
             # The peer may have closed the view while this thread leased its segments.
-            if message.view in self._views:
-                self._views[message.view] = _OpenView(message.tenant, Attention(layout, shape), segments)
+            requested = self._views.get(message.view)
+            if requested is not None:
+                self._views[message.view] = _OpenView(requested.tenant, requested.keys, attention, segments)
                 self._counters.add(views=1)
         hits = len(segments)
         codes = bytes([Code.LOCAL]) * hits + bytes([Code.MISSING]) * (len(keys) - hits)
@@ -128,8 +156,11 @@ class PeerServer:
 
     def _close_view(self, view: int) -> None:
         """Forget the view with that number and release its segments. The caller holds the lock."""
-        if self._views.pop(view, None) is not None:
-            self._counters.add(views=-1)
+        closed = self._views.pop(view, None)
+        if closed is not None:
+            self._limits.add(closed.tenant, views=-1, segments=-closed.keys)
+            if isinstance(closed, _OpenView):
+                self._counters.add(views=-1)
 
     def _refuse(self, view: int, error: Exception) -> None:
         kind = type(error).__name__ if isinstance(error, TokenLakeError) else ProtocolRefused.__name__
@@ -139,11 +170,12 @@ class PeerServer:
 
     def _ask(self, ask: wire.Ask) -> None:
         views = [self._views.get(view) for view, _ in ask.parts]
-        opened = [view for view in views if view is not None]
+        opened = [view for view in views if isinstance(view, _OpenView)]
         for view in opened:
             _check_fits(view.attention.layout, ask)
-        if len(opened) < len(views):
-            # A view of the request was closed while the request was under way: every part is answered LOST.
+        if len(opened) < len(views) or _too_large(ask, opened):
+            # A view of the request was closed while the request was under way, or its results would take too much
+            # memory: every part is answered LOST.
             self._connection.reader.skip(ask.nbytes)
             self._connection.send(wire.Result(ask.number, ask.layer, bytes([Code.LOST]) * len(views), 0))
             return
@@ -154,12 +186,11 @@ class PeerServer:
         ]
         if sum(sizes) != ask.nbytes or not all(sizes) or not sizes:
             raise ProtocolRefused(f"{ask.nbytes} bytes of queries; expected {sum(sizes)}")
-        if ask.nbytes > MAX_STEP_BYTES:
-            raise LimitReached(f"a request of {ask.nbytes} bytes of queries; at most {MAX_STEP_BYTES}")
         self._connection.wait_unsent(MAX_UNSENT_BYTES)
-        buffer = self._take_buffer(ask.nbytes)
+        counted = len(opened) * PART_BYTES
+        buffer = self._take_buffer(ask.nbytes, counted)
         self._connection.reader.into(memoryview(buffer)[: ask.nbytes])
-        collector = _ResultCollector(ask, len(opened), lambda result, payload: self._send(buffer, result, payload))
+        collector = _ResultCollector(ask, len(opened), bind(self._send, buffer, counted))
         tasks = []
         start = 0
         for index, ((number, tokens), view, size) in enumerate(zip(ask.parts, opened, sizes, strict=True)):
@@ -185,11 +216,12 @@ class PeerServer:
     def _wanted(self, view: int) -> bool:
         return self._connection.open and view in self._views
 
-    def _take_buffer(self, nbytes: int) -> bytearray:
-        """A buffer of at least `nbytes` for received queries. Blocks while `MAX_PENDING_BYTES` of queries would be
-        exceeded."""
+    def _take_buffer(self, nbytes: int, counted: int) -> bytearray:
+        """A buffer of at least `nbytes` for received queries, of a request whose objects take `counted` bytes. Blocks
+        while `MAX_PENDING_BYTES` would be exceeded."""
+        most = MAX_PENDING_BYTES - nbytes - counted
         with self._room:
-            self._room.wait_for(lambda: not self._pending_bytes or self._pending_bytes + nbytes <= MAX_PENDING_BYTES)
+            self._room.wait_for(lambda: not self._pending_bytes or self._pending_bytes <= most)
             for index, spare in enumerate(self._spare):
                 if len(spare) >= nbytes:
                     buffer = self._spare.pop(index)
@@ -198,14 +230,14 @@ class PeerServer:
                 # The new buffer replaces a spare one that is too small, so that spare buffers do not accumulate.
                 self._spare[:1] = []
                 buffer = bytearray(nbytes)
-            self._pending_bytes += len(buffer)
+            self._pending_bytes += len(buffer) + counted
             return buffer
 
-    def _send(self, buffer: bytearray, result: wire.Result, payload: list[memoryview]) -> None:
+    def _send(self, buffer: bytearray, counted: int, result: wire.Result, payload: list[memoryview]) -> None:
         self._counters.add(results=1, result_bytes=result.nbytes)
         self._connection.send(result, payload)
         with self._room:
-            self._pending_bytes -= len(buffer)
+            self._pending_bytes -= len(buffer) + counted
             self._spare.append(buffer)
             self._room.notify()
 
@@ -245,6 +277,11 @@ def _check_fits(layout: Layout, ask: wire.Ask) -> None:
         raise LayoutRefused(
             f"queries of {ask.dtype} for layer {ask.layer}; expected {layout.dtype} for layers 0 to {layout.layers - 1}"
         )
+
+
+def _too_large(ask: wire.Ask, views: Sequence[_OpenView]) -> bool:
+    nbytes = sum(view.attention.step_bytes(tokens) for view, (_, tokens) in zip(views, ask.parts, strict=True))
+    return nbytes > wire.MAX_STEP_BYTES
 
 
 def _bytes_of(array: Stored) -> memoryview:

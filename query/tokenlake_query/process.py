@@ -17,10 +17,12 @@ from tokenlake_query.compute_thread import ComputeThread
 from tokenlake_query.counters import Counters
 from tokenlake_query.daemon_channel import DaemonChannel
 from tokenlake_query.engine_server import EngineServer
+from tokenlake_query.pace import Pace
 from tokenlake_query.peer_client import PeerClients
 from tokenlake_query.peer_server import PeerServer
 from tokenlake_query.rounds import Threads
 from tokenlake_query.segments import Pools
+from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import ViewOpener
@@ -38,6 +40,9 @@ MAX_CONNECTIONS = 2048
 """Number of connections from engines and other query engines from which on further ones of query engines are refused.
 The daemon bounds the connections of engines (`tokenlake_server.query_engine`)."""
 REPORT_S = 1.0
+STUCK_S = 60.0
+"""Seconds for which a slice of the computation may last. It should take milliseconds; the first one of a kernel for a
+GPU includes the compilation."""
 
 
 class QueryEngineProcess:
@@ -50,9 +55,10 @@ class QueryEngineProcess:
         self._peers = PeerClients(channel.dial, self._counters)
         # Views for other query engines are opened by threads of their own. If they queued behind views of engines,
         # which wait for other nodes, two query engines could wait for each other.
-        self._opening = TenantThreads(OPENING_THREADS, "open")
-        self._opening_for_peers = TenantThreads(OPENING_THREADS, "open-peer")
-        self._fetching = TenantThreads(FETCHING_THREADS, "fetch")
+        self._pace = Pace()
+        self._opening = TenantThreads(OPENING_THREADS, "open", self._pace)
+        self._opening_for_peers = TenantThreads(OPENING_THREADS, "open-peer", self._pace)
+        self._fetching = TenantThreads(FETCHING_THREADS, "fetch", self._pace)
         self._compute, self._timer = ComputeThread(), TimerThread()
         self._names = itertools.count(1)
 
@@ -62,6 +68,7 @@ class QueryEngineProcess:
         if not isinstance(start, supervision.Start):
             raise SystemExit(f"the daemon's first message is {type(start).__name__}; expected Start")
         self._pools = Pools(Path(start.socket), start.credential)
+        self._limits = TenantLimits(start.tenants)
         self._compute.start()
         self._timer.start()
         self._report()
@@ -86,21 +93,35 @@ class QueryEngineProcess:
         elif sock is None:
             raise OSError("a connection arrived without its descriptor")
         elif isinstance(message, supervision.DialSucceeded):
-            self._peers.connected(message.node, message.tenant, sock)
+            self._peers.connected(message.node, message.tenant, sock, message.keys)
         elif isinstance(message, supervision.EngineConnected):
             self._serve_engine(message, sock)
         elif isinstance(message, supervision.PeerConnected):
             if self._counters["connections"] >= MAX_CONNECTIONS:
                 raise LimitReached(f"{MAX_CONNECTIONS} connections are open")
-            PeerServer(sock, message.node, self._pools, self._compute, self._opening_for_peers, self._counters)
+            PeerServer(
+                sock,
+                message.node,
+                self._pools,
+                self._compute,
+                self._opening_for_peers,
+                self._limits,
+                self._pace,
+                self._counters,
+                message.keys,
+            )
 
     def _serve_engine(self, message: supervision.EngineConnected, sock: socket.socket) -> None:
         tenant = message.tenant
         opener = ViewOpener(tenant, Layout.decode(message.layout), self._pools, self._peers)
         threads = Threads(tenant, self._compute, self._timer, self._fetching)
         ended = bind(self._channel.send, supervision.EngineEnded(tenant))
-        EngineServer(sock, f"engine {next(self._names)}", opener, self._opening, threads, self._counters, ended)
+        name, limits = f"engine {next(self._names)}", self._limits
+        EngineServer(sock, name, opener, self._opening, threads, limits, self._pace, self._counters, ended)
 
     def _report(self) -> None:
-        self._channel.send(self._counters.report())
+        """Report to the daemon, which kills a process that does not report: a process whose computing thread does not
+        return from a slice counts as one."""
+        if self._compute.slice_lasts() < STUCK_S:
+            self._channel.send(self._counters.report())
         self._timer.at(time.monotonic() + REPORT_S, self._report)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tokenlake.errors import LimitReached
+from tokenlake_query.pace import Pace, TenantPace
 
 __all__ = ["TenantThreads"]
 
@@ -16,13 +17,17 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 16 << 20
 """Limit of the bytes of one tenant's calls that wait for a thread: the keys of some 500,000 segments."""
+CALL_BYTES = 1 << 10
+"""Bytes that are counted for a waiting call itself: its objects."""
 
 
 class TenantThreads:
     """Threads that run functions which may block. Tenants take turns, and a tenant never has more than half of the
     threads, so that calls that wait for a dead node delay no other tenant. `submit` is thread-safe."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, pace: Pace) -> None:
+        """`pace`: counts the processor time of the calls; a thread pauses after a call as it says."""
+        self._pace = pace
         self._threads = ThreadPoolExecutor(threads, name)
         self._free = threads
         self._most = max(1, threads // 2)
@@ -34,7 +39,8 @@ class TenantThreads:
 
     def submit(self, tenant: str, call: Callable[[], object], nbytes: int) -> None:
         """Run the function `call` in a thread; an exception of it is logged. `nbytes`: memory that it keeps while it
-        waits. Raises LimitReached when the tenant's waiting calls keep too much."""
+        waits, beside its own objects. Raises LimitReached when the tenant's waiting calls keep too much."""
+        nbytes += CALL_BYTES
         with self._lock:
             waiting_bytes = self._waiting_bytes.get(tenant, 0)
             if waiting_bytes + nbytes > MAX_WAITING_BYTES:
@@ -65,11 +71,14 @@ class TenantThreads:
             self._threads.submit(self._run, tenant, call)
 
     def _run(self, tenant: str, call: Callable[[], object]) -> None:
+        pace = TenantPace(self._pace, tenant)
+        pace()
         try:
             call()
         except Exception:
             log.exception("a request of tenant %s failed", tenant)
         finally:
+            pace()
             with self._lock:
                 self._free += 1
                 self._running[tenant] -= 1

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tokenlake.attention import AttentionShape
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
@@ -114,10 +113,10 @@ class ViewOpener:
         """Open a view. Returns it, and one code per key: LOCAL or REMOTE up to the first segment that cannot be leased,
         MISSING from there on.
 
-        Blocks for the daemon and for other nodes. Raises LayoutRefused for heads that do not fit the layout,
-        ProtocolRefused for a message that contradicts itself, and the errors of `Pools.get`.
+        Blocks for the daemon and for other nodes. Raises as `Attention.of`, ProtocolRefused for a message that
+        contradicts itself, and the errors of `Pools.get`.
         """
-        attention = Attention(self.layout, AttentionShape.of(self.layout, message.heads, message.scale))
+        attention = Attention.of(self.layout, message.heads, message.scale)
         keys = _keys_of(message)
         pool = self._pools.get(self._tenant, self.layout)
         here = [index for index, owner in enumerate(message.owners) if owner == HERE]

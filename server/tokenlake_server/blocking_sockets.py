@@ -5,13 +5,15 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import struct
+from typing import Literal
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
-__all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
+__all__ = ["ended", "introduce", "limit_wait", "read_frame", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
 """Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
@@ -39,24 +41,23 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
 
 def read_frame(sock: socket.socket, max_frame: int) -> bytes:
     """Read the next frame from the socket and return its body; bytes behind it stay in the socket. Raises
-    `ProtocolRefused` for a frame of more than `max_frame` bytes, `OSError` as `receive_exactly`."""
+    `ProtocolRefused` for a frame of more than `max_frame` bytes, `OSError`: `ConnectionError` when the connection ends
+    first."""
     decoder = FrameDecoder(max_frame)
     while (body := decoder.next_frame()) is None:
         received = sock.recv(decoder.missing, socket.MSG_WAITALL)
         if not received:
-            raise _ended()
+            raise ended()
         decoder.add(received)
     return body
 
 
-def receive_exactly(sock: socket.socket, target: memoryview) -> None:
-    """Fill `target` with bytes from the socket. Raises `OSError`: `ConnectionError` when the connection ends first."""
-    filled = 0
-    while filled < len(target):
-        received = sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
-        if not received:
-            raise _ended()
-        filled += received
+def limit_wait(sock: socket.socket, option: Literal["SO_RCVTIMEO", "SO_SNDTIMEO"], seconds: float) -> None:
+    """Let each receipt from, or send to, a blocking socket end after `seconds`, and after 1 ms at least. The kernel has
+    this timeout: with Python's `settimeout` each call would be a poll and a partial receipt or send."""
+    # 0 would mean no limit.
+    whole, micro = divmod(round(max(0.001, seconds) * 1e6), 1_000_000)
+    sock.setsockopt(socket.SOL_SOCKET, getattr(socket, option), struct.pack("ll", whole, micro))
 
 
 def size_buffer(sock: socket.socket, option: int) -> None:
@@ -64,5 +65,6 @@ def size_buffer(sock: socket.socket, option: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER)
 
 
-def _ended() -> ConnectionError:
+def ended() -> ConnectionError:
+    """The error of a connection that the other side closed while more bytes were due."""
     return ConnectionError("the connection ended in the middle of a message")

@@ -28,7 +28,7 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import introduce, read_frame, receive_exactly, size_buffer
+from tokenlake_server.blocking_sockets import ended, introduce, limit_wait, read_frame, size_buffer
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
@@ -45,6 +45,12 @@ THREADS_PER_NODE = RECEIVE_THREADS - 2
 under way, in two halves each, and a large fetch."""
 IDLE_CONNECTIONS = 4
 """Limit of the unused bulk connections per peer that stay open for later fetches."""
+STALL_S = 0.25
+"""Least seconds without progress after which a transfer whose first bytes have come is given up; more than the 200 ms
+after which TCP sends a lost packet again."""
+PROGRESS_BYTES = 64 << 10
+"""Bytes, or the rest of a piece, that count as progress. A path that passes fewer, for instance only small packets,
+counts as one that passes none."""
 HALVES_BYTES = 16 << 20
 """Bytes from which a fetch is split in two halves, each over a connection of its own: a single connection is limited by
 one processor on each side."""
@@ -63,7 +69,8 @@ class _Job:
         self.codes = bytearray([Code.LOST]) * count
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
         self.answered: bool | None = None
-        """See `FetchDone`. Set to True by any thread of the job, and to False by one that failed before."""
+        """See `FetchDone`. Set to True by any thread of the job to which bytes came, and to False by one that failed
+        before, or that waited for further bytes in vain."""
         half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
         self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
@@ -71,10 +78,11 @@ class _Job:
         self._left = len(self.parts)
         self._aborted = False
 
-    def failed(self) -> None:
-        """Record that a part of the fetch failed. If it was not aborted, the node should have answered."""
+    def failed(self, *, stalled: bool) -> None:
+        """Record that a part of the fetch failed. If it was not aborted, the node should have answered. `stalled`: no
+        further bytes came, although the connection did not end."""
         with self._lock:
-            if self.answered is None and not self._aborted:
+            if not self._aborted and (stalled or self.answered is None):
                 self.answered = False
 
     def use(self, sock: socket.socket) -> None:
@@ -185,16 +193,18 @@ class BulkReceiver:
         """Fetch one part of the segments of a `StartFetch`, in a thread. In every case the last part posts `FetchDone`
         with the outcome of each segment."""
         instruction = job.instruction
+        stalled = False
         try:
             self._pull(job, part)
             self._end_part(job)
             return
         except (OSError, TokenLakeError) as error:
+            stalled = isinstance(error, TimeoutError)
             named = f" for request {instruction.request!r}" if instruction.request else ""
             log.info("fetch %d from %s%s ended early: %s", instruction.fetch, instruction.node, named, error)
         except Exception:
             log.exception("fetch %d from %s failed", instruction.fetch, instruction.node)
-        job.failed()
+        job.failed(stalled=stalled)
         if not job.answered:
             # What keeps this connection from answering may keep the idle ones from it.
             self._drop_idle(instruction.node)
@@ -217,9 +227,7 @@ class BulkReceiver:
             _limit(sock, until)
             sock.sendall(pack_frame(pull))
             reply = decode(peer.pulled_decoder, read_frame(sock, peer.MAX_FRAME))
-            job.answered = True
-            sock.settimeout(None)
-            self._receive(sock, job, part, reply)
+            self._receive(_Inflow(sock, job, until), job, part, reply)
             whole = True
         finally:
             job.leave(sock)
@@ -228,12 +236,18 @@ class BulkReceiver:
             else:
                 sock.close()
 
-    def _receive(self, sock: socket.socket, job: _Job, part: range, reply: peer.Pulled) -> None:
+    def _receive(self, inflow: _Inflow, job: _Job, part: range, reply: peer.Pulled) -> None:
         instruction = job.instruction
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
         if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):
             raise ProtocolRefused(f"node {instruction.node} answered for other segments than were requested")
+        if not part and reply.slot_bytes == peer.PROBE_BYTES:
+            inflow.fill(memoryview(bytearray(peer.PROBE_BYTES)))
+        elif not part:
+            raise ProtocolRefused(f"node {instruction.node} answered a probe with {reply.slot_bytes} bytes")
+        elif not sent:
+            job.answered = True
         if sent and reply.slot_bytes != instruction.slot_bytes:
             raise ProtocolRefused(
                 f"node {instruction.node} sends segments of {reply.slot_bytes} bytes; expected {instruction.slot_bytes}"
@@ -242,7 +256,7 @@ class BulkReceiver:
         views = self._arena.slots(places, instruction.slot_bytes)
         for position, index in enumerate(sent):
             expected = reply.checksums[position * per_segment : (position + 1) * per_segment]
-            if _receive_segment(sock, views[index - part.start], instruction.shards) != expected:
+            if _receive_segment(inflow, views[index - part.start], instruction.shards) != expected:
                 job.codes[index] = Code.BAD_CHECKSUM
                 continue
             job.checksums[index * per_segment : (index + 1) * per_segment] = expected
@@ -311,27 +325,70 @@ class BulkReceiver:
             self._idle.clear()
 
 
-def _receive_segment(sock: socket.socket, segment: memoryview, shards: int) -> bytes:
-    """Fill `segment` from the socket and return the checksums of its shards, concatenated. Each piece of at most
-    `CACHED_BYTES` is hashed as soon as it is received. Raises the errors of `receive_exactly`."""
+class _Inflow:
+    """The bytes of segments that come to a connection, behind the header of a reply."""
+
+    def __init__(self, sock: socket.socket, job: _Job, until: float) -> None:
+        """`until`: the time at which the first bytes must have come."""
+        self._sock = sock
+        self._job = job
+        self._stall_s = max(STALL_S, job.instruction.answer_s)
+        self._until = until
+        self._since = 0
+        """Bytes that came since the last progress."""
+        self._begun = False
+        """True after the first progress."""
+        sock.settimeout(None)
+        limit_wait(sock, "SO_RCVTIMEO", until - time.monotonic())
+
+    def fill(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes. Raises OSError: ConnectionError when the connection ends first,
+        TimeoutError when no progress is made in time."""
+        filled = 0
+        while filled < len(target):
+            try:
+                received = self._sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                # The kernel's timeout has passed without a byte.
+                received = -1
+            if not received:
+                raise ended()
+            filled += max(0, received)
+            self._since += max(0, received)
+            if self._since >= PROGRESS_BYTES or filled == len(target):
+                self._progress()
+            elif time.monotonic() >= self._until:
+                raise TimeoutError("the node did not send in time")
+
+    def _progress(self) -> None:
+        self._since = 0
+        self._until = time.monotonic() + self._stall_s
+        if not self._begun:
+            self._begun = self._job.answered = True
+            limit_wait(self._sock, "SO_RCVTIMEO", self._stall_s)
+
+
+def _receive_segment(inflow: _Inflow, segment: memoryview, shards: int) -> bytes:
+    """Fill `segment` with the next bytes and return the checksums of its shards, concatenated. Each piece of at most
+    `CACHED_BYTES` is hashed as soon as it is received. Raises the errors of `_Inflow.fill`."""
     size = len(segment) // shards
     if size > CACHED_BYTES:
-        digests = [_receive_shard(sock, segment[at : at + size]) for at in range(0, len(segment), size)]
+        digests = [_receive_shard(inflow, segment[at : at + size]) for at in range(0, len(segment), size)]
     else:
         digests = []
         step = CACHED_BYTES // size * size
         for start in range(0, len(segment), step):
             piece = segment[start : start + step]
-            receive_exactly(sock, piece)
+            inflow.fill(piece)
             digests += [xxhash.xxh3_64_intdigest(piece[at : at + size]) for at in range(0, len(piece), size)]
     return b"".join(digest.to_bytes(CHECKSUM_BYTES, "little") for digest in digests)
 
 
-def _receive_shard(sock: socket.socket, shard: memoryview) -> int:
+def _receive_shard(inflow: _Inflow, shard: memoryview) -> int:
     digest = xxhash.xxh3_64()
     for at in range(0, len(shard), CACHED_BYTES):
         piece = shard[at : at + CACHED_BYTES]
-        receive_exactly(sock, piece)
+        inflow.fill(piece)
         digest.update(piece)
     return digest.intdigest()
 

@@ -9,21 +9,24 @@ import contextlib
 import logging
 import queue
 import socket
-import struct
 import threading
+import time
+from typing import NamedTuple
 
 from tokenlake.core import events
+from tokenlake.core.fetch import MAX_DEADLINE_S
 from tokenlake.core.instructions import SendBulk
+from tokenlake.core.peers import LEAST_RATE
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import pack_frame, peer
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import read_frame, size_buffer
+from tokenlake_server.blocking_sockets import limit_wait, read_frame, size_buffer
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS
 from tokenlake_server.driver import Driver
-from tokenlake_server.handshake import PeerIdentity
 
 __all__ = ["BulkSender"]
 
@@ -32,67 +35,83 @@ log = logging.getLogger(__name__)
 SEND_STALL_S = 10
 """Seconds after which a bulk connection is closed whose receiver has taken no bytes (twice as long in the worst case),
 so that a frozen receiver does not keep the slots pinned."""
+LONGEST_SEND_S = MAX_DEADLINE_S
+"""Most seconds that one send may take, as long as the longest deadline of a fetch."""
 CONNECTIONS_PER_PEER = RECEIVE_THREADS
 """Limit of the bulk connections that one peer may open: a peer uses one per thread that receives."""
 MAX_IOVEC = 64
 
 
+class _Stream(NamedTuple):
+    """One bulk connection of a peer."""
+
+    hello: peer.PeerHello
+    sock: socket.socket
+    instructions: queue.SimpleQueue[SendBulk | None]
+    """What the thread waits for; None ends it."""
+    thread: threading.Thread
+
+    def end(self) -> None:
+        """Let the thread of the connection return soon."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.instructions.put(None)
+
+
 class BulkSender:
     """Carries out the instruction `SendBulk` of the rules, with one thread for each bulk connection (stream) that a
-    peer opened. The number of connections is bounded."""
+    peer opened. The number of connections of each peer is bounded, and so is the time of a send."""
 
-    def __init__(self, identity: PeerIdentity, peers: int, arena: Arena, driver: Driver) -> None:
-        self._identity = identity
-        self.set_peers(peers)
+    def __init__(self, arena: Arena, driver: Driver) -> None:
         self._arena = arena
         self._driver = driver
-        self._streams: dict[int, tuple[socket.socket, queue.SimpleQueue[SendBulk | None], threading.Thread]] = {}
+        self._streams: dict[int, _Stream] = {}
         self._last = 0
         driver.carry_out(SendBulk, self._hand_over)
 
-    def set_peers(self, peers: int) -> None:
-        """Follow a change of the number of other nodes, which limits the connections."""
-        self._limit = max(1, peers) * CONNECTIONS_PER_PEER
-
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
         were read already."""
-        if len(self._streams) >= self._limit or rest:
+        others = [stream for stream in list(self._streams.values()) if stream.hello.node == hello.node]
+        same = [stream for stream in others if stream.hello.incarnation == hello.incarnation]
+        if len(same) >= CONNECTIONS_PER_PEER or rest:
             # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
             return
+        for former in others:
+            if former.hello.incarnation != hello.incarnation:
+                former.end()
         try:
             sock.settimeout(None)
             size_buffer(sock, socket.SO_SNDBUF)
-            # The timeout is set in the kernel: with Python's `settimeout` each send would be a poll and a partial send.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
+            limit_wait(sock, "SO_SNDTIMEO", SEND_STALL_S)
         except OSError as error:
             log.debug("bulk connection of %s ended: %s", hello.node, error)
             sock.close()
             return
         self._last += 1
-        stream = self._last
+        number = self._last
         instructions: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._serve, args=(stream, sock, hello.node, instructions), name=f"send-{stream}", daemon=True
+            target=self._serve, args=(number, sock, hello.node, instructions), name=f"send-{number}", daemon=True
         )
-        self._streams[stream] = (sock, instructions, thread)
+        self._streams[number] = _Stream(hello, sock, instructions, thread)
         try:
             thread.start()
         except RuntimeError as error:
             log.warning("a bulk connection of %s is closed, because no thread can be started: %s", hello.node, error)
-            del self._streams[stream]
+            del self._streams[number]
             sock.close()
 
     def _hand_over(self, instruction: SendBulk) -> None:
-        self._streams[instruction.stream][1].put(instruction)
+        self._streams[instruction.stream].instructions.put(instruction)
 
     def refuse(self, stream: int) -> None:
         """Close a bulk connection whose request for segments (`Pull`) the rules refused: its thread stops waiting for a
         `SendBulk` and closes it."""
         served = self._streams.get(stream)
         if served is not None:
-            served[1].put(None)
+            served.instructions.put(None)
 
     def _serve(
         self, stream: int, sock: socket.socket, node: str, instructions: queue.SimpleQueue[SendBulk | None]
@@ -127,10 +146,21 @@ class BulkSender:
             sock.close()
 
     def _send(self, sock: socket.socket, instruction: SendBulk) -> None:
-        views = self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes)
-        header = pack_frame(peer.Pulled(instruction.slot_bytes, instruction.codes, instruction.checksums))
+        if instruction.codes:
+            size, views = (
+                instruction.slot_bytes,
+                self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
+            )
+        else:
+            size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
+        header = pack_frame(peer.Pulled(size, instruction.codes, instruction.checksums))
         buffers = [memoryview(header), *views]
+        # A reader at the least rate that is assumed of a peer takes a third of its deadline.
+        limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, buffers)) / LEAST_RATE)
+        until = time.monotonic() + limit_s
         while buffers:
+            if time.monotonic() > until:
+                raise TimeoutError(f"the receiver has not taken all bytes after {limit_s:.0f} s")
             sent = sock.sendmsg(buffers[:MAX_IOVEC])
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.pop(0))
@@ -139,9 +169,7 @@ class BulkSender:
 
     def close(self) -> None:
         """Close all bulk connections and wait for their threads."""
-        for sock, instructions, _ in list(self._streams.values()):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            instructions.put(None)
-        for _, _, thread in list(self._streams.values()):
-            thread.join(timeout=SEND_STALL_S)
+        for stream in list(self._streams.values()):
+            stream.end()
+        for stream in list(self._streams.values()):
+            stream.thread.join(timeout=SEND_STALL_S)

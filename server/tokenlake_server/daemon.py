@@ -22,6 +22,7 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
@@ -29,6 +30,7 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
+from tokenlake_server.certificates import CertificateFiles, Certificates
 from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
@@ -113,23 +115,25 @@ class Daemon:
         self.driver.carry_out(ReadRing, lambda order: self.on_read_ring())
         self.driver.carry_out(Drained, lambda order: self.on_drained())
         self._changing_ring = asyncio.Lock()
-        identity = PeerIdentity(config.node, incarnation, config.cluster_secret)
+        certificates = _certificates(config)
+        secrets = () if certificates else config.cluster_secret
+        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
         addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
-        self.senders = BulkSender(identity, len(addresses), arena, self.driver)
+        self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
-        self.peers = PeerConnections(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
+        self.peers = PeerConnections(
+            identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
+        )
         self.peers.on_stranger = lambda node: self.on_read_ring()
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
         )
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
-        start = supervision.Start(config.socket, config.node, tenants.query_credential)
-        self.query_engine = (
-            QueryEngine(start, identity, addresses, tenants.count, loop) if config.query_engine else None
-        )
+        start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
+        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -170,7 +174,6 @@ class Daemon:
             members = self.driver.core.record.members
             others = (name for name in addresses if name in members and name != node and node in members)
             self.peers.set_peers({name: addresses[name] for name in others})
-            self.senders.set_peers(len(members))
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
@@ -183,18 +186,18 @@ class Daemon:
             raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
         return self.query_engine.connect_engine(tenant, layout)
 
-    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes) -> None:
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         if self.query_engine is None:
             sock.close()
         else:
-            self.query_engine.adopt(sock, hello, rest)
+            self.query_engine.adopt(sock, hello, rest, keys)
 
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection that sent an event which the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
-            log.warning("an event was refused: %s", error)
+            log.warning("an event was refused: %s", error, extra={"kind": "refused"})
         else:
-            log.error("the rules failed on %s", type(event).__name__, exc_info=error)
+            log.error("the rules failed on %s", type(event).__name__, exc_info=error, extra={"kind": "failed"})
             error = ProtocolRefused("the daemon failed on this request; its log has the error")
         if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)
@@ -264,6 +267,15 @@ class Daemon:
                 if segment.pins:
                     used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
         return used
+
+
+def _certificates(config: ServerConfig) -> Certificates | None:
+    if not config.certificate:
+        if config.unencrypted_beyond_loopback:
+            log.warning("connections with other nodes are not encrypted: 'unencrypted_beyond_loopback' is set")
+        return None
+    files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
+    return Certificates(files, config.cluster, config.node)
 
 
 def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:

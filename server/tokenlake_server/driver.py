@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,10 @@ from tokenlake_server.event_log import Recorder
 __all__ = ["Driver", "Handle", "Sink"]
 
 log = logging.getLogger(__name__)
+
+TIMERS_S = 0.001
+"""Seconds after which the timers that are due wait for the next iteration of the loop. They take longer by at most one
+timer."""
 
 Handle = Callable[[Event, float], list[Instruction]]
 Sink = Callable[[Any], None]
@@ -53,7 +58,7 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
         self._tick_scheduled = False
-        """True: a Tick is scheduled within the next two iterations of the loop."""
+        """True: Ticks are scheduled within the next two iterations of the loop."""
         self._recorder: Recorder | None = None
 
     @property
@@ -166,11 +171,19 @@ class Driver:
         self._loop.call_soon(self._loop.call_soon, self._tick)
 
     def _tick(self) -> None:
+        """Pass in one Tick for each timer that is due. Those that are left after `TIMERS_S` follow in the next
+        iteration of the loop, so that many timers at once do not keep it from its sockets."""
+        until = time.perf_counter() + TIMERS_S
+        while self._alarm is not None and (wake := self.core.next_wake()) is not None and wake <= self.now:
+            if time.perf_counter() >= until:
+                self._loop.call_soon(self._tick)
+                return
+            self.handle(Tick())
         self._tick_scheduled = False
         if self._alarm is not None:
             self._alarm = None
             self._alarm_at = float("inf")
-            self.handle(Tick())
+            self._rearm()
 
 
 def _end_of(instruction: Instruction) -> list[Event]:

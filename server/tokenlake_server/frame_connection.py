@@ -2,6 +2,9 @@
 
 It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
 
+A connection may be encrypted (`start_tls`). The steps of the TLS handshake run in a thread, and nothing is read from
+the socket during a step.
+
 The connections of a loop share its time. A slice of time of a connection, in which it handles frames, ends after
 `SLICE_S`. The frames that are left are handled in its next slices, and nothing more is read from the socket until then.
 """
@@ -14,10 +17,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 
-from tokenlake.errors import LimitReached, ProtocolRefused
+from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder
 from tokenlake_server.loop_share import LoopShare
+from tokenlake_server.tls import TlsSession
 
 __all__ = ["FrameConnection"]
 
@@ -72,6 +77,15 @@ class FrameConnection:
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.on_broken = on_broken
+        self.on_first: Callable[[bytes], None] | None = None
+        """Called with the first bytes of the connection, before they are handled; it may call `start_tls`."""
+        self.on_refused: Callable[[TokenLakeError], None] | None = None
+        """Called before the connection closes because the other side refused this node's certificate, or because
+        encrypted bytes were changed."""
+        self._tls: TlsSession | None = None
+        self._secured: Callable[[TokenLakeError | None], None] | None = None
+        """Called when the TLS handshake has ended; None before and afterwards."""
+        self._threads: Executor | None = None
         self._loop = loop
         self._max_unsent = max_unsent
         self._pause_bytes = pause_bytes
@@ -105,11 +119,56 @@ class FrameConnection:
     def max_frame(self, value: int) -> None:
         self._decoder.max_frame = value
 
+    def start_tls(
+        self, session: TlsSession, threads: Executor, on_secured: Callable[[TokenLakeError | None], None]
+    ) -> None:
+        """Encrypt the connection from now on: before the first bytes are sent and handled. No frame may be sent before
+        `on_secured(None)`. `on_secured(error)` is called instead if the handshake failed; the connection then closes.
+        `threads` run the steps of the handshake."""
+        self._tls, self._threads, self._secured = session, threads, on_secured
+        if not session.server:
+            self._step()
+
+    def _step(self) -> None:
+        """Do the next step of the TLS handshake, in a thread. The socket is not read meanwhile."""
+        assert self._tls is not None
+        assert self._threads is not None
+        self._loop.remove_reader(self.sock)
+        step = self._loop.run_in_executor(self._threads, self._tls.handshake)
+        step.add_done_callback(self._stepped)
+
+    def _stepped(self, step: asyncio.Future[None]) -> None:
+        if not self._open or step.cancelled():
+            return
+        assert self._tls is not None
+        error = step.exception()
+        self._loop.add_reader(self.sock, self._readable)
+        data = self._tls.to_send()
+        if data:
+            self._send_raw(data, ())
+        if not self._open or (error is None and self._tls.peer is None):
+            return
+        self._end_handshake(
+            error if error is None or isinstance(error, TokenLakeError) else ProtocolRefused(str(error))
+        )
+        if self._open:
+            # The other side may have sent frames right behind its last message of the handshake.
+            self._received(b"")
+
+    def _end_handshake(self, error: TokenLakeError | None) -> None:
+        on_secured, self._secured = self._secured, None
+        assert on_secured is not None
+        on_secured(error)
+        if error is not None:
+            self.close(str(error))
+
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send the frame; the part that does not fit into the socket's buffer is queued. Does nothing once closed.
-        `descriptors` are sent with the frame's first byte and stay the caller's."""
-        if not self._open:
-            return
+        `descriptors` are sent with the frame's first byte and stay the caller's; not on an encrypted connection."""
+        if self._open:
+            self._send_raw(frame if self._tls is None else self._tls.write(frame), descriptors)
+
+    def _send_raw(self, frame: bytes, descriptors: Sequence[int]) -> None:
         sent = 0
         if not self._unsent:
             try:
@@ -181,6 +240,30 @@ class FrameConnection:
         if not data:
             self.close("closed by the other side")
             return
+        if self.on_first is not None:
+            on_first, self.on_first = self.on_first, None
+            on_first(data)
+            if not self._open:
+                return
+        self._received(data)
+
+    def _received(self, data: bytes) -> None:
+        """Handle bytes that were read from the socket."""
+        if self._tls is not None:
+            try:
+                if data:
+                    self._tls.receive(data)
+                if self._tls.peer is None:
+                    self._step()
+                    return
+                data = self._tls.read()
+            except TokenLakeError as error:
+                if self._secured is not None:
+                    self._end_handshake(error)
+                elif self.on_refused is not None:
+                    self.on_refused(error)
+                self.close(str(error))
+                return
         self._bodies = self._decoder.feed(data)
         if self.share is not None and self.share.used_up:
             self._wait(True)

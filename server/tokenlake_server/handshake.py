@@ -5,13 +5,12 @@
     dialler                                        acceptor
        | PeerHello: name, incarnation, nonce ------>|
        |<------ PeerChallenge: the same, and a proof|
-       | PeerProof: cluster, and a proof ---------->|
+       | PeerProof: a proof ----------------------->|
        |<------ PeerWelcome, or PeerRefused         |
 
 A proof is blake2b, keyed with the secret, over all earlier messages of the handshake and the name of the proving side.
 It covers both nonces, so that a recorded handshake is not accepted again, and the purpose of the connection, so that
-the proof of a control connection does not open a bulk connection. The acceptor proves itself first. The dialler
-therefore names its cluster only to a node that knows the secret, and the acceptor names its own only to such a node.
+the proof of a control connection does not open a bulk connection. The acceptor proves itself first.
 
 This module does no I/O; nonces are passed in. The frames after the handshake are neither encrypted nor authenticated.
 """
@@ -20,18 +19,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 
 import msgspec
 
 from tokenlake.config import Secret
-from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
+from tokenlake.errors import ClusterRefused, CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import agree, peer
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 
-__all__ = ["DEFAULT_CLUSTER", "NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof", "dialler_proof"]
+__all__ = ["NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof", "dialler_proof"]
 
-DEFAULT_CLUSTER = "tokenlake"
-"""Name of a cluster whose nodes were given none."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
@@ -45,10 +43,20 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 
     node: str
     incarnation: int
-    secret: Secret = Secret()
-    """The setting `cluster_secret`; empty where there is none."""
-    cluster: str = DEFAULT_CLUSTER
-    """The name of the cluster: nodes of clusters with different names refuse each other."""
+    secrets: tuple[Secret, ...] = ()
+    """The setting `cluster_secret`: the first one proves this node, and each proves another one. Empty where there is
+    none, or where certificates prove the nodes."""
+    cluster: str = "tokenlake"
+    """The setting `cluster`."""
+
+    @property
+    def secret(self) -> Secret:
+        """The secret by which this node proves itself; empty where there is none."""
+        return self.secrets[0] if self.secrets else Secret()
+
+    def accepts(self, proof: bytes, expected: Callable[[Secret], bytes]) -> bool:
+        """True if `proof` is what `expected` returns for a secret of this node."""
+        return any(hmac.compare_digest(expected(secret), proof) for secret in self.secrets or (Secret(),))
 
 
 class Dialler:
@@ -58,7 +66,7 @@ class Dialler:
         """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake."""
         self._identity = identity
         self._node = node
-        own = (identity.node, identity.incarnation)
+        own = (identity.cluster, identity.node, identity.incarnation)
         self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
         """The first message."""
         self.incarnation: int | None = None
@@ -67,17 +75,15 @@ class Dialler:
     def answer(self, challenge: peer.PeerChallenge) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. Raises `CredentialRefused`, `RingRefused` or
         `ProtocolRefused`; the fields of `challenge` are not to be trusted then."""
-        proof = acceptor_proof(self._identity.secret, self.hello, challenge)
-        if not hmac.compare_digest(proof, challenge.proof):
+        if not self._identity.accepts(challenge.proof, lambda secret: acceptor_proof(secret, self.hello, challenge)):
             raise _not_proven(self._node, self._identity)
+        _check_cluster(self._identity, self._node, challenge.cluster)
         if challenge.node != self._node:
             raise RingRefused(f"the node at the address of '{self._node}' calls itself '{challenge.node}'")
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
         self.incarnation = challenge.incarnation
-        unproven = peer.PeerProof(self._identity.cluster, bytes(PROOF_BYTES))
-        proof = dialler_proof(self._identity.secret, self.hello, challenge, unproven)
-        return msgspec.structs.replace(unproven, proof=proof)
+        return peer.PeerProof(dialler_proof(self._identity.secret, self.hello, challenge))
 
 
 class Acceptor:
@@ -90,18 +96,20 @@ class Acceptor:
         self.hello = hello
         """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
-        unproven = peer.PeerChallenge(version, identity.node, identity.incarnation, nonce, bytes(PROOF_BYTES))
+        own = (identity.cluster, identity.node, identity.incarnation)
+        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES))
         proof = acceptor_proof(identity.secret, hello, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
 
     def check(self, message: peer.PeerProof) -> None:
-        """Check the dialler's proof, then its cluster. Raises `CredentialRefused`, whose text does not name it,
-        or `RingRefused`, whose text names the difference. The caller checks that the dialler is a member."""
-        proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
-        if not hmac.compare_digest(proof, message.proof):
+        """Check the dialler's proof, then its cluster and its name. Raises `CredentialRefused`, `ClusterRefused` or
+        `RingRefused`. The caller checks that the dialler is a member."""
+        if not self._identity.accepts(message.proof, lambda secret: dialler_proof(secret, self.hello, self.challenge)):
             raise _not_proven(self.hello.node, self._identity)
-        _check_cluster(self._identity, self.hello.node, message)
+        _check_cluster(self._identity, self.hello.node, self.hello.cluster)
+        if self.hello.node == self._identity.node:
+            raise RingRefused(f"two daemons are called '{self.hello.node}'; every node needs a name of its own")
 
 
 def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
@@ -110,10 +118,10 @@ def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerCha
     return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
 
 
-def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, proof: peer.PeerProof) -> bytes:
-    """The dialler's proof, to be sent in the field `proof` of `proof`: blake2b, keyed with the secret, over the
-    messages of the handshake."""
-    return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(proof, proof=bytes(PROOF_BYTES)))
+def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
+    """The dialler's proof, to be sent as `PeerProof`: blake2b, keyed with the secret, over the messages of the
+    handshake."""
+    return _keyed(secret, b"dialler", hello, challenge)
 
 
 def _keyed(secret: bytes, side: bytes, *messages: msgspec.Struct) -> bytes:
@@ -128,10 +136,9 @@ def _not_proven(node: str, identity: PeerIdentity) -> CredentialRefused:
     )
 
 
-def _check_cluster(identity: PeerIdentity, node: str, proof: peer.PeerProof) -> None:
-    if node == identity.node:
-        raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
-    if proof.cluster != identity.cluster:
-        raise RingRefused(
-            f"node '{node}' belongs to the cluster '{proof.cluster}', and '{identity.node}' to '{identity.cluster}'"
+def _check_cluster(identity: PeerIdentity, node: str, cluster: str) -> None:
+    if cluster != identity.cluster:
+        raise ClusterRefused(
+            f"node '{node}' belongs to the cluster '{cluster}', and '{identity.node}' to '{identity.cluster}'; nodes "
+            "of one cluster have the same setting 'cluster'"
         )

@@ -9,6 +9,7 @@ The node whose name sorts first dials. A connection goes through these states::
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import random
 import secrets
@@ -21,13 +22,25 @@ from dataclasses import dataclass
 from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, SendToPeer
-from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
+from tokenlake.errors import (
+    ConfigurationError,
+    CredentialRefused,
+    ProtocolRefused,
+    RingRefused,
+    TokenLakeError,
+    Unreachable,
+)
 from tokenlake.wire import pack_frame, peer
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
+from tokenlake_server.certificates import Certificates, require_node, shown
+from tokenlake_server.connection_keys import Granted, KeptKeys, new_keys
 from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.started_threads import started_threads
+from tokenlake_server.tls import TlsSession, is_tls
 
 __all__ = ["Adopt", "PeerConnections"]
 
@@ -37,6 +50,18 @@ REDIAL_S, LONGEST_REDIAL_S = 0.1, 1.0
 """Seconds between the first two attempts to dial a peer, and the most seconds between two later ones. Each pause is
 twice as long as the one before, longer or shorter by up to a half at random, so that not all nodes dial a peer at the
 moment at which it comes back."""
+RELOAD_S = 2.0
+"""Seconds between two looks at the files of the certificates."""
+TLS_THREADS = 2
+"""Number of threads that do the steps of TLS handshakes."""
+TLS_REQUIRED = (
+    "a plain connection, and this node accepts encrypted ones only, because it has a 'certificate'; set 'certificate', "
+    "'key' and 'ca' on all nodes"
+)
+TLS_UNKNOWN = (
+    "an encrypted connection (TLS), and this node accepts plain ones only; set 'certificate', 'key' and 'ca' on all "
+    "nodes"
+)
 HANDSHAKE_S = 5.0
 """Seconds after which a connection between daemons is closed whose handshake is not complete."""
 MAX_HANDSHAKES = 128
@@ -53,9 +78,9 @@ REFUSAL_S = 1.0
 """Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
 
-Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
+Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
 """Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
-handshake that were read already)."""
+handshake that were read already, keys of its records). Without keys the connection is plain."""
 
 
 @dataclass
@@ -72,11 +97,17 @@ class _Handshake:
     failed."""
     side: Dialler | Acceptor | None
     """The part of the handshake that this daemon plays, dialler or acceptor; None until the other daemon's hello."""
+    certified: str | None = None
+    """The node that the other side's certificate names; None without TLS."""
+    opening: bytes = b""
+    """The id of the connection while it waits for its keys; empty otherwise."""
 
     @property
     def node(self) -> str:
         """The name of the other node: the one that was dialled, or the unproven name that the dialler gave; empty
         before its hello."""
+        if self.certified is not None and self.dialled is None:
+            return self.certified
         return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
@@ -92,8 +123,16 @@ class PeerConnections:
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
+        certificates: Certificates | None = None,
     ) -> None:
-        """`adopt`: for each purpose of a connection but control, the function that takes such connections over."""
+        """`adopt`: for each purpose of a connection but control, the function that takes such connections over.
+        `certificates`: None where connections are plain."""
+        self._certificates = certificates
+        self._tls_threads = started_threads(TLS_THREADS, "tls") if certificates is not None else None
+        self._reloading = loop.create_task(self._keep_reloading()) if certificates is not None else None
+        self._keys = KeptKeys(identity.cluster)
+        self._waiting: dict[bytes, tuple[FrameConnection, _Handshake]] = {}
+        """Connections whose keys have not arrived yet, by the id of the connection."""
         self._identity = identity
         self._addresses = addresses
         self._driver = driver
@@ -113,7 +152,7 @@ class PeerConnections:
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
         driver.carry_out(SendToPeer, self._say)
-        driver.carry_out(Note, lambda note: log.warning("%s", note.text))
+        driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
             self._dial_soon(name)
 
@@ -212,6 +251,7 @@ class PeerConnections:
             gone = self._handshakes.pop(connection, None)
             if gone is not None:
                 gone.timer.cancel()
+                self._waiting.pop(gone.opening, None)
             if ended is not None and not ended.done():
                 ended.set_result(None)
 
@@ -226,18 +266,109 @@ class PeerConnections:
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
         handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None)
-        if dialled is not None:
-            handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
-            connection.send(pack_frame(handshake.side.hello))
+        connection.on_refused = lambda error: self._log_refusal(handshake, str(error))
+        if dialled is None:
+            connection.on_first = lambda data: self._choose_encryption(connection, handshake, data)
+        elif self._certificates is not None:
+            self._start_tls(connection, handshake)
+        else:
+            self._send_hello(connection, handshake, dialled)
+
+    def _send_hello(self, connection: FrameConnection, handshake: _Handshake, dialled: str) -> None:
+        handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
+        connection.send(pack_frame(handshake.side.hello))
+
+    # -- encryption
+
+    def _choose_encryption(self, connection: FrameConnection, handshake: _Handshake, first: bytes) -> None:
+        """Start TLS on an accepted connection whose first bytes ask for it. Other connections of a node with
+        certificates may only name their keys (`OpenConnection`)."""
+        if not is_tls(first):
+            return
+        if self._certificates is None:
+            self._refuse_handshake(connection, handshake, ProtocolRefused(TLS_UNKNOWN))
+        else:
+            self._start_tls(connection, handshake)
+
+    def _start_tls(self, connection: FrameConnection, handshake: _Handshake) -> None:
+        assert self._certificates is not None
+        assert self._tls_threads is not None
+        session = TlsSession(self._certificates.current, server=handshake.dialled is None)
+
+        def secured(error: TokenLakeError | None) -> None:
+            if error is not None:
+                self._log_refusal(handshake, str(error))
+                return
+            assert session.peer is not None
+            now = datetime.datetime.now(datetime.UTC)
+            try:
+                handshake.certified = require_node(session.peer, self._identity.cluster, handshake.dialled, now)
+            except TokenLakeError as refusal:
+                self._refuse_handshake(connection, handshake, refusal)
+                return
+            if handshake.dialled is not None:
+                self._send_hello(connection, handshake, handshake.dialled)
+
+        connection.start_tls(session, self._tls_threads, secured)
+
+    async def _keep_reloading(self) -> None:
+        """Use the files of the certificates again when they change."""
+        assert self._certificates is not None
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            await self._loop.run_in_executor(self._tls_threads, self._certificates.reload)
+
+    def new_keys(self, node: str, purpose: peer.DataPurpose) -> tuple[bytes, RecordKeys] | None:
+        """Keys for a connection that this node is about to open to `node`, and the id by which `OpenConnection` names
+        it. The other node is sent them. None where connections are plain. May be called from any thread. Raises
+        `Unreachable` without a control connection."""
+        if self._certificates is None:
+            return None
+        if node not in self._connections:
+            raise Unreachable(f"there is no control connection with node '{node}'")
+        message, keys = new_keys(purpose)
+        try:
+            self._loop.call_soon_threadsafe(self._send, node, message)
+        except RuntimeError as error:
+            raise Unreachable("the daemon stops") from error
+        return message.connection, keys
+
+    def _open(self, connection: FrameConnection, handshake: _Handshake, granted: Granted) -> None:
+        """Hand over a connection whose keys were found."""
+        connection.send(pack_frame(peer.PeerWelcome()))
+        self._hand_over(connection, granted.hello, granted.keys)
+
+    def _hand_over(self, connection: FrameConnection, hello: peer.PeerHello, keys: RecordKeys | None) -> None:
+        """Hand an accepted connection over to the owner of connections of that purpose."""
+        handshake = self._handshakes.pop(connection, None)
+        if handshake is None:
+            # The reply could not be sent, and the failure closed the connection.
+            return
+        handshake.timer.cancel()
+        sock, rest = connection.detach()
+        self._adopters[hello.purpose](sock, hello, rest, keys)
 
     def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
         """Handle one frame of a handshake with another daemon."""
         try:
             match decode(peer.handshake_decoder, body), handshake.side:
                 case peer.PeerRefused() as refused, _:
-                    self._log_refusal(handshake, refused.reason)
+                    reason = f"it refused this node: {refused.reason}"
+                    if self._certificates is not None and refused.kind == CredentialRefused.__name__:
+                        reason += f"; the clock of this node says {shown(datetime.datetime.now(datetime.UTC))}"
+                    self._log_refusal(handshake, reason)
                     connection.close("refused by the other side")
+                case peer.OpenConnection() as opening, None if self._certificates is not None:
+                    granted = self._keys.take(opening.connection, self._loop.time())
+                    if granted is not None:
+                        self._open(connection, handshake, granted)
+                    else:
+                        handshake.opening = opening.connection
+                        self._waiting[opening.connection] = connection, handshake
+                case peer.PeerHello(), None if self._certificates is not None and handshake.certified is None:
+                    raise ProtocolRefused(TLS_REQUIRED)
                 case peer.PeerHello() as hello, None:
+                    self._check_certified(handshake, hello)
                     handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
                     connection.send(pack_frame(handshake.side.challenge))
                 case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
@@ -275,16 +406,20 @@ class PeerConnections:
                 "a name of its own"
             )
         connection.send(pack_frame(peer.PeerWelcome()))
-        if connection not in self._handshakes:
-            # The reply could not be sent, and the failure closed the connection.
-            return
-        if hello.purpose == "control":
+        if hello.purpose != "control":
+            self._hand_over(connection, hello, None)
+        elif connection in self._handshakes:
             self._resolve_soon(hello.node)
             self._established(connection, hello.node, hello.incarnation)
-        else:
-            self._handshakes.pop(connection).timer.cancel()
-            sock, rest = connection.detach()
-            self._adopters[hello.purpose](sock, hello, rest)
+
+    def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
+        """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
+        if handshake.certified is None:
+            return
+        if hello.node != handshake.certified:
+            raise CredentialRefused(f"it calls itself '{hello.node}', and its certificate is for another node")
+        if hello.purpose != "control":
+            raise ProtocolRefused(f"a {hello.purpose} connection with TLS; expected `OpenConnection`")
 
     def _resolve_soon(self, node: str) -> None:
         """Resolve the address of a node that dialled this one, for the bulk and query connections to it."""
@@ -303,8 +438,8 @@ class PeerConnections:
         # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
         # share one entry of the map, so that the map cannot grow.
         name = handshake.node or "an unnamed process"
-        if handshake.dialled is None:
-            name = f"{name} (not proven)"
+        if handshake.dialled is None and handshake.certified is None:
+            name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
@@ -332,7 +467,10 @@ class PeerConnections:
 
     def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:
         try:
-            message = decode(peer.peer_decoder, body)
+            message = decode(peer.control_decoder, body)
+            if isinstance(message, peer.ConnectionKey):
+                self._take_key(node, message)
+                return
         except ProtocolRefused as error:
             connection.close(str(error))
             return
@@ -340,11 +478,22 @@ class PeerConnections:
             log.debug("request %r: a Lookup of %s", message.request, node)
         self._driver.handle(events.PeerSent(node, message))
 
+    def _take_key(self, node: str, message: peer.ConnectionKey) -> None:
+        if self._certificates is None:
+            raise ProtocolRefused("keys on a connection that is not encrypted")
+        now = self._loop.time()
+        self._keys.add(node, self._connections[node][1], message, now)
+        waiting = self._waiting.pop(message.connection, None)
+        granted = self._keys.take(message.connection, now) if waiting is not None else None
+        if waiting is not None and granted is not None:
+            self._open(*waiting, granted)
+
     def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:
         current = self._connections.get(node)
         if current is None or current[0] is not connection:
             return
         del self._connections[node]
+        self._keys.forget(node)
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
@@ -364,9 +513,12 @@ class PeerConnections:
         self._drop(node, str(error))
 
     def _say(self, instruction: SendToPeer) -> None:
-        current = self._connections.get(instruction.node)
+        self._send(instruction.node, instruction.message)
+
+    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey) -> None:
+        current = self._connections.get(node)
         if current is not None:
-            current[0].send(pack_frame(instruction.message))
+            current[0].send(pack_frame(message))
 
     @property
     def connected(self) -> list[str]:
@@ -384,6 +536,8 @@ class PeerConnections:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
             connection.close("the daemon stops")
+        if self._tls_threads is not None:
+            self._tls_threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _listen(address: Address) -> socket.socket:

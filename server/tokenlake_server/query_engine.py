@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import resource
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections import Counter
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake_server.blocking_sockets import introduce
 from tokenlake_server.frame_connection import FrameConnection
@@ -39,6 +41,14 @@ on, each time that a process ended within this time."""
 MAX_ENGINES = 768
 """Limit of the connections of engines that the query engine serves, each with a thread. Every tenant has an equal share
 of it."""
+ENGINE_DESCRIPTORS = 16
+"""Descriptors for each connection of an engine, of those that a process may have: the socket, up to eight that were
+received and not taken, and as many again for connections to daemons and other nodes."""
+SILENT_S = 15.0
+"""Seconds without a report after which a query engine is killed and replaced. It sends one a second. A process that an
+operator stops is replaced too."""
+START_S = 300.0
+"""Seconds until the first report of a process, which imports torch meanwhile."""
 STOP_S = 5.0
 """Seconds after which a query engine whose channel is closed is killed when it has not ended."""
 
@@ -51,11 +61,10 @@ class QueryEngine:
         start: supervision.Start,
         identity: PeerIdentity,
         addresses: PeerAddresses,
-        tenants: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Makes the daemon's side of the query engine; nothing is started yet. `tenants`: the number of tenants of the
-        daemon. Raises `ConfigurationError` when the package or torch is not installed."""
+        """Makes the daemon's side of the query engine; nothing is started yet. Raises `ConfigurationError` when the
+        package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
@@ -67,7 +76,8 @@ class QueryEngine:
         self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
         self._closing = False
-        self._share = max(1, MAX_ENGINES // tenants)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._share = max(1, min(MAX_ENGINES, descriptors // ENGINE_DESCRIPTORS) // start.tenants)
         """Limit of the connections of one tenant's engines."""
         self._engines: Counter[str] = Counter()
         """The connections of engines that this process of the query engine serves, by tenant."""
@@ -102,14 +112,14 @@ class QueryEngine:
         self._engines[tenant] += 1
         return ours
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
-        handshake that were read already."""
+        handshake that were read already. `keys`: of its records; None if it is plain."""
         with sock:
             # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(hello.node), sock)
+                self._hand_over(supervision.PeerConnected(hello.node, keys), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:
@@ -148,7 +158,7 @@ class QueryEngine:
                     # The daemon stops while the process starts: wait for the start and end the process, which must not
                     # outlive the daemon.
                     ours.close()
-                    await asyncio.to_thread(_end, await starting)
+                    await asyncio.to_thread(_kill, await starting)
                     raise
         except BaseException:
             ours.close()
@@ -171,14 +181,32 @@ class QueryEngine:
             max_unsent=2 * MAX_ENGINES * MAX_LAYOUT_BYTES,
         )
         self._channel.send(pack_frame(self._start))
+        ended_itself = False
         try:
-            await ended
+            ended_itself = await self._watch(ended)
         finally:
             if self._channel is not None:
                 self._channel.close("the daemon stops")
-            status = await asyncio.to_thread(_end, process)
+            # A process that must end is killed: while it imports torch it does not read that its channel has ended.
+            status = await asyncio.to_thread(_end if ended_itself else _kill, process)
         if not self._closing:
             log.error("the query engine ended with status %d; starting another", status)
+
+    async def _watch(self, ended: asyncio.Future[None]) -> bool:
+        """Wait until the channel has ended (returns True), or the process has sent no report for too long (False).
+
+        The time is counted in seconds that the loop has waited, so that reports which arrived while this daemon stood
+        still are read first."""
+        silent, newest = 0, self.report
+        while True:
+            done, _ = await asyncio.wait([ended], timeout=1.0)
+            if done:
+                return True
+            silent = silent + 1 if self.report is newest else 0
+            newest = self.report
+            if silent > (START_S if newest is None else SILENT_S):
+                log.error("the query engine has sent no report for %d s and is killed", silent)
+                return False
 
     def _received(self, body: bytes) -> None:
         message = decode(supervision.daemon_decoder, body)
@@ -232,10 +260,14 @@ class QueryEngine:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a query engine process whose channel is closed, kill it after `STOP_S` seconds, and return its exit
+    """Wait for a query engine process whose channel has ended, kill it after `STOP_S` seconds, and return its exit
     status."""
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        return _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    process.kill()
+    return process.wait()

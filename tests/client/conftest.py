@@ -18,16 +18,16 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared() -> Iterator[Cluster]:
-    """One daemon."""
+    """One daemon for all tests that leave nothing behind."""
     with daemons() as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def three() -> Iterator[Cluster]:
-    """Three daemons."""
+    """Three daemons for all tests that leave nothing behind."""
     with daemons(3) as cluster:
         yield cluster
 

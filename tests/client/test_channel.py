@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.client.connections import answers
+from tests.client.connections import answers, scripted_link
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -25,12 +29,16 @@ from tests.robustness.live import (
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
+from tokenlake.hints import Hints, Outlook
 from tokenlake.wire import engine
 from tokenlake_client import Deadlines, Pool
 from tokenlake_client.channel import Channel
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
+
+AT_ONCE_S = 0.5
+"""Upper bound of the seconds of a call that does not wait, on a busy machine."""
 
 
 def test_calls_fail_at_once_without_a_daemon(cluster: Cluster) -> None:
@@ -103,8 +111,10 @@ def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
         lease = match(reader, prompt)
         assert lease.local_hits < lease.hits == 8
         cluster.nodes[2].freeze()
+        began = time.monotonic()
         with pytest.raises(DeadlinePassed):
             lease.fetch()
+        assert time.monotonic() - began < PATIENT_S + AT_ONCE_S, "it costs one deadline of a call"
         assert reader.timeouts == 1
         with pytest.raises(DeadlinePassed, match="still owes"):
             lease.fetch()
@@ -144,10 +154,9 @@ def test_a_fetch_with_the_deadline_of_its_pool() -> None:
 
 def test_a_request_that_is_too_large_is_not_sent(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
-        keys = pool.prefix(Prompt(8, 1).tokens).keys * (1 << 17)
         with pytest.raises(LimitReached, match="max_frame"):
-            pool.store(keys * 2)
-        assert pool.match(keys[:10]).hits == 0
+            pool.link.call(lambda number: engine.Prepare(number, bytes(32 << 18), 0), engine.Prepared)
+        assert pool.match([], deadline_s=PATIENT_S).hits == 0
 
 
 class _BrokenBeforePoll(socket.socket):
@@ -179,3 +188,53 @@ def test_a_broken_connection_is_closed_by_its_reader() -> None:
             channel.call(engine.Heartbeat, PATIENT_S)
         assert sock.same_descriptor
         assert sock.fileno() == -1, "the descriptor is closed after the call"
+
+
+def _longest(acts: Iterable[Callable[[], object]]) -> float:
+    """Call each act, whose refusals are expected. Returns the seconds of the longest call."""
+    longest = 0.0
+    for act in acts:
+        began = time.monotonic()
+        with contextlib.suppress(DeadlinePassed):
+            act()
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
+    """More messages without a reply than the socket and the client's own buffer take: the further ones are refused and
+    counted. When the daemon reads again it gets each of the others as a whole, and in their order."""
+    with scripted_link() as (link, daemon):
+        channel = link.channel
+        hints = [engine.Claim(bytes(32 * 1024), float(number)) for number in range(256)]
+        assert _longest(functools.partial(channel.tell, each) for each in hints) < AT_ONCE_S
+        assert not channel.broken
+        assert 0 < channel.refused_messages < len(hints)
+        got: list[engine.EngineRequest] = []
+
+        def read_on() -> bool:
+            got.extend(daemon.received())
+            channel.flush()
+            return len(got) == len(hints) - channel.refused_messages
+
+        wait_until(read_on, "the daemon has all that was not refused")
+        assert got == hints[: len(got)]
+        channel.tell(engine.Bye())
+        assert daemon.received() == [engine.Bye()]
+
+
+def test_calls_without_a_reply_do_not_wait_for_a_frozen_daemon(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with cluster.connect(0, LAYOUT) as pool:
+        prompt = Prompt(14, 4)
+        store(pool, prompt)
+        keys = list(pool.prefix(prompt.tokens).keys) * 256
+        lease = match(pool, prompt)
+        node.freeze()
+        acts: list[Callable[[], object]] = [lambda: pool.hint(keys, Hints(Outlook.GOES_ON))] * 200
+        acts += [lambda: pool.claim(keys, 1.0), lambda: lease.release()]
+        assert _longest(acts) < AT_ONCE_S
+        assert pool.connected
+        node.thaw()
+        wait_until(lambda: answers(pool), "it answers again")
+        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "the lease was given back")

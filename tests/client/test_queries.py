@@ -19,15 +19,14 @@ from tests.query.scene import (
     close_to,
     draw_queries,
     engine_of,
-    freeze,
     open_view,
     serving,
     spread,
     wait_serving,
 )
-from tests.robustness.live import wait_until
+from tests.robustness.live import freeze, wait_until
 from tokenlake.attention import Partial
-from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, TokenLakeError, Unreachable
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
@@ -116,13 +115,33 @@ def test_parts_that_do_not_fit_are_refused(pool: Pool, text: Text) -> None:
             for parts in ([], [(view, 0)], [(view, 1), (other, 1)]):
                 with pytest.raises(LayoutRefused, match="expected"):
                     pool.init_query(parts)
-            with pool.init_query([(view, 1)]) as buffer:
-                assert pool.query(buffer, LAYOUT.layers).wait().lost == [0]
-                assert pool.query(buffer, 0).wait().lost == [0]
             assert ask(pool, text, view)
 
 
 @pytest.mark.live
+def test_wrong_arguments_raise_to_their_caller_alone(pool: Pool, text: Text) -> None:
+    """A view that is open before them answers after them."""
+    with open_view(pool, text) as view, pool.init_query([(view, TOKENS)]) as buffer, text.match(pool) as lease:
+        for heads, scale in [(0, SCALE), (1 << 40, SCALE), (HEADS, -1.0), (HEADS, float("nan")), (HEADS, 1e9)]:
+            with pytest.raises(LayoutRefused):
+                pool.open_view(lease, heads, scale)
+        with pytest.raises(LimitReached):
+            pool.open_view(lease, 1 << 16, SCALE)
+        with pytest.raises(LayoutRefused, match="expected the layout's float32"):
+            pool.init_query([(view, TOKENS)], "float16")
+        with pytest.raises(LimitReached, match="tokens"):
+            pool.init_query([(view, 1 << 40)])
+        with pytest.raises(LimitReached, match="parts"):
+            pool.init_query([(view, 1)] * 5000)
+        for layer in (-1, LAYOUT.layers, 1 << 40):
+            with pytest.raises(LayoutRefused, match="layer"):
+                pool.query(buffer, layer)
+        for deadline_s in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="deadline_s"):
+                pool.query(buffer, 0, deadline_s)
+        assert ask(pool, text, view)
+
+
 def test_an_ended_lease_opens_no_view(pool: Pool, text: Text) -> None:
     lease = text.match(pool)
     lease.release()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.robustness.live import wait_until
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.wire import Code, pack_frame
-from tokenlake.wire.query import Answered, Refused, Viewed
+from tokenlake.wire.frames import FrameDecoder
+from tokenlake.wire.query import Answered, CloseView, QueryRequest, Refused, Viewed, query_decoder
 from tokenlake_client.query_link import QueryLink
 
 DEADLINE_S = 10.0
+AT_ONCE_S = 0.5
+"""Upper bound of the seconds of a call that does not wait, on a busy machine."""
 SHORT_S = 0.2
 """Deadline of a query that is not answered."""
 
 
-def answered(attempt: int, layer: int = 0) -> Answered:
-    return Answered(1, 1, layer, attempt, bytes([Code.LOCAL]), 0, 0)
+def answered(attempt: int, layer: int = 0, buffer: int = 1) -> Answered:
+    return Answered(buffer, 1, layer, attempt, bytes([Code.LOCAL]), 0, 0)
 
 
 @pytest.fixture
@@ -53,13 +59,16 @@ def test_answers_in_time_and_late(ends: tuple[QueryLink, socket.socket]) -> None
     link.check()
 
 
-def test_a_refusal_ends_all_waits_for_queries(ends: tuple[QueryLink, socket.socket]) -> None:
+def test_a_refusal_of_one_query_ends_no_other(ends: tuple[QueryLink, socket.socket]) -> None:
+    """The refused query is answered besides, without codes."""
     link, engine = ends
-    query, view = link.expect((1, 1, 0, 1)), link.expect(("view", 3))
-    refused = Refused(0, "ProtocolRefused", "no such step")
-    engine.sendall(pack_frame(refused) + pack_frame(Viewed(3, 1, b"\1")))
+    refused, other, view = link.expect((1, 1, 0, 1)), link.expect((2, 1, 0, 1)), link.expect(("view", 3))
+    nothing = Answered(1, 1, 0, 1, b"", 0, 0)
+    engine.sendall(pack_frame(Refused(0, "ProtocolRefused", "no such step")) + pack_frame(nothing))
+    engine.sendall(pack_frame(Viewed(3, 1, b"\1")) + pack_frame(answered(1, buffer=2)))
     assert link.wait(view, DEADLINE_S) == Viewed(3, 1, b"\1")
-    assert link.wait(query, DEADLINE_S) == refused
+    assert link.wait(other, DEADLINE_S) == answered(1, buffer=2)
+    assert link.wait(refused, DEADLINE_S) == nothing
     assert link.alive
 
 
@@ -80,3 +89,36 @@ def test_a_broken_connection_ends_all_waits(ends: tuple[QueryLink, socket.socket
     for call in (link.check, lambda: link.send(answered(1))):
         with pytest.raises(Unreachable):
             call()
+
+
+def test_no_send_waits_for_a_query_engine_that_reads_nothing(ends: tuple[QueryLink, socket.socket]) -> None:
+    """The bytes that the socket does not take are sent when the query engine reads again; the connection ends when they
+    are too many."""
+    link, engine = ends
+    sent: list[CloseView] = []
+
+    def send(times: int) -> float:
+        began = time.monotonic()
+        for _ in range(times):
+            sent.append(CloseView(tuple(range(len(sent), len(sent) + 1000))))
+            link.send(sent[-1])
+        return time.monotonic() - began
+
+    assert send(200) < AT_ONCE_S
+    with pytest.raises(DeadlinePassed), open("/dev/null") as file:
+        link.send(CloseView((1,)), file.fileno())
+    decoder, got = FrameDecoder(1 << 20), list[QueryRequest]()
+    engine.setblocking(False)
+
+    def read_on() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while data := engine.recv(1 << 20):
+                got.extend(query_decoder.decode(body) for body in decoder.feed(data))
+        link.wait(link.expect("none"), 0.0)
+        return len(got) == len(sent)
+
+    wait_until(read_on, "the query engine has all")
+    assert got == sent
+    with pytest.raises(Unreachable, match="does not read"):
+        send(2000)
+    assert not link.alive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.fakes import FakeRequest
+from tests.connector.fakes import FakePool, FakeRequest
 from tests.connector.side import CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
 from tokenlake.errors import Unreachable
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
@@ -163,6 +163,19 @@ def test_a_lost_daemon_ends_the_wait() -> None:
         bench.side.matched(one, 0)
 
 
+def test_a_match_without_its_heartbeat_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease that the daemon grants would otherwise be held until the session ends."""
+    bench = measured()
+
+    def fail(pool: FakePool) -> None:
+        raise Unreachable("gone")
+
+    monkeypatch.setattr(FakePool, "begin_heartbeat", fail)
+    with pytest.raises(Unreachable):
+        asked(bench)
+    assert [match.cancelled for match in bench.pool.matches[-1:]] == [True]
+
+
 def computes(bench: Bench, one: FakeRequest) -> None:
     """The pool lacks the prompt of `one`, so this engine computes it."""
     bench.pool.answers = True
@@ -278,3 +291,17 @@ def test_a_failing_marker_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench.pool, "claim", lambda keys, seconds: 1 // 0)
     assert bench.step(one, 0, 40).saves
     assert bench.reported == ["setting in-flight markers"]
+
+
+def test_each_answer_for_a_long_prompt_has_a_deadline() -> None:
+    """The daemon is asked for the next keys when the engine polls, which it does between its steps."""
+    bench = Bench()
+    one = asked(bench)
+    (pending,) = bench.pool.matches
+    bench.pool.answers = False
+    for _ in range(3):
+        bench.now += 0.9 * DEADLINE_S
+        pending.further = True
+        assert bench.side.matched(one, 0) is None
+    bench.now += 1.1 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0, "late"

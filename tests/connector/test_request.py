@@ -44,6 +44,18 @@ def test_an_invalid_hint_is_named(said: Any, named: str) -> None:
         hints_of({"tokenlake": said})
 
 
+@pytest.mark.parametrize("params", ["tokenlake", ["tokenlake"], 5, True, 0.0])
+def test_parameters_of_a_wrong_type_are_named(params: Any) -> None:
+    with pytest.raises(ValueError, match="kv_transfer_params must be an object"):
+        hints_of(params)
+
+
+def test_the_error_shows_the_beginning_of_a_long_value() -> None:
+    with pytest.raises(ValueError, match="'outlook'") as caught:
+        hints_of({"tokenlake": {"outlook": "x" * 100_000}})
+    assert len(str(caught.value)) < 300
+
+
 @given(SHAPES, st.integers(1, 300), st.integers(0, 40))
 def test_a_load_has_whole_blocks_and_leaves_a_token(shape: tuple[int, int], total: int, hits: int) -> None:
     segment, block = shape

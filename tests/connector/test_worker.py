@@ -53,7 +53,7 @@ class Lease:
 
 
 def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[WorkerSide, Blocks]:
-    def attach(number: int, *, request: str) -> Lease:
+    def attach(number: int, *, request: str, deadline_s: float | None) -> Lease:
         assert request == "r"
         if isinstance(lease, Exception):
             raise lease
@@ -68,7 +68,7 @@ def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[Work
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
     blocks = tuple(range(50 + start // 4, 50 + stop // 4))
-    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", 9, 1, start, stop, blocks, local=True),))
+    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", (9,), 1, start, stop, blocks, local=True),))
 
 
 def run(side: WorkerSide, plan: StepPlan) -> set[int]:
@@ -202,3 +202,37 @@ def test_a_time_is_known_once_the_device_reached_it() -> None:
         watch.stop(step)
     device.reached = 1 << 30
     assert len(watch.take()) == MAX_STEPS
+
+
+class _NeverJoined:
+    """A session that cannot be joined: it waits for as long as it may, and records that time."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def get(self, session: int, incarnation: int, wait_s: float = 0.05) -> None:
+        self.waits.append(wait_s)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("at_most_s", "wait_s"), [(0.05, 0.05), (9.0, 0.25), (0.0, 0.25)])
+def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: float) -> None:
+    session: Any = _NeverJoined()
+    side = WorkerSide(
+        session,
+        Blocks(),
+        RankShards(0, 1, 1, True),
+        EngineSettings(segment_tokens=8, call_ms=250.0),
+        4,
+        Counters(Counts),
+        lambda what, error: None,
+    )
+    (one,) = load().loads
+    side.begin(StepPlan(1, 7, 1, loads=(replace(one, at_most_s=at_most_s, local=False),)))
+    side.load()
+    deadline = time.monotonic() + 10
+    while side.finished() == (set(), set()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert session.waits == [wait_s]
+    assert side.errors() == {50, 51, 52, 53, 54}

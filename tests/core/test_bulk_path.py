@@ -67,6 +67,32 @@ def test_one_fetch_finds_out_and_no_other_waits() -> None:
     cluster.check_settled()
 
 
+def test_a_node_under_load_may_be_slow_to_send() -> None:
+    """Lookups take long as well, so that a transfer without an answer does not show that the bulk path is dead."""
+    cluster = calm(2)
+    writer, reader = cluster.join(0), cluster.join(1)
+    keys = placed(cluster, 0, 1, 14)
+    for key in keys:
+        store(cluster, writer, [key])
+    peers, node = cluster.core(1)._peers, NodeId("n0")
+    held = [match(cluster, reader, [key]).lease for key in keys]
+    cluster.node(0).freeze()
+    cluster.clock.after(0.060, cluster.node(0).thaw)
+    assert match(cluster, reader, keys[:1]).hits == 0, "the lookup took longer than its deadline"
+    cluster.run_for(0.1)
+    cluster.node(0).silent = True
+    assert list(fetch(cluster, reader, held[0], 1).codes) == [Code.LOST]
+    assert peers.delivers(node)
+    cluster.node(0).silent = False
+    assert list(fetch(cluster, reader, held[1], 1).codes) == [Code.LOCAL]
+    cluster.node(0).silent = True
+    began = cluster.clock.now
+    assert [list(fetch(cluster, reader, lease, 1).codes) for lease in held[2:]] == [[Code.LOST]] * 12
+    assert cluster.clock.now - began < 0.500
+    assert asked_for_segments(cluster, 1) < 8
+    assert not peers.delivers(node)
+
+
 def test_a_node_that_answers_probes_only_is_asked_ever_less_often() -> None:
     """Small packets pass and large ones do not, for instance."""
     cluster = calm(2)

@@ -232,8 +232,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
     node.handle(events.Joined(1, 1, "red", 512, 2, 16, 0, 0))
     sent = node.handle(events.PeerUp("n1", 2))
     sent += node.handle(events.Requested(1, engine.Match(2, keys[6], 0.0)))
-    node.now = node.core.config.match_deadline_s
-    sent += node.handle(events.Tick())
+    sent += node.run_until(node.core.config.match_deadline_s)
     assert not node.handle(events.Requested(1, engine.Match(3, keys[7], 0.0))), "n1 is overdue"
     assert node.core.census()["walks"] == 1
     while node.core.census()["walks"] and node.now < 0.2:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.core.scenes import answer, calm, match, prepare, store, tell
+from tests.sim.prompts import prompt
+from tokenlake.core import grants
 from tokenlake.core.access import Touches
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.grants import SHIPPED, SKIPPED, Grants, Lease, SessionGrants, Write
@@ -15,7 +18,7 @@ from tokenlake.hints import NO_HINTS
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment, State
-from tokenlake.wire import Code, peer
+from tokenlake.wire import Code, engine, peer
 
 RED, SLOT_BYTES, TOKENS = TenantId("red"), 1024, 16
 ONE, TWO = ConnectionId(1), ConnectionId(2)
@@ -48,7 +51,7 @@ class Scene:
         write.open = {number: self.reserve(number) for number in range(count)}
         self.grants.add_write(self.session, write)
         for connection in connections[1:]:
-            self.grants.attach(write, connection)
+            assert self.grants.attach(self.session, write, connection)
         return write
 
     def lease(self, places: Sequence[NodeId | None]) -> Lease:
@@ -65,6 +68,7 @@ class Scene:
 
     def check(self) -> None:
         self.session.check_integrity()
+        self.grants.check_integrity([self.session])
         pins = list(self.session.pins())
         assert all(segment.pins == pins.count(segment) for segment in self.context.store.segments())
 
@@ -76,7 +80,7 @@ class Scene:
 def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
     scene = Scene()
     lease = scene.lease([None, None])
-    lease.attach(TWO)
+    assert scene.grants.attach_lease(scene.session, lease, TWO)
     scene.grants.release(scene.session, ONE, [(lease, 0, 2)])
     scene.check()
     assert (scene.session.leased, scene.session.pinned) == (2, 2)
@@ -158,3 +162,57 @@ def test_grants_move_to_a_new_connection() -> None:
     assert scene.session.reserved == 1
     scene.grants.give_back(scene.session, write, TWO)
     assert scene.session.reserved == 0
+
+
+def test_leases_of_a_session_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same segment may be leased often: the leases take memory, although they take no further slot."""
+    monkeypatch.setattr(grants, "MAX_SESSION_BYTES", 5 * (grants.GRANT_BYTES + 2 * grants.ITEM_BYTES))
+    cluster = calm(1)
+    engine_, other = cluster.join(0), cluster.join(0)
+    keys = prompt("p", 2)
+    store(cluster, engine_, keys)
+    replies = [match(cluster, engine_, keys) for _ in range(8)]
+    assert [reply.hits for reply in replies] == [2] * 5 + [0] * 3
+    assert replies[7].codes[0] == Code.SESSION_LIMIT
+    (again,) = prompt("q", 1)
+    assert prepare(cluster, engine_, [again]).codes == bytes([Code.SESSION_LIMIT])
+    assert match(cluster, other, keys).hits == 2
+    cluster.check()
+    for reply in replies[:5]:
+        tell(cluster, engine_.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    assert match(cluster, engine_, keys).hits == 2
+    cluster.check()
+
+
+def test_leases_of_a_tenant_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants, "MAX_BYTES", 2 * 5 * (grants.GRANT_BYTES + grants.ITEM_BYTES))
+    cluster = calm(1, quotas={"red": 1.0, "blue": 1.0})
+    red = [cluster.join(0) for _ in range(3)]
+    blue = cluster.join(0, tenant="blue")
+    keys = prompt("p", 1)
+    store(cluster, red[0], keys)
+    store(cluster, blue, keys)
+    assert [match(cluster, red[number % 3], keys).hits for number in range(8)] == [1] * 5 + [0] * 3
+    assert match(cluster, blue, keys).hits == 1
+    cluster.check()
+
+
+def test_processes_of_a_lease_and_of_a_write_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = calm(1)
+    engine_ = cluster.join(0, processes=3)
+    keys = prompt("p", 2)
+    store(cluster, engine_, keys)
+    _, second, third = engine_.processes
+    lease = match(cluster, engine_, keys).lease
+    write = prepare(cluster, engine_, prompt("q", 2)).write
+    kept = 2 * grants.GRANT_BYTES + 4 * grants.ITEM_BYTES
+    more = 2 * grants.HOLDER_BYTES + 2 * (grants.HELD_BYTES + grants.WRITER_BYTES)
+    monkeypatch.setattr(grants, "MAX_SESSION_BYTES", kept + more)
+    attached = [answer(cluster, process, engine.Attach, at) for process in (second, third) for at in (lease, write)]
+    assert [reply.codes for reply in attached] == [
+        bytes([Code.LOCAL] * 2),
+        bytes([Code.RESERVED] * 2),
+        b"",
+        bytes([Code.SESSION_LIMIT] * 2),
+    ]
+    cluster.check()

@@ -13,7 +13,8 @@ from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, sa
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tokenlake.core import events, instructions, serve
-from tokenlake.core.serve import DEFERRED, FAN_OUT, RECIPIENTS_KEPT_S, REDIRECTED, FanOut, Verdict
+from tokenlake.core.instructions import SendBulk
+from tokenlake.core.serve import DEFERRED, FAN_OUT, PEER_LEASE_SHARE, RECIPIENTS_KEPT_S, REDIRECTED, FanOut, Verdict
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
@@ -313,3 +314,46 @@ def leased(cluster: Cluster, tenant: str, keys: Sequence[SegmentKey]) -> int:
     """Number of segments that node 0 leases to node 2."""
     cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(0, tenant, join_keys(keys))))
     return said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL)
+
+
+def test_one_node_that_reads_slowly_pins_a_share_of_the_slots() -> None:
+    """Its sends do not end: no `SendDone` follows."""
+    cluster = calm(3)
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, writer, keys)
+    core, now = cluster.core(0), cluster.clock.now
+    capacity = core.store.capacity(copies(cluster, keys[0])[0].pool)
+
+    def sent(stream: int, node: str) -> int:
+        [bulk] = core.handle(events.PullRequested(stream, node, "red", join_keys(keys)), now)
+        assert isinstance(bulk, SendBulk)
+        return bulk.codes.count(Code.LOCAL)
+
+    # Node 1 asks again and again.
+    slow = [sent(stream, "n1") for stream in range(1, 9)]
+    assert slow[0] == len(keys)
+    assert sum(slow) <= PEER_LEASE_SHARE * capacity
+    assert sent(100, "n2") == len(keys), "another node is served"
+    for stream in range(1, 9):
+        core.handle(events.SendDone(stream), now)
+    assert sent(1, "n1") == len(keys)
+    core.check_integrity()
+
+
+def test_leases_of_one_message_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "SLICE", 20)
+    cluster = calm()
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, cluster.join(0), [key])
+    node = cluster.node(0)
+    for call in range(10):
+        node.deliver(events.PeerSent("n2", peer.Lookup(call + 1, "red", key)))
+    leases = [message.lease for message in said(cluster, 0, peer.LookupReply)]
+    assert len(set(leases)) == 10
+    node.deliver(events.PeerSent("n2", peer.ReleaseLease(tuple(leases))))
+    assert cluster.core(0).census()["leases to peers"] == 7
+    cluster.check()
+    cluster.run_for(0.5)
+    assert cluster.core(0).census()["leases to peers"] == 0
+    cluster.check()

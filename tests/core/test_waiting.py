@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
+from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
+from tokenlake.core import waiting
 from tokenlake.core.waiting import (
     DEFERRED_WAITS,
     IN_FLIGHT_CLAIMS,
@@ -294,4 +298,70 @@ def test_the_claims_of_a_process_are_bounded() -> None:
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    cluster.check()
+
+
+def test_matches_that_wait_for_one_segment_share_a_poll() -> None:
+    cluster, engines, keys = scene(each=1, reservation_s=60.0)
+    ask(engines[2].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    waiting = [wait_for(engines[0], keys, 5.0) for _ in range(100)]
+    cluster.run_for(0.5)
+    before = len(said(cluster, 0, peer.Lookup))
+    cluster.run_for(1.0)
+    assert len(said(cluster, 0, peer.Lookup)) - before <= 25
+    assert cluster.core(0).census()["matches that wait"] == 100
+    assert cluster.core(0).census()["polls"] == 1
+    cluster.check()
+    cluster.run_for(5.0)
+    assert [replies[0].codes[0] for replies in waiting] == [Code.PENDING] * 100
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_stored_segment_ends_the_wait_at_once() -> None:
+    """The matches of the writer's node, and of the directory node, need no further poll."""
+    cluster, engines, _ = scene(each=2, reservation_s=60.0)
+    (key,) = placed(cluster, 1, 2)
+    writer, beside, at_directory = engines[0], engines[1], engines[2]
+    prepared = ask(writer.processes[0], engine.Prepare, key, 0)
+    cluster.run_for(0.05)
+    asked = [wait_for(reader, [key], 5.0) for reader in (beside, at_directory)]
+    cluster.run_for(0.5)
+    polls = len(said(cluster, 0, peer.Lookup))
+    ask(writer.processes[0], engine.Commit, prepared[0].write, (0,), (1 << SHARDS) - 1, bytes(8 * SHARDS))
+    cluster.run_for(0.005)
+    assert [reply.hits for (reply,) in asked] == [1, 1]
+    assert len(said(cluster, 0, peer.Lookup)) <= polls + 1
+    cluster.check()
+
+
+def test_a_tenant_has_a_limited_number_of_waiting_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAITING", 3)
+    cluster, engines, keys = scene(each=1, reservation_s=60.0)
+    ask(engines[1].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    asked = [wait_for(engines[0], keys, 2.0) for _ in range(5)]
+    cluster.run_for(0.5)
+    assert [len(replies) for replies in asked] == [0, 0, 0, 1, 1]
+    assert asked[4][0].codes[0] == Code.PENDING
+    cluster.check()
+    cluster.run_for(2.5)
+    assert [len(replies) for replies in asked] == [1] * 5
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_polls_for_many_segments_keep_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL_S", 0.01)
+    cluster, engines, _ = scene(each=1, reservation_s=60.0)
+    keys = placed(cluster, 1, 2, 20)
+    ask(engines[2].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    for key in keys:
+        wait_for(engines[0], [key], 5.0)
+    cluster.run_for(0.5)
+    before = len(said(cluster, 0, peer.Lookup))
+    cluster.run_for(1.0)
+    assert len(said(cluster, 0, peer.Lookup)) - before <= 120
     cluster.check()

@@ -31,6 +31,7 @@ class MemoryPool:
         self.node = "memory"
         self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
         self.broken: set[str] = set()
+        self.error: type[Exception] = Unreachable
         self.lose_after: int | None = None
         self.refuse: Code | None = None
         self.lock = threading.Lock()
@@ -43,10 +44,16 @@ class MemoryPool:
         """The lifetime of each in-flight marker, as set last."""
         self.stored: list[tuple[str | None, Hints | None]] = []
         self.hinted: list[tuple[int, Hints]] = []
+        self.leases: list[MemoryLease] = []
+
+    @property
+    def leased(self) -> int:
+        """The number of leased segments that were not released, over all leases."""
+        return sum(len(lease.held) for lease in self.leases)
 
     def fail(self, call: str) -> None:
         if call in self.broken:
-            raise Unreachable(f"{call} is broken")
+            raise self.error(f"{call} is broken")
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         self.fail("prefix")
@@ -89,10 +96,12 @@ class MemoryPool:
         return bytes(codes + [self.refuse or Code.EXISTS] * (len(keys) - given))
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        self.fail("claim")
         for key in keys:
             self.claimed[key] = seconds
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
+        self.fail("hint")
         self.hinted.append((len(keys), hints))
 
     def close(self) -> None:
@@ -112,6 +121,8 @@ class MemoryLease:
     def __init__(self, pool: MemoryPool, keys: Sequence[SegmentKey], hits: int) -> None:
         self.pool, self.keys, self.hits = pool, keys, hits
         self.local_hits = hits
+        self.held = set(range(hits))
+        pool.leases.append(self)
 
     def nodes(self) -> list[str]:
         self.pool.fail("nodes")
@@ -131,6 +142,7 @@ class MemoryLease:
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         self.pool.fail("release")
+        self.held -= set(range(start, self.hits if stop is None else stop))
 
     def __enter__(self) -> Self:
         return self

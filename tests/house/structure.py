@@ -1,21 +1,22 @@
 """The size of the code, and how much of it one request crosses: `python -m tests.house.structure` prints a report.
 
-The crossings count calls of Python functions defined in the rules (`tokenlake/`), on all nodes of a simulated cluster,
-from the engine's request to the last event that it causes: comprehensions and lambdas are not counted as functions.
+A read and a write: calls of functions of the rules (`tokenlake/`), on all nodes of a simulated cluster, from the
+engine's request to the last event that it causes. A shipped query: calls of functions of the product in an engine, in
+the query engines of its node and of the node that holds half of the segments, and in both daemons.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import tokenlake_server.watchdog  # noqa: F401  declares a metric
 from tests.core.scenes import answer, calm, match, placed, store, tell
+from tests.house.crossings import PRODUCT, RULES, Crossings, counted_children, counts_of_child
+from tests.query.scene import DEADLINE_S, LAYOUT, Text, draw_queries, engine_of, open_view, spread
+from tests.robustness.live import daemons
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Storing
 from tokenlake.config import load_config
@@ -33,6 +34,7 @@ PACKAGES = {
     "tests": "tests",
 }
 KEYS = 2
+QUERIES = 50
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -94,38 +96,11 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-class Crossings:
-    """Counts calls of functions below `tokenlake/` while it is entered."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-
-    def __enter__(self) -> Crossings:
-        sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.setprofile(None)
-
-    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if (
-            event == "call"
-            and code.co_filename.startswith(str(ROOT / "tokenlake"))
-            and not code.co_name.startswith("<")
-        ):
-            self.calls[code.co_filename, code.co_qualname] += 1
-
-    def __str__(self) -> str:
-        modules = {name for name, _ in self.calls}
-        return f"{sum(self.calls.values())} calls, {len(self.calls)} functions, {len(modules)} modules"
-
-
 def crossed(scene: Callable[[Cluster], Callable[[], None]]) -> Crossings:
     """Functions that the action prepared by `scene` crosses in a quiet cluster of three nodes."""
     cluster = calm(3)
     act = scene(cluster)
-    with Crossings() as crossings:
+    with Crossings(RULES) as crossings:
         act()
     return crossings
 
@@ -160,6 +135,39 @@ def a_write(cluster: Cluster) -> Callable[[], None]:
     return act
 
 
+def shipped_query() -> dict[str, Crossings]:
+    """Crossings by process of a query of a view whose segments lie at two nodes, in any layer but the first."""
+    text = Text(1, 2 * KEYS)
+    with (
+        counted_children() as counts,
+        daemons(2, "8MiB", query_engine="true") as cluster,
+        cluster.connect(0, LAYOUT) as pool,
+    ):
+        spread(cluster, [text])
+        children = {f"query engine of {node.name}": engine_of(node) for node in cluster.nodes}
+        children |= {f"daemon of {node.name}": node.process.pid for node in cluster.nodes if node.process is not None}
+        crossings = Crossings(PRODUCT)
+        # The client has a thread per connection; they start when the view is opened.
+        with crossings, open_view(pool, text) as view, pool.init_query([(view, 1)]) as buffer:
+            buffer.queries[...] = draw_queries(1, 1)
+
+            def query(layer: int) -> None:
+                answer = pool.query(buffer, layer, deadline_s=DEADLINE_S).wait()
+                assert not answer.lost
+                assert answer.sent_bytes > 0
+
+            query(0)
+            for process in children.values():
+                counts_of_child(counts, process)
+            crossings.calls.clear()
+            for _ in range(QUERIES):
+                query(1)
+            shares = {"engine": crossings.per_request(QUERIES)}
+            for name, process in children.items():
+                shares[name] = counts_of_child(counts, process).per_request(QUERIES)
+    return shares
+
+
 def report() -> None:
     """Print everything."""
     for name, folder in PACKAGES.items():
@@ -176,6 +184,8 @@ def report() -> None:
         print(f"circle: {', '.join(group)}")
     print(f"a read: {crossed(a_read)}")
     print(f"a write: {crossed(a_write)}")
+    for name, crossings in shipped_query().items():
+        print(f"a shipped query, {name}: {crossings}")
     settings = len(list(load_config(toml_text=None, environ={}, flags={}, uid=0).describe()))
     tags = [len(re.findall(r"tag=\d", Path(str(module.__file__)).read_text())) for module in (engine, peer, query)]
     print(f"settings {settings}, metrics {len(list(Metric.all()))}, message types {tags} (engine, peer, query)")

@@ -50,20 +50,14 @@ def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e
     return moved
 
 
-def test_segments_of_this_node() -> None:
-    with serving(1) as cluster, cluster.connect(0, LAYOUT) as pool:
+def test_segments_of_this_node(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool:
         text = Text(1, 8)
         text.store(pool)
         with open_view(pool, text) as view:
             assert set(view.codes) == {Code.LOCAL}
             for tokens in (1, 5, 64):
                 assert check(pool, [(view, text, tokens)]) == 0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> object:
-    with serving(3) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import socket
@@ -10,13 +12,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.robustness.live import wait_until
+from tests.robustness.live import LIMIT_S, wait_until
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import pack_frame
 from tokenlake.wire import query as wire
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
+from tokenlake.wire.query import MAX_FRAME
+from tokenlake.wire.records import RecordWriter
 from tokenlake_query import connection as module
-from tokenlake_query.connection import MAX_FRAME, Connection, FrameReader
+from tokenlake_query.connection import Connection, FrameReader
+from tokenlake_query.tenant_limits import TenantLimits
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -137,3 +143,69 @@ def test_the_socket_is_closed_once(pair: Pair) -> None:
 def _lives(thread: threading.Thread) -> bool:
     thread.join(10)
     return thread.is_alive()
+
+
+def test_an_incomplete_frame_ends_the_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is silent between frames stays open."""
+    monkeypatch.setattr(module, "STALLED_S", 1)
+    kept = list[int]()
+    silent = Connection(pair[0].dup(), "silent", keep=kept.append)
+    assert not ended(silent).wait(1.5)
+    pair[1].sendall(MAX_FRAME.to_bytes(4, "little") + bytes(1 << 20))
+    wait_until(lambda: not silent.open, "the connection is closed")
+    wait_until(lambda: sum(kept) == 0, "no bytes are counted any more")
+    assert max(itertools.accumulate(kept)) >= 1 << 19
+
+
+def test_bytes_of_incomplete_frames_are_limited(pair: Pair) -> None:
+    limits = TenantLimits(1 << 10)
+    connection = Connection(pair[0].dup(), "test", keep=lambda nbytes: limits.add("red", frame_bytes=nbytes))
+    end = ended(connection)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        pair[1].sendall(MAX_FRAME.to_bytes(4, "little") + bytes(1 << 20))
+    assert end.wait(10)
+    limits.add("red", frame_bytes=64 << 10)
+
+
+KEYS = RecordKeys(b"k" * 16, b"l" * 16)
+
+
+def test_records_carry_frames_and_payloads(pair: Pair) -> None:
+    sender = Connection(pair[0].dup(), "test", keys=KEYS)
+    end = ended(sender)
+    reader = FrameReader(pair[1], key=KEYS.sending)
+    payloads = [random.Random(size).randbytes(size) for size in (0, 1, 100, 65_000, 70_000, 300_000, 3_000_000)]
+    for number, payload in enumerate(payloads):
+        result = wire.Result(number, 0, b"", len(payload))
+        halves = [memoryview(payload)[: len(payload) // 2], memoryview(payload)[len(payload) // 2 :]]
+        assert sender.send(result, halves) == len(pack_frame(result)) + len(payload)
+    for number, payload in enumerate(payloads):
+        message = decode(wire.ask_reply_decoder, reader.frame())
+        assert isinstance(message, wire.Result)
+        assert message.number == number
+        target = bytearray(len(payload))
+        reader.into(memoryview(target))
+        assert target == payload
+    sender.close()
+    assert end.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("place", [0, 4, 30, -1])
+def test_a_changed_record_closes_the_connection(pair: Pair, place: int) -> None:
+    connection = Connection(pair[0].dup(), "test", keys=KEYS)
+    end = ended(connection)
+    [record] = RecordWriter(KEYS.receiving).sealed([pack_frame(wire.Refused(0, "x" * 50, ""))])
+    record[place] ^= 1
+    pair[1].sendall(record)
+    pair[1].shutdown(socket.SHUT_WR)
+    assert end.wait(LIMIT_S)
+
+
+def test_a_repeated_record_closes_the_connection(pair: Pair) -> None:
+    frames: list[bytes] = []
+    end = threading.Event()
+    Connection(pair[0].dup(), "test", keys=KEYS).serve(frames.append, end.set)
+    [record] = RecordWriter(KEYS.receiving).sealed([pack_frame(wire.Refused(0, "x", ""))])
+    pair[1].sendall(bytes(record) * 2)
+    assert end.wait(LIMIT_S)
+    assert len(frames) == 1

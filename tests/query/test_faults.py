@@ -18,13 +18,11 @@ from tests.query.scene import (
     close_to,
     draw_queries,
     engine_of,
-    freeze,
     open_view,
-    serving,
     spread,
     wait_serving,
 )
-from tests.robustness.live import wait_until
+from tests.robustness.live import freeze, wait_until
 from tokenlake.attention import Partial
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES
@@ -81,10 +79,18 @@ def step(pool: Pool, text: Text, tokens: int = 3) -> Iterator[Step]:
             asking.buffer.close()
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with serving(3) as cluster:
-        yield cluster
+@pytest.fixture(autouse=True)
+def restored(cluster: Cluster) -> Iterator[None]:
+    """All processes of the cluster serve again after each test."""
+    yield
+    for node in cluster.nodes:
+        if node.running:
+            node.thaw()
+        else:
+            node.start()
+    cluster.wait_ready()
+    for number in range(len(cluster.nodes)):
+        wait_serving(cluster, number)
 
 
 def kill(pid: int) -> None:

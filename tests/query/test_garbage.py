@@ -8,23 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.query.raw import Raw, raw_engine, raw_peer
-from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries, engine_of, open_view, serving, spread
+from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries, engine_of, open_view, spread
 from tokenlake.attention import Partial
 from tokenlake.wire import pack_frame
 from tokenlake.wire import query as wire
-from tokenlake_query.connection import MAX_FRAME
+from tokenlake.wire.query import MAX_FRAME
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live
 
 OPEN = wire.OpenView(1, "default", LAYOUT.encode(), bytes(32), (), b"", HEADS, SCALE)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3) as cluster:
-        yield cluster
 
 
 @pytest.fixture(autouse=True)

@@ -5,23 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.query.raw import memfd, raw_engine
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries, engine_of, open_view, serving
-from tests.robustness.live import LIMIT_S, PATIENT, wait_until
+from tests.robustness.live import LIMIT_S, PATIENT, descriptors_of, memory_of, wait_until
 from tests.server import raw as server
 from tests.server.test_tenants import TENANTS
 from tokenlake.attention import Partial
 from tokenlake.errors import LimitReached
-from tokenlake.wire import engine, pack_frame
+from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
+from tokenlake.wire.query import MAX_FRAME
 from tokenlake.wire.slots import join_keys
 from tokenlake_client import Pool
+from tokenlake_query.connection import READ_BYTES
+from tokenlake_query.tenant_limits import TOTALS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytest.importorskip("torch")
@@ -30,9 +37,9 @@ pytestmark = pytest.mark.live
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    file = tmp_path / "tokenlake.toml"
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    file = tmp_path_factory.mktemp("tenants") / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)
     with serving(1, "16MiB", credential=BLUE, config=str(file)) as cluster:
@@ -73,6 +80,23 @@ def test_pipelined_connections(cluster: Cluster) -> None:
         assert engine_of(node) == before
 
 
+def test_segments_of_another_tenant_are_missing(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    text = Text(4, 4)
+    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue:
+        text.store(red)
+        ask(red, text)
+        keys = join_keys(red.prefix(text.tokens).keys)
+        opening = wire.OpenView(1, "", b"", keys, (), bytes([HERE]) * text.segments, HEADS, SCALE)
+        for pool, expected in (
+            (blue, wire.Viewed(1, 0, bytes([Code.MISSING]) * text.segments)),
+            (red, wire.Viewed(1, text.segments, bytes([Code.LOCAL]) * text.segments)),
+        ):
+            with raw_engine(pool) as raw:
+                raw.send(opening)
+                assert raw.receive() == expected
+
+
 def test_connections_of_a_tenant_are_bounded(tmp_path: Path) -> None:
     """Each of 96 tenants has its share of 768."""
     tenants = [
@@ -106,7 +130,7 @@ def test_connections_of_a_tenant_are_bounded(tmp_path: Path) -> None:
 def test_a_huge_query(cluster: Cluster) -> None:
     """The queries of the other tenant are answered before it."""
     node = cluster.nodes[0]
-    text, long_text = Text(1, 4), Text(2, 400)
+    text, long_text = Text(2, 4), Text(3, 400)
     tokens = 1 << 16
     queries, outputs = tokens * HEADS * LAYOUT.key_dim * 4, tokens * HEADS * LAYOUT.value_dim * 4
     nbytes = queries + outputs + tokens * HEADS * 4
@@ -126,4 +150,83 @@ def test_a_huge_query(cluster: Cluster) -> None:
         assert not select.select([raw.sock], [], [], 0)[0], "the huge query is not answered yet"
         # It ends without an answer, as soon as its buffer is closed.
         raw.send(wire.OpenBuffer(1, 0))
+        ask(blue, text)
+
+
+def test_cheap_frames(cluster: Cluster) -> None:
+    """32 connections of one tenant, whose sender is another process, send frames that cost little as fast as they are
+    read; without a share, a query of the other tenant takes seconds."""
+    node = cluster.nodes[0]
+    text = Text(1, 4)
+    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue, contextlib.ExitStack() as opened:
+        text.store(blue)
+        ask(blue, text)
+        sockets = [opened.enter_context(raw_engine(red)).sock for _ in range(32)]
+        sender = os.fork()
+        if not sender:
+            _flood(sockets, pack_frame(wire.CloseView((1,))))
+        try:
+            began = time.monotonic()
+            ask(blue, text, 20)
+            assert time.monotonic() - began < LIMIT_S
+        finally:
+            os.kill(sender, signal.SIGKILL)
+            os.waitpid(sender, 0)
+
+
+def _flood(sockets: list[socket.socket], frame: bytes) -> NoReturn:
+    """Send frames on all sockets until this process is killed."""
+    for sock in sockets:
+        sock.setblocking(False)
+    data = frame * (READ_BYTES // len(frame))
+    unsent = dict.fromkeys(sockets, data)
+    while True:
+        for sock in select.select([], sockets, [])[1]:
+            unsent[sock] = unsent[sock][sock.send(unsent[sock]) :] or data
+
+
+def test_buffers_of_a_tenant_are_bounded_and_take_no_descriptors(cluster: Cluster) -> None:
+    """A refused buffer ends nothing; each tenant has half of all bytes."""
+    node = cluster.nodes[0]
+    text = Text(1, 4)
+    sparse = memfd(TOTALS["buffer_bytes"] // 4)
+    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue, raw_engine(red) as raw:
+        text.store(blue)
+        ask(blue, text)
+        before = descriptors_of(engine_of(node))
+        try:
+            for number in range(1, 4):
+                raw.send(wire.OpenBuffer(number, TOTALS["buffer_bytes"] // 4), descriptor=sparse)
+        finally:
+            os.close(sparse)
+        assert "'red' would have" in raw.refused().reason
+        for number in range(4, 200):
+            small = memfd(4096)
+            raw.send(wire.OpenBuffer(number, 4096), descriptor=small)
+            os.close(small)
+            assert "buffer_bytes at this query engine" in raw.refused().reason
+        raw.send(wire.OpenBuffer(1, 0))
+        for number in range(4, 200):
+            small = memfd(4096)
+            raw.send(wire.OpenBuffer(number, 4096), descriptor=small)
+            os.close(small)
+        raw.send(wire.Query(1, 1, 0, 1, 1.0))
+        assert "no step" in raw.refused().reason, "all buffers before it were opened"
+        assert descriptors_of(engine_of(node)) <= before
+        ask(blue, text)
+
+
+def test_incomplete_frames_of_a_tenant_are_bounded(cluster: Cluster) -> None:
+    """24 connections with 3.9 MiB of a frame each: those beyond the tenant's share end."""
+    node = cluster.nodes[0]
+    text = Text(1, 4)
+    begun = MAX_FRAME.to_bytes(4, "little") + bytes(MAX_FRAME - (1 << 17))
+    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue, contextlib.ExitStack() as opened:
+        text.store(blue)
+        ask(blue, text)
+        before = memory_of(engine_of(node))
+        for _ in range(24):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                opened.enter_context(raw_engine(red)).sock.sendall(begun)
+        assert memory_of(engine_of(node)) - before < TOTALS["frame_bytes"]
         ask(blue, text)

@@ -207,3 +207,28 @@ def test_a_node_is_dialled_again_after_its_connection() -> None:
     peers.unreached("b", "red", "nobody there")
     with pytest.raises(Unreachable, match="nobody there"):
         third.result(0)
+
+
+def test_a_failed_dial_delays_no_later_view() -> None:
+    """Only the first caller waits for the dial; the node is dialled again while later callers go on without it."""
+    dialled: list[str] = []
+    peers = PeerClients(lambda node, tenant: dialled.append(tenant), Counters())
+    first = peers.get("b", "red")
+    peers.unreached("b", "red", "no route")
+    with pytest.raises(Unreachable, match="no route"):
+        first.result(0)
+
+    def dialled_again() -> bool:
+        # Another tenant's views do not wait for the node either.
+        for tenant in ("red", "blue"):
+            with pytest.raises(Unreachable, match="no route"):
+                peers.get("b", tenant).result(0)
+        return dialled.count("red") == 2
+
+    wait_until(dialled_again, "the node is dialled again")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        peers.connected("b", "red", ours)
+        client = peers.get("b", "red").result(0)
+        client.close()
+    assert dialled.count("red") == 2

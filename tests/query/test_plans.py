@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.query.scene import DEADLINE_S, HEADS, LAYOUT, SCALE, Text, serving, spread
+from tests.query.scene import DEADLINE_S, HEADS, LAYOUT, SCALE, Text, spread
 from tests.query.test_attention import check
 from tests.robustness.live import SEGMENT_TOKENS, wait_until
 from tokenlake.attention import AttentionShape
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.live
 
 SHAPE = AttentionShape.of(LAYOUT, HEADS, SCALE)
 INSTANCES = {f"i{number}": NodeId(f"node{number}") for number in range(3)}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3) as cluster:
-        yield cluster
 
 
 def ask(pool: Pool, text: Text) -> Request:

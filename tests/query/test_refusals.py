@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.query.raw import Raw, memfd, raw_engine, raw_peer
-from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries, layout_of, open_view, serving, spread
-from tests.server.test_tenants import TENANTS
+from tests.query.scene import HEADS, LAYOUT, SCALE, Text, layout_of, spread
 from tokenlake.errors import LayoutRefused
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
+from tokenlake.wire.query import MAX_STEP_BYTES
 from tokenlake.wire.slots import join_keys
-from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
@@ -27,12 +25,6 @@ NBYTES = 1 << 16
 TWO_KEYS = bytes(range(64))
 STEP = wire.Step(1, 1, "float32", ((1, 2),), 0, 8192, 16384)
 """Two tokens of four heads of 32."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(2) as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def open_message(
         ({"queries": 32}, "a multiple of 64"),
         ({"outputs": NBYTES - 64}, "that fits"),
         ({"sums": NBYTES}, "that fits"),
-        ({"parts": ((1, 1 << 30),)}, "that fits"),
+        ({"parts": ((1, 1 << 30),)}, f"at most {MAX_STEP_BYTES}"),
     ],
 )
 def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
@@ -81,6 +73,7 @@ def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
     if changes.get("buffer", 1) == 1:
         engine.send(wire.Query(1, 1, 0, 1, 1.0))
         assert "no step 1" in engine.refused().reason, "the step before it is dropped too"
+        assert engine.receive() == wire.Answered(1, 1, 0, 1, b"", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +85,10 @@ def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
     ],
 )
 def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
+    """The answer names the query, so that the engine takes no other one for refused."""
     engine.send(query)
     assert expected in engine.refused().reason
+    assert engine.receive() == wire.Answered(query.buffer, query.step, query.layer, query.attempt, b"", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +101,7 @@ def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
         (open_message(2, bytes(64), bytes([HERE, HERE])), "ProtocolRefused", "named twice"),
         (open_message(2, TWO_KEYS, bytes([0, 1]), nodes=("b", "b")), "ProtocolRefused", "named twice"),
         (open_message(1, bytes(32), bytes([HERE])), "ProtocolRefused", "open already"),
+        (open_message(2, TWO_KEYS, bytes([HERE, HERE]), heads=1 << 16), "LimitReached", "65536 heads; at most 1024"),
     ],
 )
 def test_views(engine: Raw, message: wire.OpenView, kind: str, expected: str) -> None:
@@ -139,6 +135,11 @@ def test_views_between_nodes(cluster: Cluster) -> None:
         assert raw.refused().kind == LayoutRefused.__name__
         raw.send(wire.OpenView(3, "nobody", layout, bytes(32), (), b"", HEADS, SCALE))
         assert raw.refused().kind == "CredentialRefused"
+        raw.send(wire.OpenView(6, "default", layout, bytes(32), (), b"", 1 << 16, SCALE))
+        assert "65536 heads; at most 1024" in raw.refused().reason
+        wide = msgspec.structs.replace(LAYOUT, kv_heads=1, key_dim=1, value_dim=1 << 20).encode()
+        raw.send(wire.OpenView(6, "default", wide, bytes(32), (), b"", 1, SCALE))
+        assert "elements per query token" in raw.refused().reason
         raw.send(wire.OpenView(5, "default", layout, bytes(64), (), b"", HEADS, SCALE))
         assert "named twice" in raw.refused().reason
         raw.send(wire.OpenView(4, "default", layout, bytes(32), (), b"", HEADS, SCALE))
@@ -164,6 +165,18 @@ def test_a_wrong_ask_ends_the_connection(cluster: Cluster, ask: wire.Ask, expect
         raw.wait_for_end()
 
 
+def test_a_request_with_results_that_are_too_large_is_lost(cluster: Cluster) -> None:
+    """Its queries take few bytes, its outputs 512 MiB; the connection goes on."""
+    layout = msgspec.structs.replace(LAYOUT, layers=1, segment_tokens=1, kv_heads=1, key_dim=1, value_dim=1 << 17)
+    with raw_peer(cluster, 0, asker=1) as raw:
+        raw.send(wire.OpenView(1, "default", layout.encode(), bytes(32), (), b"", 1, SCALE))
+        assert isinstance(raw.receive(), wire.Viewed)
+        for number, (tokens, code) in enumerate([(1 << 10, Code.LOST), (1, Code.LOCAL)]):
+            raw.send(wire.Ask(number, 0, "float32", ((1, tokens),), 4 * tokens), bytes(4 * tokens))
+            assert raw.receive().codes == bytes([code])
+            raw.exactly(4 * (layout.value_dim + 1) * tokens * (code == Code.LOCAL))
+
+
 def test_queries_of_a_closed_view_are_lost(cluster: Cluster) -> None:
     """A view may be closed while a request is under way: the connection goes on behind the queries."""
     with raw_peer(cluster, 0, asker=1) as raw:
@@ -186,25 +199,3 @@ def test_segments_of_another_layout_are_missing(cluster: Cluster) -> None:
         with raw_engine(other) as raw:
             raw.send(open_message(1, join_keys(keys), bytes([HERE, HERE])))
             assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 2), "the slots have another size"
-
-
-def test_segments_of_another_tenant_are_missing(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    text = Text(42, 4)
-    with serving(1, credential="red-token-0123456789", config=str(file)) as cluster:
-        path = cluster.nodes[0].socket
-        red, blue = (Pool.connect(path, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
-        with red, blue:
-            text.store(red)
-            with open_view(red, text) as view, red.init_query([(view, 1)]) as buffer:
-                buffer.queries[...] = draw_queries(0, 1)
-                assert not red.query(buffer, 0).wait().lost
-            keys = red.prefix(text.tokens).keys
-            with raw_engine(blue) as raw:
-                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
-                assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 4)
-            with raw_engine(red) as raw:
-                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
-                assert raw.receive() == wire.Viewed(1, 4, bytes([Code.LOCAL]) * 4)

@@ -26,8 +26,9 @@ from tokenlake_client import Pool
 pytest.importorskip("torch")
 
 from tokenlake_query import compute_thread
-from tokenlake_query.compute_thread import MAX_KERNELS, Attention, ComputeThread, Task
+from tokenlake_query.compute_thread import MAX_KERNELS, SLICE_BYTES, SWEPT, Attention, ComputeThread, Task
 from tokenlake_query.kernels import Kernel, Slot, kernel_for
+from tokenlake_query.pace import Pace
 from tokenlake_query.peer_client import PeerClient, ResultHandler
 from tokenlake_query.rounds import Part, Round, Step, Threads
 from tokenlake_query.segments import Segments
@@ -45,7 +46,7 @@ def threads() -> Threads:
     """The computing thread is not started: the tests put results themselves."""
     timer = TimerThread()
     timer.start()
-    return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
+    return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch", Pace()))
 
 
 def view_of(segments: Segments) -> View:
@@ -288,7 +289,7 @@ class Failing:
         assert self.proceed.wait(30)
         if (queries[:, 0, 0] == self.POISON).any():
             raise MemoryError("no room for these queries")
-        return empty_partial(len(queries), HEADS, LAYOUT.value_dim)
+        return empty_partial(*queries.shape[:2], LAYOUT.value_dim)
 
 
 class Worker:
@@ -301,11 +302,13 @@ class Worker:
         self.done: dict[str, Partial | None] = {}
         self.segments = Segments([Text(1, 1).content(0) for _ in range(64)])
 
-    def submit(self, name: str, tenant: str, tokens: int = 1, poison: bool = False, wanted: bool = True) -> None:
-        queries = draw_queries(0, tokens)
+    def submit(
+        self, name: str, tenant: str, tokens: int = 1, poison: bool = False, wanted: bool = True, heads: int = HEADS
+    ) -> None:
+        queries = draw_queries(0, tokens, heads=heads)
         if poison:
             queries[0, 0, 0] = Failing.POISON
-        attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+        attention = Attention.of(LAYOUT, heads, SCALE)
         task = Task(attention, 0, self.segments, queries, lambda: wanted, lambda partial: self._put(name, partial))
         self.thread.submit([task], tenant)
 
@@ -377,7 +380,7 @@ def test_the_timer_forgets_finished_rounds() -> None:
     """Their deadlines may be years away."""
     timer = TimerThread()
     timer.start()
-    threads = Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch"))
+    threads = Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch", Pace()))
     for _ in range(1000):
         Scene(threads, deadline_s=1e9).round.put(0, None, drawn(1))
         Scene(threads, deadline_s=1e9).round.cancel()
@@ -418,3 +421,54 @@ def test_earlier_use_costs_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.wait(22)
     rows = [rows for rows, _ in worker.kernel.calls[earlier:]]
     assert rows.index(1) <= 3, "slices of the huge task came first"
+
+
+def test_slices_of_many_heads_have_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 heads read each KV head: one token is enough work for a slice, and no slice has more than it should."""
+    _make_slow(monkeypatch)
+    worker = Worker(monkeypatch)
+    worker.submit("many heads", "red", tokens=8, heads=1024)
+    worker.submit("small", "blue")
+    worker.thread.start()
+    assert worker.wait(2) == ["small", "many heads"]
+    assert max(rows for rows, _ in worker.kernel.calls) == 1
+
+
+def test_outputs_of_a_slice_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the whole query takes no longer than a slice should."""
+    monkeypatch.setattr(compute_thread, "FIRST_RATE", 1e30)
+    worker = Worker(monkeypatch)
+    worker.submit("wide", "red", tokens=256, heads=1024)
+    worker.thread.start()
+    worker.wait(1)
+    rows = SLICE_BYTES // (1024 * LAYOUT.value_dim * 4)
+    assert set(worker.kernel.calls) == {(rows, 64)}
+
+
+def test_cancelled_tasks_leave_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an earlier task of their tenant is computed."""
+    _make_slow(monkeypatch)
+    worker = Worker(monkeypatch)
+    worker.kernel.proceed.clear()
+    worker.submit("huge", "red", tokens=64)
+    worker.thread.start()
+    assert worker.kernel.entered.wait(30)
+    for number in range(4 * SWEPT):
+        worker.submit(f"cancelled {number}", "red", wanted=False)
+    worker.submit("wanted", "red")
+    worker.kernel.proceed.set()
+    done = worker.wait(4 * SWEPT + 2)
+    assert done[-2:] == ["huge", "wanted"]
+
+
+def test_waiting_tasks_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks beyond the bound fail at once; another tenant's are accepted."""
+    monkeypatch.setattr(compute_thread, "MAX_WAITING", 3)
+    worker = Worker(monkeypatch)
+    for number in range(4):
+        worker.submit(f"red {number}", "red")
+    assert worker.done == {"red 3": None}
+    worker.submit("blue", "blue")
+    worker.thread.start()
+    assert set(worker.wait(5)) == {"red 0", "red 1", "red 2", "red 3", "blue"}
+    assert worker.done["blue"] is not None

@@ -9,11 +9,12 @@ import pytest
 
 from tests.robustness.live import wait_until
 from tokenlake.errors import LimitReached
-from tokenlake_query.tenant_threads import MAX_WAITING_BYTES, TenantThreads
+from tokenlake_query.pace import Pace
+from tokenlake_query.tenant_threads import CALL_BYTES, MAX_WAITING_BYTES, TenantThreads
 
 
 def test_calls_that_block_leave_threads_to_other_tenants() -> None:
-    threads = TenantThreads(4, "test")
+    threads = TenantThreads(4, "test", Pace())
     release, done = threading.Event(), list[str]()
     for _ in range(100):
         threads.submit("red", lambda: release.wait(30), 1)
@@ -26,7 +27,7 @@ def test_calls_that_block_leave_threads_to_other_tenants() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    threads = TenantThreads(1, "test")
+    threads = TenantThreads(1, "test", Pace())
     release, done = threading.Event(), list[str]()
     threads.submit("red", lambda: release.wait(30), 1)
     for tenant in ["red"] * 3 + ["blue"] * 3:
@@ -37,21 +38,21 @@ def test_tenants_take_turns() -> None:
 
 
 def test_waiting_calls_are_bounded_per_tenant() -> None:
-    threads = TenantThreads(1, "test")
+    threads = TenantThreads(1, "test", Pace())
     release, done = threading.Event(), list[str]()
     threads.submit("red", lambda: release.wait(30), 1)
     for _ in range(4):
-        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
+        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4 - CALL_BYTES)
     with pytest.raises(LimitReached, match="of this tenant"):
-        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
-    threads.submit("blue", bind(done.append, "blue"), MAX_WAITING_BYTES // 4)
+        threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4 - CALL_BYTES)
+    threads.submit("blue", bind(done.append, "blue"), MAX_WAITING_BYTES // 4 - CALL_BYTES)
     release.set()
     wait_until(lambda: len(done) == 5, "all others end")
-    threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4)
+    threads.submit("red", bind(done.append, "red"), MAX_WAITING_BYTES // 4 - CALL_BYTES)
 
 
 def test_a_call_that_fails_ends_nothing() -> None:
-    threads = TenantThreads(1, "test")
+    threads = TenantThreads(1, "test", Pace())
     done = list[str]()
     threads.submit("red", lambda: [][0], 1)
     threads.submit("red", bind(done.append, "red"), 1)

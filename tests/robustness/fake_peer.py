@@ -60,7 +60,9 @@ class FakePeer:
         with contextlib.suppress(OSError, EOFError):
             hello = decode(peer.handshake_decoder, _frame(sock))
             assert isinstance(hello, peer.PeerHello)
-            unproven = peer.PeerChallenge(hello.newest_version, self.name, 1, secrets.token_bytes(32), bytes(32))
+            unproven = peer.PeerChallenge(
+                hello.newest_version, hello.cluster, self.name, 1, secrets.token_bytes(32), bytes(32)
+            )
             proof = acceptor_proof(b"", hello, unproven)
             sock.sendall(pack_frame(msgspec.structs.replace(unproven, proof=proof)))
             assert isinstance(decode(peer.handshake_decoder, _frame(sock)), peer.PeerProof)

@@ -9,6 +9,8 @@ from tokenlake.config import ServerConfig, Settings, load_config
 from tokenlake.config.setting import settings_of
 
 FIELDS = tuple(settings_of(ServerConfig))
+CERTIFICATE = {"certificate": "node.pem", "key": "node-key.pem", "ca": "ca.pem"}
+"""The settings of a node whose connections are encrypted; loading does not open the files."""
 SECRET = "00112233445566778899aabbccddeeff"
 
 

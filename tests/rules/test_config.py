@@ -53,7 +53,9 @@ def test_a_field_without_declaration_or_default_is_refused() -> None:
 def test_another_table_of_settings_is_read_and_shown_in_the_same_way() -> None:
     class Table(msgspec.Struct, frozen=True):
         size: Annotated[int, Setting(kinds.whole(1, 9), "number of things", why="small")] = 3
-        pass_word: Annotated[str, Setting(kinds.secret(), "a secret", why="none", default="none", secret=True)] = ""
+        pass_word: Annotated[
+            tuple[bytes, ...], Setting(kinds.secrets(), "a secret", why="none", default="none", secret=True)
+        ] = ()
 
     given = [("size", "4", "file"), ("size", 5, "flag --size"), ("pass_word", SECRET, "file")]
     values, origin = read(Table, given)

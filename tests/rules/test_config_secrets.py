@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rules.settings import SECRET, load, tenant
+from tests.rules.settings import CERTIFICATE, SECRET, load, tenant
 from tokenlake.config import Tenant
 from tokenlake.errors import ConfigurationError
 
@@ -54,7 +54,7 @@ def test_tenants_that_are_refused(toml: str, reason: str) -> None:
         (f"[clients]\nsecret = '{SECRET}'", {}),
         (f"secret = '{SECRET}'", {}),
         (f"cluster_secret = '{SECRET}0'", {}),
-        (None, {"TOKENLAKE_CLUSTER_SECRET": f"{SECRET} "}),
+        (None, {"TOKENLAKE_CLUSTER_SECRET": f"{SECRET} {SECRET}"}),
         (None, {"TOKENLAKE_TENANTS": SECRET}),
         (None, {"TOKENLAKE_TENANT_TOKEN": SECRET}),
     ],
@@ -65,18 +65,20 @@ def test_no_error_shows_a_secret(toml: str | None, environ: dict[str, str]) -> N
     assert SECRET not in str(caught.value) + repr(caught.value)
 
 
-@pytest.mark.parametrize("secret", [SECRET, SECRET * 4, ""])
-def test_the_cluster_secret_comes_from_file_or_environment_and_is_masked(secret: str) -> None:
-    for settings in (load(f"cluster_secret = '{secret}'"), load(None, {"TOKENLAKE_CLUSTER_SECRET": secret})):
-        assert settings.config.cluster_secret == bytes.fromhex(secret)
+@pytest.mark.parametrize("secrets", [[SECRET], [SECRET * 4], [SECRET, "ff" * 16], []])
+def test_cluster_secrets_come_from_file_or_environment_and_are_masked(secrets: list[str]) -> None:
+    joined = ",".join(secrets)
+    environ = {"TOKENLAKE_CLUSTER_SECRET": joined}
+    for settings in (load(f"cluster_secret = '{joined}'"), load(f"cluster_secret = {secrets}"), load(None, environ)):
+        assert list(settings.config.cluster_secret) == [bytes.fromhex(secret) for secret in secrets]
         described = {field: value for field, value, _ in settings.describe()}
-        assert described["cluster_secret"] == ("***" if secret else "")
+        assert described["cluster_secret"] == ", ".join(["***"] * len(secrets))
         for text in (repr(settings), str(settings.config), f"{settings.config.cluster_secret}"):
-            assert not secret or SECRET not in text
+            assert not secrets or SECRET not in text
             assert repr(bytes.fromhex(SECRET)) not in text
 
 
-@pytest.mark.parametrize("value", ["00" * 15, "00" * 65, "0g" * 16, "0" * 33, 16, ["00" * 16]])
+@pytest.mark.parametrize("value", ["00" * 15, "00" * 65, "0g" * 16, "0" * 33, 16, ["00" * 16, "0"], [16]])
 def test_a_cluster_secret_that_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match=r"cluster_secret.*\*\*\*.*16 to 64 bytes in hexadecimal"):
         load(f"cluster_secret = {value!r}")
@@ -100,6 +102,7 @@ def test_tenants_on_several_nodes_need_a_cluster_secret() -> None:
         assert caught.value.field == "cluster_secret"
         load(tenants, {"TOKENLAKE_CLUSTER_SECRET": SECRET}, node="a", listen="127.0.0.1:1", peers=peers)
         load(tenants, node="a", listen="127.0.0.1:1", peers="a=127.0.0.1:1")
+        load(tenants, node="a", listen="127.0.0.1:1", peers=peers, **CERTIFICATE)
     load(node="a", listen="127.0.0.1:1", peers=peers)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rules.settings import FIELDS, load
+from tests.rules.settings import CERTIFICATE, FIELDS, load
 from tokenlake.config import Address, Peer, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
 
@@ -41,6 +41,11 @@ from tokenlake.errors import ConfigurationError
         ("listen", 7440),
         ("metrics", "0.0.0.0:9090"),
         ("metrics", "127.0.0.1:7440"),
+        ("cluster", ""),
+        ("cluster", "Lake"),
+        ("cluster", "a/b"),
+        ("certificate", "only-this.pem"),
+        ("ca", "only-this.pem"),
         ("region_size", "1KiB"),
         ("region_size", "2GiB"),
         ("lease_s", "nan"),
@@ -165,3 +170,14 @@ def test_any_value_is_taken_or_refused_by_name(field: str, value: object) -> Non
         assert error.field == field
     else:
         msgspec.json.encode(config, enc_hook=str)  # `str` hides a secret, which has no encoding
+
+
+@pytest.mark.parametrize("settings", [CERTIFICATE, {"unencrypted_beyond_loopback": "true"}])
+@pytest.mark.parametrize("address", ["10.0.0.1:7440", "[::]:7440", "[2001:db8::1]:7440", "node2.example:7440"])
+def test_addresses_beyond_loopback_need_encryption(address: str, settings: dict[str, str]) -> None:
+    for field, value in (("listen", address), ("peers", f"b={address}")):
+        config = load(None, **settings, **{field: value}).config
+        assert address in (config.listen, *(str(Address(peer.host, peer.port)) for peer in config.peers))
+        with pytest.raises(ConfigurationError, match="there is no 'certificate'") as caught:
+            load(None, **{field: value})
+        assert caught.value.field == field

@@ -38,6 +38,10 @@ def test_no_further_slot_would_fit(region_bytes: int, slot_bytes: int) -> None:
         (4096 + 64, 65, 0, 128),
         (4096 + 256, 65, 2, 4096 + 128),
         (0, 1, 0, 64),
+        # Tiny slots: no more than 16,384, or one per 4 KiB of a larger region.
+        (64 << 20, 64, 16384, 16384 * 8 + 64),
+        (1 << 30, 1, 1 << 18, (1 << 21) + 64),
+        (64 << 20, 4096, 16352, 131072 + 4096),
     ],
 )
 def test_examples(region_bytes: int, slot_bytes: int, slots: int, second: int) -> None:

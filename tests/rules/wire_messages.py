@@ -17,6 +17,7 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struc
     "engine requests": (engine.request_decoder, typing.get_args(engine.EngineRequest)),
     "engine replies": (engine.reply_decoder, typing.get_args(engine.EngineReply)),
     "peers": (peer.peer_decoder, typing.get_args(peer.PeerMessage)),
+    "control connections": (peer.control_decoder, (*typing.get_args(peer.PeerMessage), peer.ConnectionKey)),
     "handshakes": (peer.handshake_decoder, typing.get_args(peer.Handshake)),
     "bulk requests": (peer.bulk_request_decoder, (peer.Pull,)),
     "bulk replies": (peer.pulled_decoder, (peer.Pulled,)),

@@ -116,7 +116,7 @@ def identity_of(node: Node) -> PeerIdentity:
     file = flags.pop("config", None)
     text = Path(file).read_text() if file else None
     config = load_config(toml_text=text, environ={}, flags=flags, uid=os.geteuid()).config
-    return PeerIdentity(config.node, incarnation, config.cluster_secret)
+    return PeerIdentity(config.node, incarnation, config.cluster_secret, config.cluster)
 
 
 def introduce(raw: Raw, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> peer.Handshake:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,42 @@ def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkey
         loop.close()
     replayed = replay(path)
     assert (replayed.events, replayed.difference) == (4, "")
+
+
+class DueTimers(NodeCore):
+    """Rules with 40 timers that are due at once, each of which takes half a millisecond."""
+
+    called = 0
+
+    def next_wake(self) -> float | None:
+        return 0.0 if self.called < 40 else None
+
+    def handle(self, event: events.Event, now: float) -> list[Instruction]:
+        self.called += 1
+        until = time.thread_time() + 0.0005
+        while time.thread_time() < until:
+            pass
+        return []
+
+
+def test_timers_leave_the_loop_to_others() -> None:
+    """Timers that are due at once, and take 20 ms together, are called in several iterations of the loop."""
+    loop = asyncio.SelectorEventLoop()
+    core = DueTimers(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
+    driver = Driver(core, loop, lambda event, error: None)
+    called: list[int] = []
+
+    async def scene() -> None:
+        driver.start(None)
+        deadline = loop.time() + 10.0
+        while core.called < 40 and loop.time() < deadline:
+            await asyncio.sleep(0)
+            called.append(core.called)
+        driver.stop()
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
+    assert called[-1] == 40
+    assert max(after - before for before, after in itertools.pairwise(called)) <= 4

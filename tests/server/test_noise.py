@@ -113,10 +113,10 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.AdvertisingDone(),
     ]
     first = [
-        pack_frame(peer.PeerHello(1, 1, "stranger", 1, "control", bytes(32))),
-        pack_frame(peer.PeerHello(1, 1, "node1", 1, "bulk", bytes(32))),
-        pack_frame(peer.PeerChallenge(1, "node1", 1, bytes(32), bytes(32))),
-        pack_frame(peer.PeerProof("tokenlake", bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "tokenlake", "stranger", 1, "control", bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "tokenlake", "node1", 1, "bulk", bytes(32))),
+        pack_frame(peer.PeerChallenge(1, "tokenlake", "node1", 1, bytes(32), bytes(32))),
+        pack_frame(peer.PeerProof(bytes(32))),
         pack_frame(peer.PeerWelcome()),
     ]
     return first, [pack_frame(message) for message in messages]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,13 @@ from tokenlake.wire.supervision import Start
 from tokenlake_server import query_engine as query_engine_module
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.query_engine import QueryEngine
+from tokenlake_server.query_engine import STOP_S, QueryEngine
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
+
+HUNG_S = 60.0
+"""Time until a hung process is replaced by one that has imported torch."""
 
 
 def children(node: Node) -> list[int]:
@@ -65,7 +69,7 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()
         identity = PeerIdentity("a", 1)
-        query_engine = QueryEngine(Start("", "a", ""), identity, PeerAddresses({}), 1, loop)
+        query_engine = QueryEngine(Start("", "a", "", 1), identity, PeerAddresses({}), loop)
         assert await asyncio.to_thread(started.wait, LIMIT_S)
         await query_engine.close()
 
@@ -97,3 +101,32 @@ def test_restart_and_end_of_the_query_engine() -> None:
         pool.link.call(engine.OpenQuery, engine.QueryOpened)
         node.kill()
         wait_until(lambda: not alive(second), "it ended with its daemon")
+
+
+def test_a_hung_query_engine_is_replaced() -> None:
+    """A stopped process keeps its channel open, and is noticed because it reports nothing."""
+    pytest.importorskip("torch")
+    with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
+        node = cluster.nodes[0]
+        wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves", HUNG_S)
+        (first,) = children(node)
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: children(node) not in ([], [first]), "another is started", HUNG_S)
+        assert not alive(first)
+        wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves", HUNG_S)
+        pool.link.call(engine.OpenQuery, engine.QueryOpened)
+
+
+def test_a_daemon_stops_while_its_query_engine_starts() -> None:
+    """The process imports torch, for seconds, and reads nothing meanwhile."""
+    pytest.importorskip("torch")
+    with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster:
+        node = cluster.nodes[0]
+        wait_until(lambda: len(children(node)) == 1, "it starts")
+        (child,) = children(node)
+        # As if the import took very long.
+        os.kill(child, signal.SIGSTOP)
+        began = time.monotonic()
+        node.stop()
+        assert time.monotonic() - began < STOP_S, "the process is not waited for"
+        assert not alive(child)

@@ -76,7 +76,7 @@ def test_nodes_of_two_clusters_are_not_connected(caplog: Any) -> None:
         (a, of_a), (b, of_b) = side("a", "one"), side("b", "other")
         b.set_peers({"a": a.address})
         a.set_peers({"b": b.address})
-        await until(lambda: "belongs to the cluster 'one', and 'b' to 'other'" in caplog.text)
+        await until(lambda: "'b' belongs to the cluster 'other', and 'a' to 'one'" in caplog.text)
         assert not of_a.events
         assert not of_b.events
         for each in (a, b):

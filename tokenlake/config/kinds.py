@@ -29,6 +29,9 @@ __all__ = [
     "HUGE_PAGE",
     "PAGE",
     "Kind",
+    "address",
+    "cluster",
+    "is_loopback",
     "loopback",
     "name",
     "one_of",
@@ -36,7 +39,7 @@ __all__ = [
     "path",
     "peers",
     "real",
-    "secret",
+    "secrets",
     "size",
     "tenants",
     "text",
@@ -50,6 +53,7 @@ HUGE_PAGE = 2 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME_EXPECTED = "1 to 64 letters, digits, dots, underscores or hyphens"
+_CLUSTER = re.compile(r"[a-z0-9._-]{1,64}")
 _SECRET_EXPECTED = "16 to 64 bytes in hexadecimal"
 
 
@@ -134,6 +138,18 @@ def name() -> Kind:
     return Kind(_NAME_EXPECTED, parse)
 
 
+def cluster() -> Kind:
+    """Returns the kind of a cluster's name, which is also the trust domain of its nodes' SPIFFE identities."""
+    expected = "1 to 64 lowercase letters, digits, dots, underscores or hyphens"
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not _CLUSTER.fullmatch(value):
+            raise ValueError(expected)
+        return value
+
+    return Kind(expected, parse)
+
+
 def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional: bool = False) -> Kind:
     """Returns the kind of a path of at most `longest` bytes. The empty path is accepted only if `optional`."""
 
@@ -194,19 +210,41 @@ def one_of(*words: str) -> Kind:
     return Kind(expected, parse)
 
 
+def address() -> Kind:
+    """Returns the kind of `HOST:PORT`, with an IPv6 address in brackets."""
+    expected = "HOST:PORT, or [IPv6]:PORT"
+
+    def parse(value: object) -> str:
+        try:
+            return str(parse_address(value))
+        except ValueError:
+            raise ValueError(expected) from None
+
+    return Kind(expected, parse)
+
+
 def loopback(*, optional: bool = False) -> Kind:
-    """`HOST:PORT` on a loopback address, because connections are not encrypted yet. Empty is accepted only if
-    `optional`."""
+    """`HOST:PORT` on a loopback address, for pages that every process that reaches them may read. Empty is accepted
+    only if `optional`."""
 
     def parse(value: object) -> str:
         if optional and value == "":
             return ""
         address = parse_address(value)
-        _require_loopback(address.host)
+        if not is_loopback(address.host):
+            raise ValueError("a loopback address (127.0.0.1, localhost or [::1])")
         return str(address)
 
     expected = "HOST:PORT of this machine: 127.0.0.1, localhost or [::1]"
     return Kind(f"{expected}, or nothing" if optional else expected, parse)
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine's loopback, or its name; False for any other name."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def peers() -> Kind:
@@ -248,13 +286,14 @@ def tenants() -> Kind:
     return Kind(expected, parse, lambda value: ", ".join(map(repr, value)))
 
 
-def secret() -> Kind:
-    """16 to 64 bytes in hexadecimal, shown masked; the empty text for no secret."""
+def secrets() -> Kind:
+    """A list of secrets of 16 to 64 bytes in hexadecimal, shown masked."""
+    expected = f"a list of secrets of {_SECRET_EXPECTED}"
 
-    def parse(value: object) -> Secret:
-        return Secret() if value == "" else Secret(_secret(value, _SECRET_EXPECTED))
+    def parse(value: object) -> tuple[Secret, ...]:
+        return tuple(Secret(_secret(item, expected)) for item in _items(value, expected))
 
-    return Kind(_SECRET_EXPECTED, parse, lambda value: MASK if value else "")
+    return Kind(expected, parse, lambda value: ", ".join([MASK] * len(value)))
 
 
 def _peer(item: object) -> Peer:
@@ -267,7 +306,6 @@ def _peer(item: object) -> Peer:
         memory = parse_size(match[3]) if match[3] else None
     except ValueError:
         raise ValueError(expected) from None
-    _require_loopback(address.host)
     if address.port == 0 or memory == 0:
         raise ValueError(f"{expected}: port and size must not be 0")
     return Peer(_name(match[1], f"a peer's name of {_NAME_EXPECTED}"), address.host, address.port, memory)
@@ -327,15 +365,6 @@ def _items(value: object, expected: str) -> list[object]:
     if isinstance(value, list | tuple):
         return list(value)
     raise ValueError(expected)
-
-
-def _require_loopback(host: str) -> None:
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise ValueError("a loopback address (127.0.0.1, localhost or [::1]): connections are not encrypted yet")
 
 
 def _require_unique(values: Iterable[object], message: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokenlake.config.kinds import HUGE_PAGE
+from tokenlake.config.kinds import HUGE_PAGE, is_loopback
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
@@ -61,7 +61,7 @@ def load_config(
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
-    if config.peers and config.tenants and not config.cluster_secret:
+    if config.peers and config.tenants and not config.cluster_secret and not config.certificate:
         expected = (
             "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' and 'tenants': without it "
             "any process of this machine could pose as a node and obtain a tenant's cache; set it in the "
@@ -101,6 +101,21 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
+    files = {name: getattr(config, name) for name in ("certificate", "key", "ca")}
+    missing = [name for name, file in files.items() if not file]
+    for name, file in files.items():
+        if file and missing:
+            raise refuse(name, f"also the setting '{missing[0]}': 'certificate', 'key' and 'ca' belong together")
+    if missing and not config.unencrypted_beyond_loopback:
+        remedy = (
+            "a loopback address (127.0.0.1, localhost or [::1]), because there is no 'certificate'; with "
+            "'certificate', 'key' and 'ca' connections are encrypted and may leave this machine"
+        )
+        if not is_loopback(parse_address(config.listen).host):
+            raise refuse("listen", remedy)
+        for peer in config.peers:
+            if not is_loopback(peer.host):
+                raise refusal(ServerConfig, "peers", str(peer), remedy, origin["peers"])
     if config.metrics == config.listen and parse_address(config.listen).port:
         raise refuse("metrics", f"another address than 'listen', which is {config.listen}")
 

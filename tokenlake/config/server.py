@@ -47,9 +47,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     listen: Annotated[
         str,
         Setting(
-            kinds.loopback(),
-            "address for other daemons; port 0 chooses a free port",
-            why="loopback only, because connections are not encrypted",
+            kinds.address(),
+            "address for other daemons; port 0 chooses a free port; beyond loopback only with `certificate`",
+            why="loopback, because without certificates connections are not encrypted",
         ),
     ] = "127.0.0.1:7440"
     peers: Annotated[
@@ -124,17 +124,62 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             secret=True,
         ),
     ] = ()
-    cluster_secret: Annotated[
-        Secret,
+    cluster: Annotated[
+        str,
         Setting(
-            kinds.secret(),
-            "secret by which daemons authenticate each other; the same on all nodes; from the file or the environment; "
-            "required with `peers` and `tenants`",
+            kinds.cluster(),
+            "name of the cluster, the same on all nodes; nodes of different clusters refuse each other; part of the "
+            "identity in certificates",
+            why="enough where there is one cluster",
+        ),
+    ] = "tokenlake"
+    certificate: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True),
+            "PEM file with the certificate of this node, for the URI `spiffe://CLUSTER/tokenlake/node/NODE`, and any "
+            "intermediate certificates; with `key` and `ca` all connections between nodes are encrypted "
+            "([certificates](operations.md#certificates))",
+            why="on loopback the cluster secret is enough",
+        ),
+    ] = ""
+    key: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True),
+            "PEM file with the private key of `certificate`, which other users cannot read",
+            why="see `certificate`",
+        ),
+    ] = ""
+    ca: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True),
+            "PEM file with the certificates of the authorities (CAs) that sign the certificates of nodes, one or more",
+            why="see `certificate`",
+        ),
+    ] = ""
+    unencrypted_beyond_loopback: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "accept and open plain connections with other machines although there is no `certificate`: every machine "
+            "on the way can read and change all caches",
+            why="a cache holds the content of prompts",
+        ),
+    ] = False
+    cluster_secret: Annotated[
+        tuple[Secret, ...],
+        Setting(
+            kinds.secrets(),
+            "secrets by which daemons without `certificate` authenticate each other, from the file or the environment: "
+            "the first one proves this node, and each is accepted from others; required with `peers` and `tenants` "
+            "where there is no `certificate`",
             why="with a single tenant no cache has to be protected from other tenants",
             default="none",
             secret=True,
         ),
-    ] = Secret()
+    ] = ()
     query_engine: Annotated[
         bool,
         Setting(

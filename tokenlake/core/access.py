@@ -35,6 +35,8 @@ MAX_REPORTED = 4096
 not reported."""
 TOUCHED = 128
 """Keys of one report: the owner takes up to 5 us for each, during which it serves no other message."""
+REPORTS = 64
+"""Messages with reports that one event sends. Each takes up to 10 us."""
 _READY = State.READY
 
 
@@ -147,6 +149,8 @@ class Touches:
         self._context = context
         self._peers = peers
         self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
+        self._reporting = False
+        """True while messages of the last `report` are left."""
 
     def read(self, segments: list[Segment], hints: Hints | None = None) -> None:
         """Count a read of segments of one prompt, in prompt order, that a local engine stopped reading or wrote again.
@@ -223,13 +227,27 @@ class Touches:
             batch.keys.setdefault(report, []).extend(keys)
 
     def report(self) -> None:
-        """Send the queued reports of reads and hints to the owners; the deepest segments of each prompt come first."""
+        """Send the queued reports of reads and hints to the owners, some at a time; the deepest segments of each prompt
+        come first. While some of the last call are left, further ones stay queued."""
+        if self._reporting:
+            return
         batches, self._batches = self._batches, {}
-        for (node, tenant), batch in batches.items():
-            for report, keys in batch.keys.items():
-                for start in range(0, len(keys), TOUCHED):
-                    part = join_keys(keys[start : start + TOUCHED])
-                    self._peers.tell(node, wire.Touched(tenant, part, *report))
+        messages = [
+            (node, tenant, report, keys[start : start + TOUCHED])
+            for (node, tenant), batch in batches.items()
+            for report, keys in batch.keys.items()
+            for start in range(0, len(keys), TOUCHED)
+        ]
+        messages.reverse()
+
+        def work() -> bool:
+            for _ in range(min(REPORTS, len(messages))):
+                node, tenant, report, keys = messages.pop()
+                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), *report))
+            self._reporting = bool(messages)
+            return self._reporting
+
+        self._context.in_slices(work)
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""

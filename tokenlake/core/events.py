@@ -76,8 +76,8 @@ class FetchDone(_Event, frozen=True, tag=7):
     codes: bytes
     checksums: bytes
     answered: bool | None = True
-    """False if the other node was asked and nothing came back: the bulk path to it may be dead. None if the transfer
-    ended before that could be known."""
+    """False if the other node was asked and no bytes came, or none any more: the bulk path to it may be dead. None if
+    the transfer ended before that could be known."""
 
 
 class PullRequested(_Event, frozen=True, tag=8):
@@ -135,7 +135,8 @@ class RingChanged(_Event, frozen=True, tag=15):
 
 
 class Tick(_Event, frozen=True, tag=11):
-    """The time that `NodeCore.next_wake` named has come: the rules call the timers that are due."""
+    """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
+    driver passes in one Tick for each."""
 
 
 Event = (

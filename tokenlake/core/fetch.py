@@ -16,14 +16,14 @@
 Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
 
-A node that did not answer a transfer gets no further one until it has answered a transfer of no segments, a probe
+A node from which no bytes came gets no further transfer until bytes have come to a probe, a transfer of no segments
 (`Peers.delivers`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +45,17 @@ from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["FETCHED", "MISSING", "BackgroundLimit", "CopiesOf", "LeaseReads", "OnArrival", "Transfers", "deadline_s"]
+__all__ = [
+    "FETCHED",
+    "MAX_DEADLINE_S",
+    "MISSING",
+    "BackgroundLimit",
+    "CopiesOf",
+    "LeaseReads",
+    "OnArrival",
+    "Transfers",
+    "deadline_s",
+]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 MISSING = Metric(
@@ -60,6 +70,8 @@ MAX_RANGE = 1 << 16
 """Maximum number of codes in the answer to a fetch of a lease that does not exist."""
 MAX_DEADLINE_S = 60.0
 """Maximum deadline in seconds that a client may set for a fetch."""
+SETTLED = 256
+"""Segments of ended transfers that one event reports to the fetches that wait for them. Each takes up to 5 us."""
 MAX_PIECES = 2
 """Maximum number of pieces of background transfers under way at a time: half of a daemon's receiving threads, since a
 large piece takes two."""
@@ -146,6 +158,8 @@ class Transfer:
     segments: list[Segment] = field(default_factory=list)
     timer: Timer | None = None
     started_at: float = 0.0
+    answer_s: float = 0.0
+    """Seconds that the node has for its first bytes; see `StartFetch`."""
 
     @property
     def background(self) -> bool:
@@ -165,6 +179,9 @@ class Transfers:
         self._peers = peers
         self._under_way: dict[int, Transfer] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
+        self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
+        """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
+        of these fetches. The segments that arrived stay pinned until then."""
         self._limit = BackgroundLimit(context.config.background_share)
         self._queue: dict[Transfer, None] = {}
         """Background pieces that the limit holds back, oldest first."""
@@ -249,6 +266,9 @@ class Transfers:
     def _order(self, transfer: Transfer) -> None:
         fetch = self._context.next_id()
         self._under_way[fetch] = transfer
+        # Half of the time is left for another copy. A node in good health answers as soon as a ping.
+        longest_s = max(self._context.config.suspect_s, self._peers.patience_s(transfer.node))
+        transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, longest_s))
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -260,8 +280,7 @@ class Transfers:
                 b"".join(segment.packed for segment in transfer.segments),
                 transfer.slot_bytes,
                 transfer.shards,
-                # Half of the time is left for another copy. A node in good health answers as soon as a ping.
-                max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s)),
+                transfer.answer_s,
                 transfer.request,
                 background=transfer.background,
             )
@@ -360,7 +379,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        self._context.emit(Note(f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"))
+        text = f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"
+        self._context.emit(Note(text, "fetch"))
 
     def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
@@ -389,7 +409,8 @@ class Transfers:
             self._probed(transfer.node)
             return
         if answered is False:
-            times = self._peers.unanswered(transfer.node, transfer.started_at)
+            waited_s = min(transfer.answer_s, self._context.now - transfer.started_at)
+            times = self._peers.unanswered(transfer.node, transfer.started_at, waited_s)
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
@@ -412,17 +433,33 @@ class Transfers:
         self._context.counters.add(ARRIVED_BYTES, nbytes)
         if arrived:
             self._peers.measured(transfer.node, nbytes, self._context.now - transfer.started_at)
-        for index, segment in enumerate(transfer.segments):
-            code = Code(codes[index])
-            for on_arrival in self._waiters.pop(segment):
+        waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
+        outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
+        self._settling[fetch] = outcomes
+        self._context.in_turns(lambda: self._settle(fetch, outcomes))
+        self._start_allowed()
+
+    def _settle(self, fetch: int, outcomes: deque[tuple[Segment, Code, deque[OnArrival]]]) -> bool:
+        """Call the next `SETTLED` callbacks that wait for segments of a transfer that has ended. Returns True if some
+        are left: many fetches may wait for the same transfer."""
+        store, room = self._context.store, SETTLED
+        while outcomes:
+            segment, code, waiters = outcomes[0]
+            while waiters:
+                if not room:
+                    return True
+                room -= 1
+                on_arrival = waiters.popleft()
                 if code is Code.LOCAL:
                     store.pin(segment)
                     on_arrival(segment, code)
                 else:
                     on_arrival(None, code)
+            outcomes.popleft()
             if code is Code.LOCAL:
                 store.unpin(segment)
-        self._start_allowed()
+        del self._settling[fetch]
+        return False
 
     def _report_corrupt(self, transfer: Transfer, keys: list[SegmentKey]) -> None:
         """Tell the sender which segments arrived with wrong bytes: it checks its copies, and drops those that were
@@ -435,7 +472,10 @@ class Transfers:
 
     def pinned(self) -> Iterator[Segment]:
         """Yields a segment once for each pin that transfers hold on it; for integrity checks."""
-        return (segment for transfer in (*self._under_way.values(), *self._queue) for segment in transfer.segments)
+        for transfer in (*self._under_way.values(), *self._queue):
+            yield from transfer.segments
+        for outcomes in self._settling.values():
+            yield from (segment for segment, code, _ in outcomes if code is Code.LOCAL)
 
     def census(self) -> dict[str, int]:
         """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
@@ -445,12 +485,14 @@ class Transfers:
             "probes": self._probes,
             "queued transfers": len(self._queue),
             "segments in transfer": len(self._waiters),
+            "transfers that end": len(self._settling),
         }
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
         assert self._probes == sum(not transfer.segments for transfer in self._under_way.values())
-        segments = list(self.pinned())
+        segments = [s for transfer in (*self._under_way.values(), *self._queue) for s in transfer.segments]
+        assert all(self._settling.values())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)
         assert self._queued == {segment: piece for piece in self._queue for segment in piece.segments}
@@ -507,13 +549,12 @@ class LeaseReads:
 
     def attach(self, process: Process, request: engine.Attach) -> None:
         """Let another process of the session hold a lease as well. The answer has the items that any process still
-        holds."""
+        holds; none if the lease has ended, or a limit is reached."""
         session = process.session
         lease = session.leases.get(LeaseId(request.lease))
-        if lease is None:
+        if lease is None or not self._grants.attach_lease(session, lease, process.connection):
             reply = engine.Matched(request.id, 0, 0, b"", b"", b"")
         else:
-            lease.attach(process.connection)
             codes = bytes(lease.code(index) for index in range(len(lease.keys)))
             packed = pack(lease.readable(0, len(codes)), session.shards, checksums=request.checksums)
             reply = engine.Matched(request.id, lease.id, len(codes), codes, *packed)

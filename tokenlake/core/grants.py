@@ -7,6 +7,7 @@ stays pinned until every process that may still write into it gave it back or is
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -35,6 +36,17 @@ SKIPPED = Metric(
 
 PIECE = 128
 """Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
+GRANT_BYTES, ITEM_BYTES = 2048, 96
+"""Bytes that are charged for a lease or a write, and for each segment of it."""
+HOLDER_BYTES, HELD_BYTES = 256, 2
+"""Bytes that are charged for each further process that holds a lease, and for each segment of it."""
+WRITER_BYTES = 96
+"""Bytes that are charged for each segment of a write and each further process that may write into it."""
+MAX_HOLDERS = 64
+"""Maximum number of processes that hold a lease, or a write."""
+MAX_SESSION_BYTES, MAX_BYTES = 16 << 20, 32 << 20
+"""Limits of the bytes charged for the leases and writes of one session, and of all tenants together, which share them
+in equal parts."""
 
 
 class Lease:
@@ -58,6 +70,8 @@ class Lease:
         node, or None; empty if every item is local."""
         self.id = lease
         self.keys = keys
+        self.nbytes = GRANT_BYTES + ITEM_BYTES * len(keys)
+        """The bytes that are charged for the lease."""
         self.segments = list(segments)
         """The pinned segment of this node for each item; None for an item that is elsewhere or was given back."""
         self.remotes: list[NodeId | None] = list(remotes) or [None] * len(keys)
@@ -79,7 +93,10 @@ class Lease:
 
     def attach(self, connection: ConnectionId) -> None:
         """Let another process of the session hold all items that are still held."""
-        self.held[connection] = bytearray(self.is_held(index) for index in range(len(self.keys)))
+        held = 0
+        for flags in self.held.values():
+            held |= int.from_bytes(flags, "big")
+        self.held[connection] = bytearray(held.to_bytes(len(self.keys), "big"))
 
     def mark_shipped(self, stop: int) -> None:
         """Record that an engine computed attention over the items before `stop` on the nodes where they are."""
@@ -114,6 +131,8 @@ class Write:
     def __init__(self, write: WriteId, tenant: TenantId, connection: ConnectionId) -> None:
         self.id = write
         self.tenant = tenant
+        self.nbytes = 0
+        """The bytes that are charged for the write."""
         self.open: dict[int, Segment] = {}
         """The segments that are reserved and not committed yet (open), by index in the keys of the `Prepare`
         request."""
@@ -144,6 +163,8 @@ class SessionGrants:
         """Number of slots of this node that are reserved for items that are being fetched."""
         self.reserved = 0
         """Number of segments in the writes of the session that are not committed yet."""
+        self.nbytes = 0
+        """The bytes that are charged for the leases and writes."""
         self.recent = RecentMatches()
         """The access records of its latest matches, for the stores that follow them."""
 
@@ -170,6 +191,8 @@ class SessionGrants:
         here = sum(segment is not None for lease in leases for segment in lease.segments)
         assert self.pinned == here, f"{self.pinned} slots are counted as leased, {here} are held"
         assert self.coming >= 0
+        assert self.nbytes == sum(lease.nbytes for lease in leases) + sum(write.nbytes for write in writes)
+        assert self.nbytes <= MAX_SESSION_BYTES
         assert self.reserved == sum(len(write.open) for write in writes)
         for write in writes:
             indices = {index for each in write.held.values() for index in each}
@@ -196,8 +219,19 @@ class Grants:
         self._peers = peers
         self._touches = touches
         self._withdraw = withdraw
+        self._by_tenant: Counter[TenantId] = Counter()
+        """The bytes that are charged for the leases and writes of each tenant."""
 
     # -- bounds
+
+    def _room_bytes(self, session: SessionGrants) -> int:
+        """Returns how many bytes may still be charged to the session."""
+        part = MAX_BYTES // max(1, len(self._context.config.quotas))
+        return max(0, min(MAX_SESSION_BYTES - session.nbytes, part - self._by_tenant[session.tenant]))
+
+    def _charge(self, session: SessionGrants, nbytes: int) -> None:
+        session.nbytes += nbytes
+        self._by_tenant[session.tenant] += nbytes
 
     def fetch_room(self, session: SessionGrants) -> int:
         """Returns how many more slots of this node the session may take for segments that it fetches. Fetches may use
@@ -208,16 +242,19 @@ class Grants:
         return max(0, limit - session.pinned - session.coming)
 
     def may_lease(self, session: SessionGrants, found: Sequence[Segment | None], processes: int) -> int:
-        """Returns how many items of a match, from the first on, the session may lease. `found`: the segment of this
-        node for each item, None where it is at another node. `processes`: how many processes the session has.
+        """Returns how many items of a match, from the first on, the session may lease, also by the bytes of its leases
+        and of those of its tenant. `found`: the segment of this node for each item, None where it is at another node.
+        `processes`: how many processes the session has.
 
         A remote item takes no slot of this node until it is fetched, and its node bounds its own leases. A single
         process reads a prompt longer than its share in windows: it gives back each before it fetches the next. With
         several processes the one that matched holds all items until the last process has read them, so every item
         counts at once.
         """
-        if len(session.leases) >= MAX_GRANTS:
+        items = (self._room_bytes(session) - GRANT_BYTES) // ITEM_BYTES
+        if len(session.leases) >= MAX_GRANTS or items <= 0:
             return 0
+        found = found[:items]
         share = self._share(session, self._context.config.session_lease_share)
         if processes > 1:
             return max(0, min(len(found), share - session.leased))
@@ -232,9 +269,10 @@ class Grants:
 
     def reserve_room(self, session: SessionGrants) -> int:
         """Returns how many more slots the session may reserve for writes."""
-        if len(session.writes) >= MAX_GRANTS:
+        items = (self._room_bytes(session) - GRANT_BYTES) // ITEM_BYTES
+        if len(session.writes) >= MAX_GRANTS or items <= 0:
             return 0
-        return self._share(session, self._context.config.session_reserve_share) - session.reserved
+        return min(items, self._share(session, self._context.config.session_reserve_share) - session.reserved)
 
     def _share(self, session: SessionGrants, share: float) -> int:
         pool = self._context.store.pool(session.tenant, session.slot_bytes)
@@ -245,8 +283,21 @@ class Grants:
     def add_lease(self, session: SessionGrants, lease: Lease) -> None:
         """Add a lease to the session. The lease takes over one pin of each of its local segments from the caller."""
         session.leases[lease.id] = lease
+        self._charge(session, lease.nbytes)
         session.leased += len(lease.keys)
         session.pinned += len(lease.segments) - lease.segments.count(None)
+
+    def attach_lease(self, session: SessionGrants, lease: Lease, connection: ConnectionId) -> bool:
+        """Let another process of the session hold a lease as well. Returns False, and changes nothing, if that exceeds
+        a limit."""
+        nbytes = HOLDER_BYTES + HELD_BYTES * len(lease.keys)
+        if connection not in lease.held:
+            if nbytes > self._room_bytes(session) or len(lease.held) >= MAX_HOLDERS:
+                return False
+            lease.nbytes += nbytes
+            self._charge(session, nbytes)
+        lease.attach(connection)
+        return True
 
     def item_expected(self, session: SessionGrants, lease: Lease, index: int) -> None:
         """Count a fetch of the remote item at `index` that begins. The item counts as one slot, however many fetches
@@ -283,7 +334,8 @@ class Grants:
                 for node, number in lease.remote_leases:
                     ended.setdefault(node, []).append(number)
         for node, numbers in ended.items():
-            self._peers.tell(node, peer.ReleaseLease(tuple(numbers)))
+            for start in range(0, len(numbers), peer.MAX_KEYS):
+                self._peers.tell(node, peer.ReleaseLease(tuple(numbers[start : start + peer.MAX_KEYS])))
 
     def _release(self, session: SessionGrants, connection: ConnectionId, lease: Lease, start: int, stop: int) -> bool:
         """Give back the items of one range that a process holds. Returns True if no process holds any item of the lease
@@ -306,9 +358,14 @@ class Grants:
             lease.returned_from = start
         if 1 not in flags:
             del lease.held[connection]
+            if lease.held:
+                nbytes = HOLDER_BYTES + HELD_BYTES * len(lease.keys)
+                lease.nbytes -= nbytes
+                self._charge(session, -nbytes)
         if lease.held:
             return False
         del session.leases[lease.id]
+        self._charge(session, -lease.nbytes)
         if lease.returned_from:
             # The process may have given back the beginning of the prompt first: count the read of the beginning once
             # more, so that it is evicted last.
@@ -341,14 +398,24 @@ class Grants:
         """Add a write to the session and start its deadline. The write takes over the pin that the reservation set on
         each of its segments."""
         session.writes[write.id] = write
+        write.nbytes = GRANT_BYTES + ITEM_BYTES * len(write.open)
+        self._charge(session, write.nbytes)
         session.reserved += len(write.open)
         for held in write.held.values():
             held.update(dict.fromkeys(write.open))
         write.timer = self._context.after(self._context.config.reservation_s, lambda: self.expire(session, write))
 
-    def attach(self, write: Write, connection: ConnectionId) -> None:
-        """Let another process of the session write into the slots of the write as well."""
+    def attach(self, session: SessionGrants, write: Write, connection: ConnectionId) -> bool:
+        """Let another process of the session write into the slots of the write as well. Returns False, and changes
+        nothing, if that exceeds a limit."""
+        nbytes = HOLDER_BYTES + WRITER_BYTES * len(write.open)
+        if connection not in write.held:
+            if nbytes > self._room_bytes(session) or len(write.held) >= MAX_HOLDERS:
+                return False
+            write.nbytes += nbytes
+            self._charge(session, nbytes)
         write.held[connection] = dict.fromkeys(write.open)
+        return True
 
     def filled(self, write: Write, connection: ConnectionId, index: int) -> None:
         """Record that a process committed its shards of the segment at `index`, of which other shards are still
@@ -393,11 +460,19 @@ class Grants:
                 withdrawn.append(segment.key)
         self._withdraw(write.tenant, withdrawn)
 
+    def check_integrity(self, sessions: Iterable[SessionGrants]) -> None:
+        """Raises AssertionError when the bytes of a tenant differ from those of its `sessions`."""
+        counted: Counter[TenantId] = Counter()
+        for session in sessions:
+            counted[session.tenant] += session.nbytes
+        assert +self._by_tenant == +counted, f"{self._by_tenant} bytes are charged, {counted} are kept"
+
     def _close(self, session: SessionGrants, write: Write, index: int) -> None:
         self._context.store.unpin(write.open.pop(index))
         session.reserved -= 1
         if not write.open:
             del session.writes[write.id]
+            self._charge(session, -write.nbytes)
             if write.timer is not None:
                 write.timer.cancel()
 

@@ -36,7 +36,7 @@ class SendToPeer(_Instruction, frozen=True, tag=3):
 
 class StartFetch(_Instruction, frozen=True, tag=4):
     """Receive segments from another node into reserved slots, in a thread. The driver passes in `FetchDone` exactly
-    once, whatever the outcome. Without keys it only asks whether the node answers on its bulk path."""
+    once, whatever the outcome. Without keys (a probe) it only asks whether bytes come over the bulk path."""
 
     fetch: int
     node: str
@@ -46,9 +46,9 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     slot_bytes: int
     shards: int
     answer_s: float
-    """Seconds within which the other node must begin to answer; otherwise the transfer ends without a segment. They
-    count from the moment at which a thread begins to connect, so that a wait for a thread is not taken for a silent
-    node."""
+    """Seconds within which the first bytes must come, or the answer that there are none; otherwise the transfer ends
+    without a segment. They count from the moment at which a thread begins to connect, so that a wait for a thread is
+    not taken for a silent node."""
     request: str = ""
     """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
     background: bool = False
@@ -92,6 +92,8 @@ class Note(_Instruction, frozen=True, tag=9):
     """Write a line to the log."""
 
     text: str
+    kind: str = ""
+    """The kind of a line that requests cause, whose number is limited by kind; empty for a change of state."""
 
 
 class CheckSlot(_Instruction, frozen=True, tag=10):

@@ -499,27 +499,34 @@ class Matches:
         return search.match.process.alive and gap < len(codes) and self._waiting.may_wait(wait, codes[gap])
 
     def _pause(self, search: _Search, wait: Wait, gap: int) -> None:
-        self._waiting.pause(wait, search.found.codes[gap], lambda: self._resume(search, wait, gap))
+        """Let the match wait for the segment at index `gap`, unless too many matches of its tenant wait. It looks up
+        its segments again when the segment is there, or a node that leased some of the others delivers no segments."""
+        match, found = search.match, search.found
+        if not self._waiting.has_room(search.tenant):
+            self._finish(match)
+            return
 
-    def _resume(self, search: _Search, wait: Wait, gap: int) -> None:
-        """Continue a match after a pause in its wait. As long as the found prefix has not changed and its owners can be
-        reached, only the directory node of the first missing segment is asked again."""
-        self._recheck(search)
-        reachable = all(node is None or self._peers.delivers(node) for node in search.found.owners)
-        if reachable and search.found.prefix(len(search.keys)) == gap and self._may_wait(search, wait, gap):
-            self._claim(search, wait, gap)
-        else:
-            self._restart(search)
+        def sound() -> bool:
+            return match.process.alive and all(self._peers.delivers(node) for node in found.leases)
+
+        def resume(code: Code) -> None:
+            if code is Code.MISSING or not match.process.alive:
+                # This node has the marker: the engine of the match computes the segment.
+                found.codes[gap] = _MISSING
+                self._finish(match)
+            else:
+                self._restart(search)
+
+        key, directory_node = search.keys[gap], search.directory_nodes[gap]
+        self._waiting.pause(wait, search.tenant, key, directory_node, found.codes[gap], sound, resume)
 
     def _claim(self, search: _Search, wait: Wait, gap: int) -> None:
         """Ask for the in-flight marker of the first missing segment (at index `gap`). If this node gets it, the match
-        is answered and its engine computes the segment; if another node has it, the match waits on."""
-        waited = search.found.codes[gap] != _MISSING
+        is answered and its engine computes the segment; if another node has it, the match waits."""
 
         def answered(code: Code) -> None:
-            if code is Code.LOCAL or (code is Code.UNKNOWN and waited):
-                # Either the segment is stored by now, or the directory node cannot tell and the other candidate of the
-                # key may know.
+            if code is Code.LOCAL:
+                # The segment is stored by now.
                 self._restart(search)
                 return
             search.found.codes[gap] = code

@@ -34,7 +34,7 @@ from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
 from tokenlake.hints import AccessRecord
-from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
@@ -79,13 +79,14 @@ class NodeCore:
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node)
         self._explain = Explain(context, self._peers)
-        waiting = WaitingMatches(context, self._peers, self._directory_node)
+        self._waiting = WaitingMatches(context, self._peers, self._directory_node)
+        context.store.on_arrival = lambda segment: self._waiting.arrived(segment.tenant, (segment.key,))
         self._matches = Matches(
             context,
             self._grants,
             self._peers,
             self._directory_node,
-            waiting,
+            self._waiting,
             self._explain,
             self._copies_of,
         )
@@ -118,7 +119,7 @@ class NodeCore:
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
             events.RingChanged: lambda e: self._ring_change.changed(e.record),
-            events.Tick: lambda e: context.timers.fire(context.now),
+            events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Heartbeat: lambda process, m: None,
             engine.Match: self._matches.match,
@@ -139,7 +140,7 @@ class NodeCore:
             peer.Pong: self._peers.replied,
             peer.Lookup: self._lookup,
             peer.LookupReply: self._peers.replied,
-            peer.ReleaseLease: self._release_lease,
+            peer.ReleaseLease: lambda node, m: self._serving.release_some(node, m.leases),
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
             peer.MarkInFlight: self._directory_node.announced,
             peer.ClearInFlight: self._directory_node.withdrawn,
@@ -205,8 +206,10 @@ class NodeCore:
 
     def next_wake(self) -> float | None:
         """The time in seconds of the earliest timer, at which the driver passes in the event `Tick`; None without a
-        timer. Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late
-        therefore passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
+        timer. Each `Tick` fires one timer.
+
+        Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late therefore
+        passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
 
     def pieces(self, connection: int, message: LongRequest) -> Iterator[engine.EngineRequest]:
@@ -321,15 +324,12 @@ class NodeCore:
         self._peers.names_ring(node, message.ring)
         self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
 
-    def _release_lease(self, node: NodeId, message: peer.ReleaseLease) -> None:
-        for lease in message.leases:
-            self._serving.release(LeaseId(lease), node)
-
     def _owned(self, node: NodeId, message: peer.Owned) -> None:
         keys, previous = split_keys(message.keys), NodeId(message.previous)
         redundant = self._directory_node.owned(node, TenantId(message.tenant), keys, previous)
         if redundant.keys:
             self._peers.tell(node, redundant)
+        self._waiting.arrived(TenantId(message.tenant), keys)
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
@@ -377,6 +377,7 @@ class NodeCore:
         parts = (
             self._sessions,
             self._matches,
+            self._waiting,
             self._touches,
             self._transfers,
             self._serving,
@@ -405,6 +406,7 @@ class NodeCore:
         """
         self.store.check_integrity()
         self._sessions.check_integrity()
+        self._waiting.check_integrity()
         self._serving.check_integrity()
         self._transfers.check_integrity()
         self._peers.check_integrity()

@@ -14,9 +14,12 @@ unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
 The bulk path, over which segments come, has a health of its own: a peer may answer every ping although no segment can
 be fetched from it (a firewall, no descriptors left, a full backlog)::
 
-    delivers -- a transfer to which nothing was answered --> delivers nothing: no transfer begins, no match leases there
-       ^                                                                             |
-       +------ a transfer of no segments, repeated in the background, is answered ---+
+    delivers -- transfers to which no bytes came --> delivers nothing: no transfer begins, no match leases there
+       ^                                                                     |
+       +--- bytes come to a probe, which is repeated in the background ------+
+
+One such transfer is enough where the peer answers calls at once. Where it is slow to answer calls, transfers may wait
+for `PATIENT_TRIPS` recent round trips together.
 
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
@@ -33,6 +36,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, SendToPeer
@@ -47,13 +51,13 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 from tokenlake.wire.fields import NO_RING, RingVersion
 
-__all__ = ["OnReply", "Peer", "Peers", "Reply"]
+__all__ = ["LEAST_RATE", "Call", "OnReply", "Peer", "Peers", "Reply"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 UNANSWERED = Metric(
-    "tokenlake_unanswered_fetches_total", "Transfers that another node did not begin to answer in time, or refused"
+    "tokenlake_unanswered_fetches_total", "Transfers to which another node sent no bytes in time, or that it refused"
 )
 
 Reply = wire.LookupReply | wire.OfferReply | wire.Pong | wire.ExplainMissingReply
@@ -75,8 +79,22 @@ LOAD_HOLDS_S = 1.0
 reported again, and decays afterwards."""
 RATE_WEIGHT = 0.2
 """Weight of the newest fetch in the running mean of the rate."""
+PATIENT_TRIPS = 4
+"""Round trips of calls for which transfers from a peer may wait in vain before its bulk path counts as dead."""
+MOST_PATIENCE_S = 1.0
 PINGED = 8
 """Number of peers that are pinged in rotation per gossip interval."""
+
+
+class Call(NamedTuple):
+    """A call to a peer that waits for an answer."""
+
+    on_reply: OnReply
+    timer: Timer
+    """The timer of the deadline."""
+    request: wire.PeerMessage
+    began: float
+    """Time in seconds at which it was sent; NaN for a call that the peer need not answer at once."""
 
 
 class Peer:
@@ -95,9 +113,16 @@ class Peer:
         self.ring: RingVersion = NO_RING
         """The ring that the peer named last."""
         self.bulk = Liveness()
-        """Health of the bulk path. It is overdue from a transfer without an answer until a transfer is answered."""
+        """Health of the bulk path. It is overdue from the time that transfers waited for too long in vain until bytes
+        come."""
+        self.waited_s = 0.0
+        """Seconds for which transfers waited in vain since one was answered."""
         self.unanswered = 0
-        """Number of transfers of segments in a row to which nothing was answered."""
+        """Times in a row that the bulk path became overdue before a segment came."""
+        self.slowest_s = 0.0
+        """The longest of the recent round trips of calls, in seconds; it decays with `LOAD_HALF_LIFE_S`."""
+        self.slowest_at = -math.inf
+        """Time in seconds of that round trip."""
         self.reported_at = -math.inf
         """Time in seconds of the newest message in which the peer reported its vacancy and load."""
         self.vacancy = UNKNOWN_VACANCY
@@ -107,8 +132,8 @@ class Peer:
         """Rate of bytes that this node reads from the peer, or has just decided to read."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from the peer, as a running mean."""
-        self.calls: dict[int, tuple[OnReply, Timer, wire.PeerMessage]] = {}
-        """Calls to the peer that wait for an answer: (callback, timer of the deadline, request) by call id."""
+        self.calls: dict[int, Call] = {}
+        """Calls to the peer that wait for an answer, by call id."""
 
     @property
     def reachable(self) -> bool:
@@ -122,7 +147,7 @@ class Peer:
 
     @property
     def delivers(self) -> bool:
-        """True if segments can be fetched from the peer now: it is usable, and its bulk path answers."""
+        """True if segments can be fetched from the peer now: it is usable, and its bulk path is not overdue."""
         return self.usable and not self.bulk.overdue
 
 
@@ -244,7 +269,7 @@ class Peers:
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
-            peer.bulk, peer.unanswered = Liveness(), 0
+            peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -261,9 +286,9 @@ class Peers:
         """End the calls to a peer whose connection broke, or that left the ring record."""
         peer.up = False
         calls, peer.calls = peer.calls, {}
-        for on_reply, timer, _ in calls.values():
-            timer.cancel()
-            on_reply(None)
+        for call in calls.values():
+            call.timer.cancel()
+            call.on_reply(None)
 
     def heard(self, node: NodeId) -> None:
         """Another node sent a message, so it is alive: neither overdue nor SUSPECT any more."""
@@ -313,17 +338,20 @@ class Peers:
         def expire() -> None:
             peer.calls.pop(call)
             self._context.counters.add(TIMEOUTS)
+            self._took(peer, began)
             # A call with a shorter deadline than usual does not show that the peer is slow.
             if proves_life and deadline_s >= 0.9 * self._context.config.match_deadline_s:
                 peer.liveness.deadline_missed()
             request = getattr(message, "request", "")
             if request:
                 sent = f"{type(message).__name__} to {peer.node}"
-                self._context.emit(Note(f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"))
+                text = f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"
+                self._context.emit(Note(text, "missed deadline"))
             on_reply(None)
 
         message = make(call)
-        peer.calls[call] = (on_reply, self._context.after(deadline_s, expire), message)
+        began = self._context.now if proves_life else math.nan
+        peer.calls[call] = Call(on_reply, self._context.after(deadline_s, expire), message, began)
         self._context.counters.add(CALLS)
         self._context.emit(SendToPeer(peer.node, message))
 
@@ -333,7 +361,7 @@ class Peers:
         waiting = self._peers[node].calls.get(message.call)
         if waiting is None:
             return
-        request = waiting[2]
+        request = waiting.request
         if REPLY_TO[type(request)] is not type(message):
             raise ValueError(f"a {type(message).__name__} answers a {type(request).__name__}")
         keys = getattr(request, "keys", b"")
@@ -350,9 +378,9 @@ class Peers:
             self.names_ring(node, message.ring)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
-            on_reply, timer, _ = waiting
-            timer.cancel()
-            on_reply(message)
+            waiting.timer.cancel()
+            self._took(peer, waiting.began)
+            waiting.on_reply(message)
         elif isinstance(message, wire.LookupReply) and message.lease:
             self.tell(node, wire.ReleaseLease((message.lease,)))
 
@@ -435,23 +463,45 @@ class Peers:
         if peer.bulk.overdue:
             self._context.emit(Note(f"peer {node} delivers segments again"))
         peer.bulk.heard(self._context.now)
+        peer.waited_s = 0.0
 
     def answers(self, node: NodeId) -> bool:
         """Returns True unless `node` did not answer a transfer, and none since."""
         return not self._peer(node).bulk.overdue
 
-    def unanswered(self, node: NodeId, began: float) -> int:
-        """A transfer of segments from `node` that began at the time `began` was not answered: nothing is fetched from
-        the node until `answered`, unless another transfer was answered since. Returns the number of such transfers in a
-        row; 0 if the node still delivers, or was known before not to."""
+    def patience_s(self, node: NodeId) -> float:
+        """Returns the seconds for which transfers from `node` may wait in vain before its bulk path counts as dead. A
+        node under load, or behind a slow network, is slow to answer calls as well."""
+        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), MOST_PATIENCE_S)
+
+    def _slowest_s(self, peer: Peer) -> float:
+        if not peer.slowest_s:
+            return 0.0
+        half_lives = (self._context.now - peer.slowest_at) / LOAD_HALF_LIFE_S
+        return peer.slowest_s * math.exp2(-half_lives)
+
+    def _took(self, peer: Peer, began: float) -> None:
+        """Record the round trip of a call that was sent at the time `began` and ends now; NaN is ignored."""
+        seconds = self._context.now - began
+        if seconds > self._slowest_s(peer):
+            peer.slowest_s, peer.slowest_at = seconds, self._context.now
+
+    def unanswered(self, node: NodeId, began: float, waited_s: float) -> int:
+        """A transfer of segments from `node` that began at the time `began` was not answered in `waited_s` seconds.
+        Once transfers have waited for `patience_s`, nothing is fetched from the node until `answered`, unless another
+        transfer was answered since. Returns the number of times in a row that this happened; 0 if the node still
+        delivers, or was known before not to."""
         peer = self._peer(node)
         self._context.counters.add(UNANSWERED)
         known = peer.bulk.overdue
+        peer.waited_s += waited_s
+        if peer.waited_s < self.patience_s(node):
+            return 0
         peer.bulk.deadline_missed(began)
         if known or not peer.bulk.overdue:
             return 0
         peer.unanswered += 1
-        self._context.emit(Note(f"peer {node} delivers nothing: it did not answer a fetch, and is asked for none"))
+        self._context.emit(Note(f"peer {node} delivers nothing: no bytes came to a fetch, and it is asked for none"))
         return peer.unanswered
 
     # -- speed

@@ -43,8 +43,8 @@ REDIRECTED = Metric("tokenlake_redirected_lookups_total", "Lookups redirected to
 DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while the segment is sent to other readers")
 
 PEER_LEASE_SHARE = 0.5
-"""Share of a pool's capacity (in slots) that all other nodes together may lease; the rest is left for the engines of
-this node."""
+"""Share of a pool's capacity (in slots) that all other nodes together may lease, and of the sends under way to one of
+them; the rest is left for the engines of this node."""
 READERS_PER_SLOT = 64
 """Maximum mean number of leases of other nodes on each slot that they may lease; a bound on the memory for leases."""
 SLICE = 1024
@@ -201,6 +201,15 @@ class _PeerLease:
     timer: Timer
 
 
+class _Send(NamedTuple):
+    """A send of segments to another node. It pins them."""
+
+    node: NodeId
+    segments: list[Segment]
+    background: bool
+    """True if no engine of the node waits for the segments."""
+
+
 class Serving:
     """Serves other nodes: answers their lookups, grants them leases, and sends them segments. A lease and a send each
     pin their segments."""
@@ -217,9 +226,10 @@ class Serving:
         """For each segment with several leases of other nodes, the number of leases beyond the first."""
         self._pins = 0
         """Number of pins that leases of other nodes hold, in all pools."""
-        self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
-        """The send under way on each bulk connection: (node whose engine reads the segments, or None for a background
-        transfer; the segments)."""
+        self._sends: dict[int, _Send] = {}
+        """The send under way on each bulk connection."""
+        self._sending: Counter[NodeId] = Counter()
+        """Number of segments in the sends to each node that are under way."""
 
     # -- lookups
 
@@ -381,15 +391,19 @@ class Serving:
 
     def release_all(self, node: NodeId) -> None:
         """End all leases of `node`, which is down, some at a time. Sends to it keep their own pins."""
-        ending = [at for at, lease in self._leases.items() if lease.node == node]
+        self.release_some(node, [at for at, lease in self._leases.items() if lease.node == node])
+
+    def release_some(self, node: NodeId, leases: Iterable[int]) -> None:
+        """End these leases of `node`, some at a time."""
+        ending = [LeaseId(number) for number in leases]
 
         def work() -> bool:
             room = SLICE
             while ending and room > 0:
                 lease_id = ending.pop()
                 lease = self._leases.get(lease_id)
-                room -= len(lease.segments) if lease is not None else 0
-                self.release(lease_id)
+                room -= 8 + len(lease.segments) if lease is not None else 1
+                self.release(lease_id, node)
             return bool(ending)
 
         self._context.in_slices(work)
@@ -405,15 +419,25 @@ class Serving:
         self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False
     ) -> None:
         """Send segments to `node` over the bulk connection `stream`: those that this node has are pinned and sent, the
-        codes of the others are LOST. `background`: no engine of `node` waits for them."""
+        codes of the others are LOST. `background`: no engine of `node` waits for them. A node that reads slowly is sent
+        no further segments while those under way to it are as many as all other nodes together may lease."""
         found = self._context.ready(tenant, keys)
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
-        codes = bytes(Code.LOCAL if segment is not None and slot_bytes else Code.LOST for segment in found)
+        if sent:
+            limit = max(1, int(PEER_LEASE_SHARE * self._context.store.capacity(sent[0].pool)))
+            del sent[max(0, limit - self._sending[node]) :]
+        left = len(sent)
+        codes = bytearray([Code.LOST]) * len(found)
+        for index, segment in enumerate(found):
+            if left and segment is not None:
+                codes[index] = Code.LOCAL
+                left -= 1
         self._context.store.pin(*sent)
-        self._sends[stream] = (None if background else node), sent
+        self._sends[stream] = _Send(node, sent, background)
+        self._sending[node] += len(sent)
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
         if not background:
@@ -422,14 +446,17 @@ class Serving:
             self._fan_out.began(node, sent)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
-        self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))
+        self._context.emit(SendBulk(stream, slot_bytes, bytes(codes), slots, checksums))
 
     def sent(self, stream: int) -> None:
         """Handle the end of a send on the bulk connection `stream`: release its pins."""
-        node, segments = self._sends.pop(stream, (None, []))
-        self._context.store.unpin(*segments)
-        if node is not None:
-            self._fan_out.done(node, segments)
+        send = self._sends.pop(stream, None)
+        if send is None:
+            return
+        self._context.store.unpin(*send.segments)
+        self._sending[send.node] -= len(send.segments)
+        if not send.background:
+            self._fan_out.done(send.node, send.segments)
 
     def sweep(self) -> None:
         """Forget recent readers that are too old to redirect others to. Called once per gossip interval."""
@@ -441,8 +468,8 @@ class Serving:
         """Yields a segment once for each pin that leases of other nodes and sends hold on it; for integrity checks."""
         for lease in self._leases.values():
             yield from lease.segments
-        for _, segments in self._sends.values():
-            yield from segments
+        for send in self._sends.values():
+            yield from send.segments
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
@@ -458,6 +485,10 @@ class Serving:
         assert self._again == Counter({segment: count - 1 for segment, count in readers.items() if count > 1})
         assert self._leased == _by_pool(list(readers))
         assert self._pins == sum(len(lease.segments) for lease in self._leases.values())
+        counted: Counter[NodeId] = Counter()
+        for send in self._sends.values():
+            counted[send.node] += len(send.segments)
+        assert self._sending == counted
         self._fan_out.check_integrity()
 
 

@@ -189,22 +189,44 @@ class Sessions:
             if session.deadline <= self._context.now and not session.expired:
                 session.expired = True
                 self._context.counters.add(EXPIRED)
-                for write in list(session.writes.values()):
-                    self._grants.expire(session, write)
+                self._expire_writes(session)
             self._context.timers.at(max(session.deadline, self._context.now + 0.25 * config.lease_s), look)
 
         config = self._context.config
         self._context.timers.at(session.deadline, look)
 
+    def _expire_writes(self, session: Session) -> None:
+        writes = list(session.writes.values())
+
+        def work() -> bool:
+            room = PIECE
+            while writes and room > 0:
+                write = writes.pop()
+                room -= len(write.open)
+                self._grants.expire(session, write)
+            return bool(writes)
+
+        self._context.in_slices(work)
+
     def _renew_remote_leases(self) -> None:
-        by_node: dict[NodeId, list[int]] = {}
-        for session in self._sessions.values():
-            for lease in session.leases.values() if not session.expired else ():
-                for node, number in lease.remote_leases:
+        """Renew the leases at other nodes, some at a time. Their node ignores a lease that has ended meanwhile."""
+        living = [session for session in self._sessions.values() if not session.expired]
+        leases = [lease for session in living for lease in session.leases.values() if lease.remote_leases]
+
+        def work() -> bool:
+            by_node: dict[NodeId, list[int]] = {}
+            room = PIECE
+            while leases and room > 0:
+                held = leases.pop().remote_leases
+                room -= len(held)
+                for node, number in held:
                     by_node.setdefault(node, []).append(number)
-        for node, numbers in by_node.items():
-            for start in range(0, len(numbers), PIECE):
-                self._peers.tell(node, peer.RenewLease(tuple(numbers[start : start + PIECE])))
+            for node, numbers in by_node.items():
+                for start in range(0, len(numbers), PIECE):
+                    self._peers.tell(node, peer.RenewLease(tuple(numbers[start : start + PIECE])))
+            return bool(leases)
+
+        self._context.in_slices(work)
         self.start()
 
     # -- checks
@@ -230,4 +252,5 @@ class Sessions:
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()
+        self._grants.check_integrity(self._sessions.values())
         assert +self._by_tenant == Counter(session.tenant for session in self._sessions.values())

@@ -3,11 +3,15 @@
 A directory node keeps the marker of a segment that an engine computes; a lookup of the segment is answered PENDING
 until the segment is stored, the marker is withdrawn or its time is over. A match that may wait uses the markers so::
 
-    first missing segment PENDING    ask its directory node again, at growing intervals, until the segment is there,
-                                     its marker is gone, or the match has waited for `in_flight_wait_s`
+    first missing segment PENDING    wait until the segment is there, its marker is gone, or the match has waited for
+                                     `in_flight_wait_s`
     first missing segment DEFERRED   the same: the owner is sending the segment to other nodes
     first missing segment MISSING    set the marker at its directory node. Granted: answer the match, its engine
                                      computes the segment. PENDING: another engine set the marker first; wait for it
+
+All matches of a tenant that wait for the same segment share one poll of its directory node, at growing intervals. A
+segment that arrives at this node, or of which this node as directory node hears, ends their waits without a poll. The
+matches go on one by one, in turns of the tenants, each in an event of its own.
 
 An engine that computes a long prompt stores it in parts. It sets markers for the whole prompt (`engine.Claim`), because
 the waiting matches would otherwise compute the rest as soon as the first part is stored.
@@ -16,7 +20,7 @@ the waiting matches would otherwise compute the rest as soon as the first part i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
@@ -24,11 +28,12 @@ from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Process
 from tokenlake.identity import ConnectionId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
+from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import split_keys
 
-__all__ = ["MAX_CLAIMED", "MAX_IN_FLIGHT_WAIT_S", "InFlightMarkers", "Wait", "WaitingMatches"]
+__all__ = ["MAX_CLAIMED", "MAX_IN_FLIGHT_WAIT_S", "MAX_WAITING", "InFlightMarkers", "Wait", "WaitingMatches"]
 
 IN_FLIGHT_WAITS = Metric(
     "tokenlake_in_flight_waits_total",
@@ -48,6 +53,11 @@ MAX_IN_FLIGHT_WAIT_S = 10.0
 end after `peer_lease_s`."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.05
 """Seconds between two lookups of a waiting match: the first, and the maximum after repeated doubling."""
+POLL_S = 0.0005
+"""Seconds between two polls of this node, if its tenants wait for many different segments."""
+MAX_WAITING = 1024
+"""Maximum number of matches of a tenant that wait; a further one is answered at once, with the code PENDING or
+DEFERRED."""
 MAX_CLAIMED = 1024
 """Maximum number of in-flight markers of one process: markers of segments that are never stored must not fill a
 directory, whose size is bounded."""
@@ -80,6 +90,33 @@ class Wait:
             self.until -= surplus_s
 
 
+class _Waiter:
+    """One match that waits."""
+
+    __slots__ = ("poll", "resume", "sound", "timer", "wait")
+
+    def __init__(self, wait: Wait, poll: _Poll, sound: Callable[[], bool], resume: Callable[[Code], None]) -> None:
+        self.wait = wait
+        self.poll = poll
+        self.sound = sound
+        self.resume = resume
+        self.timer: Timer | None = None
+        """The end of the wait."""
+
+
+class _Poll:
+    """The matches of one tenant that wait for the same segment, and the next question to its directory node."""
+
+    __slots__ = ("directory_node", "key", "pause_s", "tenant", "waiters")
+
+    def __init__(self, tenant: TenantId, key: SegmentKey) -> None:
+        self.tenant = tenant
+        self.key = key
+        self.directory_node = NodeId("")
+        self.pause_s = FIRST_PAUSE_S
+        self.waiters: dict[_Waiter, None] = {}
+
+
 class WaitingMatches:
     """Delays the answer to a match until its first missing segment is stored, or until its own engine should compute
     the segment."""
@@ -88,6 +125,11 @@ class WaitingMatches:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self._polls: dict[TenantId, dict[SegmentKey, _Poll]] = {}
+        self._woken: dict[TenantId, dict[_Waiter, Code]] = {}
+        """Matches whose wait is over and that have not gone on yet, by tenant. The first tenant's turn is next."""
+        self._waiting: Counter[TenantId] = Counter()
+        """Number of matches of each tenant that wait, or whose wait is over and that have not gone on yet."""
 
     def may_wait(self, wait: Wait, code: int) -> bool:
         """Returns True if a match whose first missing segment has this code could find more segments by waiting, and
@@ -100,15 +142,120 @@ class WaitingMatches:
         segment to others."""
         return self._context.now + 2 * MAX_PAUSE_S <= wait.until
 
-    def pause(self, wait: Wait, code: int, resume: Callable[[], None]) -> None:
-        """Call `resume` after a pause, which grows from call to call. `code`: PENDING or DEFERRED, the code of the
-        first missing segment, by which the wait is counted."""
+    def has_room(self, tenant: TenantId) -> bool:
+        """Returns True if another match of the tenant may wait."""
+        return self._waiting[tenant] < MAX_WAITING
+
+    def pause(
+        self,
+        wait: Wait,
+        tenant: TenantId,
+        key: SegmentKey,
+        directory_node: NodeId,
+        code: int,
+        sound: Callable[[], bool],
+        resume: Callable[[Code], None],
+    ) -> None:
+        """Let a match wait for the segment `key`. Calls `resume` once, in a later event: with MISSING if this node got
+        the in-flight marker for the engine of this match; with another code if the match should look its segments up
+        again, also at the end of its wait.
+
+        `code`: PENDING or DEFERRED, the code of the segment, by which the wait is counted. `sound()`: returns False
+        once the match should not wait any more for another reason; it is called at each poll."""
         metric = DEFERRED_WAITS if code == Code.DEFERRED else IN_FLIGHT_WAITS
         if metric not in wait.counted:
             wait.counted[metric] = None
             self._context.counters.add(metric)
-        self._context.after(wait.pause_s, resume)
+        polls = self._polls.setdefault(tenant, {})
+        poll = polls.get(key)
+        if poll is None:
+            poll = polls[key] = _Poll(tenant, key)
+            poll.pause_s = wait.pause_s
+            self._poll_later(poll)
+        poll.directory_node = directory_node
         wait.pause_s = min(MAX_PAUSE_S, 2 * wait.pause_s)
+        waiter = _Waiter(wait, poll, sound, resume)
+        poll.waiters[waiter] = None
+        waiter.timer = self._context.timers.at(wait.until, lambda: self._wake(waiter, Code.UNKNOWN))
+        self._waiting[tenant] += 1
+
+    def arrived(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> None:
+        """End the waits for these segments: they are on this node, or this node as directory node knows an owner."""
+        polls = self._polls.get(tenant)
+        for key in keys if polls else ():
+            if polls and key in polls:
+                self._wake_all(polls[key], Code.LOCAL)
+
+    # -- polls
+
+    def _poll_later(self, poll: _Poll) -> None:
+        # The polls of a tenant for many segments keep a distance, so that all tenants together poll at a bounded rate.
+        least_s = POLL_S * len(self._polls) * len(self._polls[poll.tenant])
+        self._context.after(max(poll.pause_s, least_s), lambda: self._ask(poll))
+        poll.pause_s = min(MAX_PAUSE_S, 2 * poll.pause_s)
+
+    def _ask(self, poll: _Poll) -> None:
+        for waiter in [waiter for waiter in poll.waiters if not waiter.sound()]:
+            self._wake(waiter, Code.UNKNOWN)
+        if poll.waiters:
+            wait = next(iter(poll.waiters)).wait
+            self.claim(wait, poll.tenant, poll.key, poll.directory_node, lambda code: self._answered(poll, code))
+
+    def _answered(self, poll: _Poll, code: Code) -> None:
+        if code is Code.MISSING:
+            if poll.waiters:
+                self._wake(next(iter(poll.waiters)), code)
+            elif self._context.store.get(poll.tenant, poll.key) is None:
+                # The waits ended while the directory node was asked, so no engine of this node computes the segment.
+                self._directory_node.withdraw(poll.tenant, [poll.key])
+        elif code is not Code.PENDING:
+            # The segment is stored by now, or the directory node cannot tell and the other candidate of the key may
+            # know.
+            self._wake_all(poll, code)
+        if poll.waiters:
+            self._poll_later(poll)
+
+    # -- matches that go on
+
+    def _wake(self, waiter: _Waiter, code: Code) -> None:
+        poll = waiter.poll
+        if waiter not in poll.waiters:
+            return
+        del poll.waiters[waiter]
+        if not self._woken:
+            self._context.after(0.0, self._next_turn)
+        self._woken.setdefault(poll.tenant, {})[waiter] = code
+        if not poll.waiters:
+            self._end(poll)
+
+    def _wake_all(self, poll: _Poll, code: Code) -> None:
+        if not poll.waiters:
+            return
+        if not self._woken:
+            self._context.after(0.0, self._next_turn)
+        self._woken.setdefault(poll.tenant, {}).update(dict.fromkeys(poll.waiters, code))
+        poll.waiters = {}
+        self._end(poll)
+
+    def _end(self, poll: _Poll) -> None:
+        del self._polls[poll.tenant][poll.key]
+        if not self._polls[poll.tenant]:
+            del self._polls[poll.tenant]
+
+    def _next_turn(self) -> None:
+        """Let one match of one tenant go on."""
+        tenant = next(iter(self._woken))
+        woken = self._woken.pop(tenant)
+        waiter = next(iter(woken))
+        code = woken.pop(waiter)
+        if woken:
+            self._woken[tenant] = woken
+        if self._woken:
+            self._context.after(0.0, self._next_turn)
+        self._waiting[tenant] -= 1
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        waiter.resume(code)
 
     def claim(
         self, wait: Wait, tenant: TenantId, key: SegmentKey, directory_node: NodeId, done: Callable[[Code], None]
@@ -142,6 +289,26 @@ class WaitingMatches:
             self._context.config.match_deadline_s,
             replied,
         )
+
+    # -- checks
+
+    def census(self) -> dict[str, int]:
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
+        return {"matches that wait": self._waiting.total(), "polls": sum(map(len, self._polls.values()))}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each match that waits shares one poll, or has its turn to go on."""
+        counted = Counter({tenant: len(woken) for tenant, woken in self._woken.items()})
+        assert all(counted.values())
+        for tenant, polls in self._polls.items():
+            assert polls
+            for key, poll in polls.items():
+                assert poll.waiters
+                assert (poll.tenant, poll.key) == (tenant, key)
+                assert all(waiter.poll is poll for waiter in poll.waiters)
+                counted[tenant] += len(poll.waiters)
+        assert +self._waiting == counted, f"{self._waiting} matches are counted, {counted} wait"
+        assert all(count <= MAX_WAITING for count in self._waiting.values())
 
 
 class InFlightMarkers:

@@ -115,9 +115,13 @@ class Writes:
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
         well. The answer is RESERVED for uncommitted segments, EXPIRED if the deadline of the write has passed, and
-        COMMITTED for the others."""
+        COMMITTED for the others; SESSION_LIMIT for all if a limit is reached."""
         write = process.session.writes[WriteId(request.lease)]
-        self._grants.attach(write, process.connection)
+        if not self._grants.attach(process.session, write, process.connection):
+            count = max(write.open) + 1
+            refused = wire.Prepared(request.id, 0, bytes([Code.SESSION_LIMIT]) * count, NO_SLOT_BYTES * count)
+            self._context.emit(Answer(process.connection, refused))
+            return
         count = max(write.open) + 1
         open_code = Code.EXPIRED if write.expired else Code.RESERVED
         codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))

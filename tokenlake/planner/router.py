@@ -82,8 +82,9 @@ class Router:
         rates: Rates | None = None,
         seed: int = 0,
     ) -> None:
-        """`instances`: the node of each. `rates`: an object that the caller may go on updating (default: none is
-        measured). Equal costs are drawn by `seed`; of several routers each needs its own."""
+        """`instances`: the node of each instance, by name. `rates`: an object that the caller may go on updating
+        (default: no rate is measured). `seed` decides between instances of equal cost; each of several routers needs
+        another seed."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
         self._segment_tokens = segment_tokens

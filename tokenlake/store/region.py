@@ -16,6 +16,9 @@ __all__ = ["GENERATION_BYTES", "RegionShape"]
 GENERATION_BYTES = 8
 """Bytes of a slot's generation in the header of a region, a uint64 that the daemon writes. A client that copies a slot
 reads it to check that the slot did not get another segment meanwhile."""
+MAX_SLOTS, BYTES_PER_SLOT = 16384, 4096
+"""A region has at most `MAX_SLOTS` slots, or one per `BYTES_PER_SLOT` if that is more: the daemon keeps some 120 bytes
+for each slot, also for a free one, and makes those of a region at once."""
 _PAGE = 4096
 _CACHE_LINE = 64
 
@@ -33,7 +36,7 @@ class RegionShape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Number of slots that fit into the region beside the header; may be 0."""
+        """Number of slots of the region, at most as many as fit beside the header; may be 0."""
         return _slots(self)
 
     @property
@@ -54,6 +57,7 @@ class RegionShape(NamedTuple):
 def _slots(shape: RegionShape) -> int:
     # The number of slots is cached, because each offset of a slot depends on it, and a node has few shapes of regions.
     count = shape.region_bytes // (shape.stride + GENERATION_BYTES)
+    count = min(count, max(MAX_SLOTS, shape.region_bytes // BYTES_PER_SLOT))
     while count and shape._header(count) + count * shape.stride > shape.region_bytes:
         count -= 1
     return count

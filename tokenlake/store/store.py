@@ -91,6 +91,8 @@ class SegmentStore:
         self.evicted: list[Segment] = []
         self.arrivals = 0
         """Number of segments that became READY so far."""
+        self.on_arrival: Callable[[Segment], None] = lambda segment: None
+        """Called with each segment that becomes READY."""
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -235,6 +237,7 @@ class SegmentStore:
         assert segment.state is State.RESERVED
         segment.state = State.READY
         self.arrivals += 1
+        self.on_arrival(segment)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
         if self._corrupt and (segment.tenant, segment.key) in self._corrupt:

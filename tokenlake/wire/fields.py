@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -19,9 +19,13 @@ __all__ = [
     "Index",
     "Key",
     "Name",
+    "NONCE_BYTES",
     "Nonce",
     "Proof",
     "NO_RING",
+    "RECORD_KEY_BYTES",
+    "RecordKey",
+    "RecordKeys",
     "RequestName",
     "RingVersion",
     "Seconds",
@@ -50,11 +54,27 @@ Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
 authenticated."""
 
-Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+NONCE_BYTES = 32
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 """32 bytes that one side draws at random for one handshake."""
 
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """32 bytes: keyed hash of a handshake, by which a node proves that it knows the cluster's secret."""
+
+RECORD_KEY_BYTES = 16
+RecordKey = Annotated[bytes, Meta(min_length=RECORD_KEY_BYTES, max_length=RECORD_KEY_BYTES)]
+"""Key of the records of one direction of a connection (`tokenlake.wire.records`)."""
+
+
+class RecordKeys(NamedTuple):
+    """The keys of one side of a connection."""
+
+    sending: RecordKey
+    receiving: RecordKey
+
+    def __repr__(self) -> str:
+        return "RecordKeys(***)"
+
 
 MAX_REQUEST_NAME = 64
 RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]

@@ -2,8 +2,9 @@
 
 The control connection carries all messages. A bulk connection carries the bytes of segments: `Pull` frames in one
 direction and, for each, a `Pulled` frame followed by raw bytes in the other. Both begin with the handshake `PeerHello`,
-`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. A request carries a `call`
-that its reply repeats.
+`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. Between nodes with
+certificates the control connection is encrypted, and bulk and query connections begin with `OpenConnection` and
+`PeerWelcome`. A request carries a `call` that its reply repeats.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tokenlake.wire.fields import (
     Name,
     Nonce,
     Proof,
+    RecordKey,
     RequestName,
     RetentionValue,
     RingVersion,
@@ -32,11 +34,13 @@ from tokenlake.wire.fields import (
 
 __all__ = [
     "AdvertisingDone",
+    "ConnectionKey",
     "MarkInFlight",
     "ExplainMissing",
     "HANDSHAKE_BYTES",
     "MAX_FRAME",
     "Corrupt",
+    "DataPurpose",
     "Evicted",
     "Handshake",
     "EvictionStatistics",
@@ -44,6 +48,7 @@ __all__ = [
     "LookupReply",
     "Offer",
     "OfferReply",
+    "OpenConnection",
     "Owned",
     "PeerChallenge",
     "PeerHello",
@@ -51,6 +56,7 @@ __all__ = [
     "PeerProof",
     "PeerRefused",
     "PeerWelcome",
+    "PROBE_BYTES",
     "Ping",
     "Pong",
     "Pull",
@@ -64,6 +70,7 @@ __all__ = [
     "Unfound",
     "ClearInFlight",
     "bulk_request_decoder",
+    "control_decoder",
     "handshake_decoder",
     "peer_decoder",
     "pulled_decoder",
@@ -77,6 +84,10 @@ HANDSHAKE_BYTES = 64 << 10
 """The same until the other side has proven its identity."""
 
 
+PROBE_BYTES = 64 << 10
+"""Bytes behind the answer to a `Pull` without keys."""
+
+DataPurpose = Literal["bulk", "query"]
 Purpose = Literal["control", "bulk", "query"]
 """Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
 (`tokenlake.wire.query`)."""
@@ -91,6 +102,7 @@ class PeerHello(_Message, frozen=True, tag=1):
 
     oldest_version: int
     newest_version: int
+    cluster: Name
     node: Name
     incarnation: int
     purpose: Purpose
@@ -101,6 +113,7 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     """Answers `PeerHello`: the dialled daemon names and proves itself."""
 
     version: int
+    cluster: Name
     node: Name
     incarnation: int
     nonce: Nonce
@@ -108,10 +121,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
 
 
 class PeerProof(_Message, frozen=True, tag=23):
-    """Answers `PeerChallenge`: the name of the dialler's cluster, which only a proven daemon learns, and the dialler's
-    proof."""
+    """Answers `PeerChallenge`: the dialler's proof."""
 
-    cluster: Name
     proof: Proof
 
 
@@ -124,6 +135,23 @@ class PeerRefused(_Message, frozen=True, tag=3):
 
     kind: str
     reason: str
+
+
+class ConnectionKey(_Message, frozen=True, tag=60):
+    """On an encrypted control connection: the sender is about to open a connection, whose records have these keys. It
+    names the connection by `connection` in `OpenConnection`."""
+
+    connection: Nonce
+    purpose: DataPurpose
+    to_acceptor: RecordKey
+    to_dialler: RecordKey
+
+
+class OpenConnection(_Message, frozen=True, tag=61):
+    """First frame of a bulk or query connection whose keys were sent as `ConnectionKey`. Answered with `PeerWelcome`,
+    after which both directions carry records (`tokenlake.wire.records`), or with `PeerRefused`."""
+
+    connection: Nonce
 
 
 class Lookup(_Message, frozen=True, tag=4):
@@ -337,7 +365,8 @@ class Pong(_Message, frozen=True, tag=19):
 
 
 class Pull(_Message, frozen=True, tag=20):
-    """On a bulk connection: asks for the bytes of these segments."""
+    """On a bulk connection: asks for the bytes of these segments. A request without keys (a probe) asks for
+    `PROBE_BYTES` bytes of any value, which show that bytes pass."""
 
     tenant: str
     keys: bytes
@@ -347,7 +376,8 @@ class Pull(_Message, frozen=True, tag=20):
 
 
 class Pulled(_Message, frozen=True, tag=21):
-    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each."""
+    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each. In the answer
+    to a probe `slot_bytes` is `PROBE_BYTES`, and as many bytes follow."""
 
     slot_bytes: int
     codes: bytes
@@ -355,6 +385,14 @@ class Pulled(_Message, frozen=True, tag=21):
     """The checksums that the writers of the segments computed, 8 bytes per shard of each segment whose code is LOCAL,
     in order."""
 
+
+MAX_KEYS = 1024
+"""Limit of the segments, and of the leases, in one message on a control connection: as many as an engine's match may
+have."""
+MAX_OFFERED = 128
+"""Limit of the segments in one `Offer`: as many as one write may have."""
+MAX_PULLED = 256
+"""Limit of the segments in one `Pull`: as many as an engine may fetch at once."""
 
 PeerMessage = (
     Lookup
@@ -380,7 +418,10 @@ PeerMessage = (
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-Handshake = PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
+control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey] = msgspec.msgpack.Decoder(
+    PeerMessage | ConnectionKey
+)
+Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)

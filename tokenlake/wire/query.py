@@ -21,6 +21,9 @@ from tokenlake.wire.fields import Index, Name, Seconds
 
 __all__ = [
     "ALIGNMENT",
+    "MAX_FRAME",
+    "MAX_PARTS",
+    "MAX_STEP_BYTES",
     "Answered",
     "Ask",
     "AskReply",
@@ -47,6 +50,12 @@ ALIGNMENT = 64
 Dtype = Literal["float32", "bfloat16", "float16"]
 Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
 Scale = Annotated[float, Meta(gt=0, le=1e6)]
+MAX_FRAME = 4 << 20
+"""Maximum bytes of a frame. A request to open a view has 32 bytes per segment key, so a view has fewer than 131,072
+segments."""
+MAX_STEP_BYTES = 256 << 20
+"""Maximum bytes of the queries of one step, and of its float32 outputs: the results of one step are copied at once,
+during which no other tenant is served."""
 MAX_PARTS = 4096
 Parts = Annotated[tuple[tuple[int, Index], ...], Meta(max_length=MAX_PARTS)]
 """The queries of each view in a step or request (its parts): (view, number of query tokens) each."""
@@ -97,7 +106,7 @@ class Viewed(_Message, frozen=True, tag=3):
 class CloseView(_Message, frozen=True, tag=4):
     """The client will send no more queries of these views. Not answered."""
 
-    views: tuple[int, ...]
+    views: Annotated[tuple[int, ...], Meta(max_length=MAX_PARTS)]
 
 
 class Step(_Message, frozen=True, tag=5):

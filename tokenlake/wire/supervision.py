@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.wire.fields import RecordKeys
+
 __all__ = [
     "DialSucceeded",
     "Dial",
@@ -35,6 +37,8 @@ class Start(_Message, frozen=True, tag=6):
     socket: str
     node: str
     credential: str
+    tenants: int
+    """The number of tenants, which share the query engine's limits equally."""
 
 
 class EngineConnected(_Message, frozen=True, tag=1):
@@ -52,6 +56,8 @@ class PeerConnected(_Message, frozen=True, tag=2):
     with the frame."""
 
     node: str
+    keys: RecordKeys | None = None
+    """The keys of its records; None: the connection is plain."""
 
 
 class DialSucceeded(_Message, frozen=True, tag=3):
@@ -60,6 +66,8 @@ class DialSucceeded(_Message, frozen=True, tag=3):
 
     node: str
     tenant: str
+    keys: RecordKeys | None = None
+    """The keys of its records; None: the connection is plain."""
 
 
 class DialFailed(_Message, frozen=True, tag=4):
@@ -86,7 +94,8 @@ class EngineEnded(_Message, frozen=True, tag=8):
 
 
 class Report(_Message, frozen=True, tag=7):
-    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second."""
+    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second. The
+    daemon kills and replaces a query engine that sends none any more."""
 
     connections: int
     """Open connections from engines and from other query engines."""

@@ -28,7 +28,7 @@ _BEHIND = 1 << 56
 """Offset that makes new segment numbers, apart from all others, for the segments that follow the prefix of a flash
 crowd."""
 _SWARMS = 1 << 58
-"""Offset of the segment numbers of swarms."""
+"""Offset that keeps the segment numbers of swarms (`with_swarms`) apart from all others."""
 SWARM_EVERY_S, SWARM_WITHIN_S = 20.0, 0.5
 """Seconds from one swarm to the next, and within which all requests of a swarm arrive."""
 SWARM_TOKENS, SWARM_OWN_TOKENS, SWARM_ANSWER_TOKENS = 16_384, 3_072, 200

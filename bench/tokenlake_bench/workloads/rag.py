@@ -18,7 +18,7 @@ from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLi
 __all__ = ["RagSettings", "questions"]
 
 _DRAWS: Final = 20
-"""Maximum number of draws for each retrieved document, until one is drawn that the request does not have yet."""
+"""Maximum number of draws for each retrieved document. A document that the request has already is drawn again."""
 
 
 class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

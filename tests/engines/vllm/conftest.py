@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from tests.engines.vllm.forked import ForkedEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
@@ -51,8 +52,9 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
+        kind = Engine if "environment" in arguments else ForkedEngine
         # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
-        engine = Engine(model, logs / f"{len(engines)}.log", pool, nice=10, **arguments)
+        engine = kind(model, logs / f"{len(engines)}.log", pool, nice=10, **arguments)
         engines.append(engine)
         return engine
 
@@ -61,7 +63,9 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def plain(start: Callable[..., Engine]) -> Engine:
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM without a connector, the reference for all other engines."""
-    return start()
+    engine = ForkedEngine(model, tmp_path_factory.mktemp("plain") / "log", nice=10)
+    yield engine
+    engine.close()

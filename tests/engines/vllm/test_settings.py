@@ -10,10 +10,9 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.conftest import prompt
-from tests.engines.vllm.forked import Forked
-from tokenlake.errors import ConfigurationError
+from tests.engines.vllm.forked import ForkedEngine
+from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_client.engines.vllm import TokenLakeConnector
-from tokenlake_testing.engine_lines import transfer_of
 
 
 def test_settings_are_checked_before_the_model_is_loaded() -> None:
@@ -33,6 +32,7 @@ def test_settings_are_checked_before_the_model_is_loaded() -> None:
     ],
 )
 def test_an_invalid_setting_ends_the_start(model: Path, tmp_path: Path, settings: dict[str, Any], error: str) -> None:
-    engine = Forked(model, tmp_path / "log", [prompt(300, 1)], transfer_of(settings))
-    with pytest.raises(RuntimeError, match=error):
-        engine.tokens()
+    engine = ForkedEngine(model, tmp_path / "log", settings)
+    with pytest.raises(Unreachable, match=error):
+        engine.generate([prompt(300, 1)])
+    engine.close()

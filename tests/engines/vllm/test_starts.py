@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tests.engines.vllm.forked import Forked
+from tests.engines.vllm.forked import ForkedEngine, answers, refusals
+from tokenlake.errors import Unreachable
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import transfer_of
 
@@ -102,36 +103,36 @@ def test_an_unserved_model_runs_as_without_the_connector(
 ) -> None:
     family, settings, arguments, reason = FAMILIES[name]
     directory = save(tmp_path / "model", family, settings) if settings is not None else model
-    transfer = transfer_of({"socket": str(cluster.nodes[0].socket), **PATIENT})
-    without = Forked(directory, tmp_path / "without.log", PROMPTS, None, **arguments)
-    beside = Forked(directory, tmp_path / "beside.log", PROMPTS, transfer, **arguments)
-    expected = without.tokens()
-    assert beside.tokens() == expected
+    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+    without = ForkedEngine(directory, tmp_path / "without.log", **arguments)
+    beside = ForkedEngine(directory, tmp_path / "beside.log", pool, **arguments)
+    expected = answers(without, PROMPTS)
+    assert answers(beside, PROMPTS) == expected
     assert len({token for answer in expected[0] for token in answer}) > 4, "the model repeats itself"
-    (said,) = beside.refusals()
+    (said,) = refusals(beside)
     assert reason in said
-    assert without.refusals() == []
+    assert refusals(without) == []
 
 
-def within(cluster: Cluster) -> dict[str, Any]:
-    """A `MultiConnector` with our connector alone, which verifies its reads."""
-    return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}])
+def within(cluster: Cluster) -> list[dict[str, Any]]:
+    """The settings of a `MultiConnector` with our connector alone, which verifies its reads."""
+    return [{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}]
 
 
 def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, tmp_path: Path) -> None:
-    refused = Forked(model, tmp_path / "refused.log", PROMPTS, within(cluster))
+    refused = ForkedEngine(model, tmp_path / "refused.log", within(cluster))
     # The line within "connectors" does not reach vLLM's scheduler.
-    misplaced = within(cluster)
-    misplaced["kv_connector_extra_config"]["connectors"][0]["kv_load_failure_policy"] = "recompute"
-    refused_too = Forked(model, tmp_path / "misplaced.log", PROMPTS, misplaced)
+    (misplaced,) = transfer_of(within(cluster))["kv_connector_extra_config"]["connectors"]
+    misplaced["kv_load_failure_policy"] = "recompute"
+    extra = {"kv_connector_extra_config": {"connectors": [misplaced]}}
+    refused_too = ForkedEngine(model, tmp_path / "misplaced.log", within(cluster), transfer=extra)
     for engine in (refused, refused_too):
-        with pytest.raises(RuntimeError, match="setting 'kv_load_failure_policy' is 'fail'") as raised:
-            engine.tokens()
+        with pytest.raises(Unreachable, match="setting 'kv_load_failure_policy' is 'fail'") as raised:
+            answers(engine, PROMPTS)
         assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in str(raised.value)
 
 
 def test_an_unserved_model_needs_no_policy(model: Path, cluster: Cluster, tmp_path: Path) -> None:
-    transfer = within(cluster)
-    engine = Forked(model, tmp_path / "log", PROMPTS, transfer, dtype="bfloat16", kv_cache_dtype="fp8")
-    assert len(engine.tokens()) == 2
-    assert len(engine.refusals()) == 1
+    engine = ForkedEngine(model, tmp_path / "log", within(cluster), dtype="bfloat16", kv_cache_dtype="fp8")
+    assert len(answers(engine, PROMPTS)) == 2
+    assert len(refusals(engine)) == 1

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.forked import ForkedEngine
 from tests.robustness.live import PATIENT_ENGINE
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
@@ -32,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM without a pool, started with the new weights: the reference after the change."""
-    engine = Engine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
+    engine = ForkedEngine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
     yield engine
     engine.close()
 

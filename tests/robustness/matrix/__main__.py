@@ -82,8 +82,9 @@ this run; the tests assert everything else. A segment has 16 KiB.
   bytes (peer) every 10 ms. **half**: five connections end in the middle of a frame's length (header) or of a frame or
   segment (payload). **full**: every slot is leased (daemon, peer), the address space is used up (engine). **flip**:
   bits flip in the arena, or in the bytes that pass a proxy (wire). **bulk**: a proxy forwards nothing on the
-  connections that carry segments, in both directions (dead) or in one; the control connection goes on. **flood**: the
-  longest requests, thousands of requests in one write, answers that are never read, connections without a Hello.
+  connections that carry segments, in both directions (dead) or in one, or no byte of a segment (headers); the control
+  connection goes on. **flood**: the longest requests, thousands of requests in one write, answers that are never read,
+  connections without a Hello.
 - *longest call*: the longest call of a `Pool` between the fault and the end of the scenario. *waits*: for each engine,
   the time of all requests that failed or found fewer segments than the pool had; engines that are not named had none.
   *time-outs*: calls that their daemon left unanswered for a whole deadline. *lost*: segments that engines found before

@@ -59,9 +59,10 @@ class Flip:
 
 @dataclass(frozen=True)
 class Drop:
-    """Forward nothing on bulk connections in these directions; other connections go on."""
+    """Forward nothing on bulk connections in these directions, or everything but `part`; other connections go on."""
 
     directions: tuple[Direction, ...]
+    part: Part | None = None
 
 
 Fault = Trickle | Cut | Flip | Drop
@@ -117,7 +118,8 @@ def _raw_bytes(body: bytes) -> int:
         pulled = decode(peer.pulled_decoder, body)
     except ProtocolRefused:
         return 0
-    return pulled.slot_bytes * pulled.codes.count(Code.LOCAL)
+    # The answer to a request for no segments has as many bytes as one segment.
+    return pulled.slot_bytes * (pulled.codes.count(Code.LOCAL) if pulled.codes else 1)
 
 
 class Proxy:
@@ -195,10 +197,11 @@ class Proxy:
                 try:
                     pieces = list(walk.split(data))
                     fault = self.fault
-                    if isinstance(fault, Drop) and direction in fault.directions and _is_bulk(up.hello):
-                        self.done += 1
-                        continue
+                    dropping = isinstance(fault, Drop) and direction in fault.directions and _is_bulk(up.hello)
                     for part, piece in pieces:
+                        if dropping and isinstance(fault, Drop) and fault.part in (None, part):
+                            self.done += 1
+                            continue
                         self._pass(direction, part, piece, sink, descriptors)
                         _close(descriptors)
                         descriptors = []

@@ -162,6 +162,12 @@ CELLS = (
         on_peer.bulk_dead,
     ),
     Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
+    Cell(
+        "peer",
+        "bulk-headers",
+        "as bulk-dead, although the headers of the node's replies pass and no byte of a segment",
+        on_peer.bulk_headers,
+    ),
     Cell("engine", "flood", f"its requests are refused or wait; {UNNOTICED}", on_engine.flood),
 )
 """The cells in the order of the page."""

@@ -295,7 +295,8 @@ class Forecast(EvictionPolicy):
             self._age(now)
 
     def _age(self, now: float) -> None:
-        """Move cohorts that are old enough to their next bucket of age, and learn if many samples wait."""
+        """Move cohorts that are old enough to their next bucket of age. Update the model of `odds` if it has collected
+        many samples."""
         self._next_aging = float("inf")
         for age in range(AGES - 1):
             cohorts, edge = self._ages[age], EDGES[age + 1]

@@ -11,7 +11,7 @@ from tokenlake_client.engines.common.counters import Counters
 __all__ = ["Reports"]
 
 MAX_MESSAGES = 64
-"""The number of distinct messages that are logged. Later messages are only counted."""
+"""The number of distinct messages of one kind that are logged. Later messages are only counted."""
 
 
 class Reports:
@@ -22,17 +22,19 @@ class Reports:
         self._prefix = prefix
         self._logger = logger
         self._counters = counters
-        self._logged: set[str] = set()
+        self._logged: dict[str, set[str]] = {}
 
     def failure(self, operation: str, error: BaseException) -> None:
         """Count and log that `operation` failed; the engine goes on without its result."""
         self._counters.add(failures=1)
         self.warn(f"{operation} failed; continuing without it: {type(error).__name__}: {error}", error)
 
-    def warn(self, message: str, error: BaseException | None = None) -> None:
-        """Log `message` unless it was logged before; the traceback of `error` goes to the debug log."""
-        if message not in self._logged and len(self._logged) < MAX_MESSAGES:
-            self._logged.add(message)
+    def warn(self, message: str, error: BaseException | None = None, *, kind: str = "") -> None:
+        """Log `message` unless it was logged before; the traceback of `error` goes to the debug log. `kind`: a name
+        for messages with values of requests, of which there may be any number: the limit applies to each kind."""
+        logged = self._logged.setdefault(kind, set())
+        if message not in logged and len(logged) < MAX_MESSAGES:
+            logged.add(message)
             self._logger.warning("%s%s", self._prefix, message)
             if error is not None:
                 self._logger.debug("traceback:", exc_info=error)

@@ -7,13 +7,13 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
 from tokenlake.attention import AttentionShape
-from tokenlake.errors import LayoutRefused, Refused
+from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
@@ -324,6 +324,7 @@ class TokenLakeEngine:
         if pool is None or self._shape is None:
             return None
         ship = True
+        rows: list[Row] = []
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
             rows = [Row(*row, info.name, info.hints) for row in zip(request.tokens, request.padding, strict=True)]
@@ -359,12 +360,17 @@ class TokenLakeEngine:
             else:
                 self._reports.failure("prefill", error)
             return None
+        finally:
+            for row in rows:
+                # The load has released the lease, unless an error came first.
+                with suppress(Exception):
+                    row.release_lease()
 
     def _pool_failed(self, operation: str, error: BaseException) -> None:
         self._reports.failure(operation, error)
-        # A refusal by the daemon comes at once. Any other error of the pool may have cost a deadline, so the pool is
-        # not used for a while after it.
-        if not isinstance(error, Refused):
+        # A call that the daemon did not answer may have cost a deadline, so the pool is not used for a while after it.
+        # Any other error came at once, perhaps from the values of one request: the pool serves the next one.
+        if isinstance(error, Unreachable):
             self._connection.failed()
 
 

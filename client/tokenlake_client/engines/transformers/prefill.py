@@ -64,7 +64,8 @@ def load(
     engine is, in-flight markers are set: other engines then wait for the caller, which must compute and store these
     segments at once.
 
-    `held`: an earlier lease of the first `found` segments of the prompt. This call releases it.
+    `held`: an earlier lease of the first `found` segments of the prompt. This call releases it, unless it raises; the
+    caller releases it too.
 
     Raises `PartialLoad` from an error of the pool.
     """
@@ -131,7 +132,11 @@ def _lease(
     if lease is not None and marker_s >= LEAST_S:
         # The match itself has marked only the first missing segment. The daemon removes all markers when this process
         # ends.
-        pool.claim(keys[lease.hits :], marker_s)
+        try:
+            pool.claim(keys[lease.hits :], marker_s)
+        except BaseException:
+            lease.release()
+            raise
     return lease
 
 
@@ -254,7 +259,7 @@ class Prefiller:
             keys = row.keys_to_match(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
             row.loaded = load(
-                pool, keys, layers, self._options.window, self._measurements, row.info, row.found, row.take_lease()
+                pool, keys, layers, self._options.window, self._measurements, row.info, row.found, row.lease
             )
         except PartialLoad as error:
             row.loaded = error.tokens
@@ -277,13 +282,16 @@ class Prefiller:
         """Queue the full segments among tokens [`known`, `tokens`) of a sequence that begins with the prompt of `row`.
         `layers` hold its tokens [`row.start`, `tokens`). `hint_prompt`: also send the row's hints for the segments
         before them."""
-        first = known // pool.layout.segment_tokens
-        keys = chain.keys[first : tokens // pool.layout.segment_tokens]
-        hinted = chain.keys[:first] if hint_prompt else ()
-        if keys or hinted:
-            # A task that only sends hints must not keep the key and value tensors alive.
-            kept = layers if keys else []
-            self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+        try:
+            first = known // pool.layout.segment_tokens
+            keys = chain.keys[first : tokens // pool.layout.segment_tokens]
+            hinted = chain.keys[:first] if hint_prompt else ()
+            if keys or hinted:
+                # A task that only sends hints must not keep the key and value tensors alive.
+                kept = layers if keys else []
+                self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+        except Exception as error:
+            self._pool_failed("storing segments", error)
 
 
 def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:

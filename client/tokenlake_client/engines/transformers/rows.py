@@ -58,14 +58,9 @@ class Row:
             return replace(self, limit=None).keys_to_use(segment_tokens)
         return self.keys_to_use(segment_tokens)
 
-    def take_lease(self) -> CacheLease | None:
-        """Return the lease of the prompt's segments, if there is one. The caller owns it from now on."""
-        lease, self.lease = self.lease, None
-        return lease
-
     def release_lease(self) -> None:
         """Release the lease of the prompt's segments, if there is one. Raises the errors of the pool."""
-        lease = self.take_lease()
+        lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from tokenlake.errors import ConfigurationError, LayoutRefused, Refused
+from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
@@ -192,13 +192,16 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM's hook before a step: returns the plan of loads and saves for the ranks in this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
-        self._log_status()
-        if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
-            self._epoch.computes()
-        tables = scheduler_output.kv_connector_block_state
-        return StepMetadata(
-            self._scheduler.step(_scheduled(scheduler_output), lambda name: tables.get_block_ids(name)[0])
-        )
+        try:
+            self._log_status()
+            if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
+                self._epoch.computes()
+            tables = scheduler_output.kv_connector_block_state
+            scheduled = _scheduled(scheduler_output)
+        except Exception as error:
+            self.hook_failed("build_connector_meta", error)
+            return StepMetadata(self._scheduler.unknown_step())
+        return StepMetadata(self._scheduler.step(scheduled, lambda name: tables.get_block_ids(name)[0]))
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -267,7 +270,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             return hints_of(request.kv_transfer_params)
         except ValueError as error:
-            self._reports.warn(f"ignoring a request's hints: {error}")
+            self._reports.warn(
+                f"request {request.request_id[:100]!r} is served without its hints: {error}", kind="hints"
+            )
             return None
 
     # -- hooks of the ranks
@@ -329,12 +334,12 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._connection is not None:
-            self._connection.close()
+        for part in (self._worker, self._scheduler, self._connection):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:
+                self.hook_failed("shutdown", error)
 
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:
@@ -410,9 +415,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def hook_failed(self, hook: str, error: Exception) -> None:
         """Count and log an error that vLLM's hook `hook` raised, so that vLLM goes on without the pool's help."""
         self._reports.failure(f"hook {hook}", error)
-        # A refusal by the daemon comes at once. Any other error of the pool may have cost a deadline, so the pool is
-        # not used for a while after it.
-        if self._connection is not None and not isinstance(error, Refused):
+        # A call that the daemon did not answer may have cost a deadline, so the pool is not used for a while after it.
+        # Any other error came at once, perhaps from the values of one request: the pool serves the next one.
+        if self._connection is not None and isinstance(error, Unreachable):
             self._connection.failed()
 
 

@@ -50,7 +50,8 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
     """Fill the blocks of `plan`, up to the first segment that was lost or corrupt. `segment`, `block`: their numbers of
     tokens. Raises the errors of the pool; the contents of the blocks are undefined then."""
     began = time.perf_counter()
-    lease = pool.attach(LeaseId(plan.lease), request=plan.request)
+    lease = pool.attach(*map(LeaseId, plan.leases), request=plan.request, deadline_s=plan.at_most_s or None)
+    attach_s = time.perf_counter() - began
     first, last = plan.start // segment, -(-plan.stop // segment)
     filled, fetched, fetch_s = 0, 0, 0.0
     try:
@@ -58,8 +59,8 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
             for start in range(first, min(last, lease.hits), WINDOW):
                 stop = min(start + WINDOW, last, lease.hits)
                 fetch_began = time.perf_counter()
-                # The limit is that of all transfers of the load together.
-                left_s = max(LEAST_LEFT_S, plan.at_most_s - fetch_s) if plan.at_most_s else 0.0
+                # The limit is that of the attachment and of all transfers of the load together.
+                left_s = max(LEAST_LEFT_S, plan.at_most_s - attach_s - fetch_s) if plan.at_most_s else 0.0
                 arrays = lease.fetch(start, stop, at_most_s=left_s)
                 fetch_s += time.perf_counter() - fetch_began
                 for index, array in enumerate(arrays, start):

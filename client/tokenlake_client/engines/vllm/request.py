@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey
@@ -209,14 +210,18 @@ def loadable_segments(total: int, segment: int, block: int) -> int:
     return -(-loadable_until(total // segment, total, segment, block) // segment)
 
 
-def hints_of(params: Mapping[str, Any] | None) -> Hints | None:
-    """The hints in a request's `kv_transfer_params`; None without hints::
+def hints_of(params: object) -> Hints | None:
+    """The hints in a request's `kv_transfer_params`, which a client of vLLM may set to any value; None without hints::
 
         {"tokenlake": {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}}
 
     Raises `ValueError` that names an unknown or invalid field.
     """
-    fields = (params or {}).get(HINTS_KEY)
+    if params is None:
+        return None
+    if not isinstance(params, Mapping):
+        raise ValueError(f"kv_transfer_params must be an object, and is {reprlib.repr(params)}")
+    fields = params.get(HINTS_KEY)
     if fields is None:
         return None
     known = ", ".join(_HINT_FIELDS)
@@ -225,14 +230,14 @@ def hints_of(params: Mapping[str, Any] | None) -> Hints | None:
     for name, value in fields.items():
         if name not in _HINT_FIELDS:
             raise ValueError(
-                f"field {HINTS_KEY!r} of kv_transfer_params has the unknown field {name!r}; known: {known}"
+                f"field {HINTS_KEY!r} of kv_transfer_params has the unknown field {reprlib.repr(name)}; known: {known}"
             )
         if not isinstance(value, _HINT_FIELDS[name]) or isinstance(value, bool):
-            raise ValueError(f"field {name!r} of {HINTS_KEY!r} in kv_transfer_params is {value!r}")
+            raise ValueError(f"field {name!r} of {HINTS_KEY!r} in kv_transfer_params is {reprlib.repr(value)}")
     outlook = fields.get("outlook", "unknown")
     if outlook not in _OUTLOOKS:
         raise ValueError(
-            f"field 'outlook' of {HINTS_KEY!r} in kv_transfer_params is {outlook!r}; expected one of "
+            f"field 'outlook' of {HINTS_KEY!r} in kv_transfer_params is {reprlib.repr(outlook)}; expected one of "
             f"{', '.join(_OUTLOOKS)}"
         )
     others = {name: value for name, value in fields.items() if name != "outlook"}

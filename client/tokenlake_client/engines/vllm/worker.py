@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,14 +21,15 @@ from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.load_worker import load_blocks
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.save_worker import SaveWriter
-from tokenlake_client.engines.vllm.session import RankSession
+from tokenlake_client.engines.vllm.session import WAIT_S, RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 
 __all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 
 JOIN_S = 5.0
-"""Seconds that a background thread waits until the rank has joined the scheduler's session."""
+"""Seconds that the thread that stores segments waits until the rank has joined the scheduler's session. No request
+waits for it."""
 
 
 class WorkerSide:
@@ -82,7 +84,7 @@ class WorkerSide:
         before_forward = plan.wait and bool(plan.loads)
         if not before_forward:
             # Where the step does not wait for loads, vLLM calls this method after the forward pass.
-            self._timer.stop(plan.step)
+            self._time(plan.step)
         for load in plan.loads:
             if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
                 self._load(plan, load)
@@ -92,10 +94,17 @@ class WorkerSide:
         if before_forward:
             self._timer.start()
 
+    def _time(self, step: int) -> None:
+        """End the measurement of a step. Never raises: an error must not keep a load from being executed or failed."""
+        try:
+            self._timer.stop(step)
+        except Exception as error:
+            self._report("timing a step", error)
+
     def save(self) -> None:
         """Queue the segments that the step completed, to be stored in the background."""
         plan = self._plan
-        self._timer.stop(plan.step)
+        self._time(plan.step)
         if not plan.saves:
             return
         if not self._shards.writes:
@@ -146,9 +155,14 @@ class WorkerSide:
         filled = 0
         load_time: LoadTime | None = None
         try:
-            wait = {} if plan.wait else {"wait_s": JOIN_S}
-            pool = self._session.get(plan.session, load.incarnation, **wait)
+            deadlines = self._settings.deadlines
+            # A step that waits for the load is not delayed for as long as a load in the background.
+            longest_s = WAIT_S if plan.wait else deadlines.call_s
+            pool = self._session.get(plan.session, load.incarnation, min(load.at_most_s or longest_s, longest_s))
             if pool is not None:
+                joined_s = time.perf_counter() - started
+                if load.at_most_s:
+                    load = replace(load, at_most_s=max(deadlines.grace_s, load.at_most_s - joined_s))
                 loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
                 filled, load_time = loaded.blocks, loaded.time
         except Exception as error:

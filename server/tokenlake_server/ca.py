@@ -1,0 +1,214 @@
+"""`tokenlake ca`: a certificate authority in a directory, for teams that have none, and the certificates of nodes."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from tokenlake.config import ServerConfig
+from tokenlake.config.setting import settings_of
+from tokenlake_server.identity import cluster_uri, node_uri
+from tokenlake_server.private_file import open_private
+
+__all__ = ["ca", "init_ca", "issue"]
+
+CA_CERTIFICATE, CA_KEY = "ca.pem", "ca-key.pem"
+EARLY = datetime.timedelta(minutes=5)
+"""A new certificate is valid from this long before its issue, because the clocks of machines differ."""
+
+
+@click.group()
+def ca() -> None:
+    """Make a certificate authority (CA), and certificates of nodes."""
+
+
+_directory = click.option(
+    "--directory",
+    default=".",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of the CA.",
+)
+
+
+@ca.command("init")
+@_directory
+@click.option("--cluster", default=ServerConfig().cluster, show_default=True, help="Name of the cluster.")
+@click.option("--days", default=3650.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
+def _init(directory: Path, cluster: str, days: float) -> None:
+    """Make a CA: its certificate ca.pem, which every node gets, and its key ca-key.pem, which no node needs."""
+    try:
+        certificate, key = init_ca(directory, cluster, days)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(_text(error)) from error
+    click.echo(f"{certificate}: the setting 'ca' of every node\n{key}: keep it off the nodes")
+
+
+@ca.command("issue")
+@click.argument("name")
+@_directory
+@click.option("--address", "addresses", multiple=True, help="IP address or host name to add; may be repeated.")
+@click.option("--days", default=365.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
+@click.option("--renew", is_flag=True, help="Replace the files of the node; a running daemon reads the new ones.")
+def _issue(name: str, directory: Path, addresses: tuple[str, ...], days: float, renew: bool) -> None:
+    """Make the certificate NAME.pem and the key NAME-key.pem of node NAME."""
+    try:
+        certificate, key = issue(directory, name, addresses, days, renew=renew)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(_text(error)) from error
+    click.echo(f"{certificate}: the setting 'certificate' of node {name}\n{key}: its setting 'key'")
+
+
+def init_ca(directory: Path, cluster: str, days: float = 3650) -> tuple[Path, Path]:
+    """Make a CA for the nodes of `cluster`. Returns the files of its certificate and of its key. Raises ValueError for
+    a name that is not valid and a CA that exists, OSError where the files cannot be written."""
+    _check("cluster", cluster)
+    files = directory / CA_CERTIFICATE, directory / CA_KEY
+    _refuse_existing(files, "a CA is never replaced; choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{cluster} CA")])
+    usage = {"key_cert_sign": True, "crl_sign": True}
+    builder = (
+        _builder(name, name, key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(**usage), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_names([x509.UniformResourceIdentifier(cluster_uri(cluster))]), critical=False)
+    )
+    return _write(files, builder.sign(key, hashes.SHA256()), key)
+
+
+def issue(
+    directory: Path,
+    node: str,
+    addresses: Sequence[str] = (),
+    days: float = 365,
+    *,
+    begin: datetime.datetime | None = None,
+    renew: bool = False,
+) -> tuple[Path, Path]:
+    """Make a certificate of `node`, signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
+    or from `EARLY` before now. Returns the files of the certificate and of its key. Raises ValueError for a name or
+    address that is not valid, a directory without a CA, and without `renew` for files that exist; OSError for files
+    that cannot be read or written."""
+    _check("node", node)
+    try:
+        authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
+        authority_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} does not exist; make a CA first: tokenlake ca init") from error
+    if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{directory / CA_KEY} is not a key that `tokenlake ca init` made")
+    files = directory / f"{node}.pem", directory / f"{node}-key.pem"
+    if node in ("ca", "ca-key"):
+        raise ValueError(f"a node called '{node}' would share the files of the CA; choose another name")
+    if not renew:
+        _refuse_existing(files, "use --renew to replace it")
+    found = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    [trust_domain] = found.get_values_for_type(x509.UniformResourceIdentifier)
+    uri = node_uri(trust_domain.removeprefix(cluster_uri("")), node)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node)])
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    names = [x509.UniformResourceIdentifier(uri), *map(_address, addresses)]
+    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    builder = (
+        _builder(name, authority.subject, key, days, begin)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(_names(names), critical=False)
+        .add_extension(authority_id, critical=False)
+    )
+    return _write(files, builder.sign(authority_key, hashes.SHA256()), key)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    days: float,
+    begin: datetime.datetime | None = None,
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin or now - EARLY)
+        .not_valid_after((begin or now) + datetime.timedelta(days=days))
+    )
+
+
+def _key_usage(**used: bool) -> x509.KeyUsage:
+    names = (
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
+    return x509.KeyUsage(**{name: used.get(name, False) for name in names})
+
+
+def _names(names: Sequence[x509.GeneralName]) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName(names)
+
+
+def _address(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _check(field: str, value: str) -> None:
+    """Raise ValueError for a value that the daemon's setting of that name does not accept."""
+    try:
+        settings_of(ServerConfig)[field].kind.parse(value)
+    except ValueError as error:
+        raise ValueError(f"the name of a {field} is {value!r}; expected {error}") from None
+
+
+def _refuse_existing(files: Sequence[Path], remedy: str) -> None:
+    for file in files:
+        if file.exists():
+            raise ValueError(f"{file} exists already; {remedy}")
+
+
+def _write(
+    files: tuple[Path, Path], certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> tuple[Path, Path]:
+    """Write both files under other names first, so that a daemon never reads half a file."""
+    pem = serialization.Encoding.PEM
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    new = [file.with_suffix(".new") for file in files]
+    with open_private(new[0]) as file:
+        file.write(certificate.public_bytes(pem))
+    new[0].chmod(0o644)
+    with open_private(new[1]) as file:
+        file.write(key.private_bytes(pem, *plain))
+    for source, target in zip(new, files, strict=True):
+        os.replace(source, target)
+    return files
+
+
+def _text(error: Any) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -1,0 +1,39 @@
+"""Daemons with certificates, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenlake_server.ca import init_ca, issue
+from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.ports import reserve_port
+
+__all__ = ["authority", "files", "nodes"]
+
+
+def authority(directory: Path, cluster: str = "tokenlake") -> Path:
+    """Make a CA in a new directory, and return the directory."""
+    init_ca(directory, cluster)
+    return directory
+
+
+def files(ca: Path, node: str, trusted: Path | None = None) -> dict[str, str]:
+    """The settings of `node` with a certificate of the CA in `ca`, which is made if there is none yet. `trusted`: the
+    file of other CAs that the node trusts."""
+    certificate, key = ca / f"{node}.pem", ca / f"{node}-key.pem"
+    if not certificate.exists():
+        issue(ca, node)
+    return {"certificate": str(certificate), "key": str(key), "ca": str(trusted or ca / "ca.pem")}
+
+
+def nodes(cluster: Cluster, settings: dict[str, dict[str, str]]) -> list[Node]:
+    """Start nodes of these names that are each other's peers, with these settings."""
+    ports = {name: reserve_port() for name in settings}
+    peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
+    made = []
+    for name, own in settings.items():
+        common = {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "peers": peers}
+        made.append(Node(name, cluster.directory, common | {"listen": f"127.0.0.1:{ports[name]}"} | own))
+        made[-1].start()
+    cluster.nodes += made
+    return made

@@ -1,0 +1,129 @@
+"""Each peer has its own bulk connections, and a peer that reads slowly pins no slot for long."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.robustness.live import LIMIT_S, wait_until
+from tokenlake.core.events import Event, PullRequested, SendDone
+from tokenlake.core.instructions import SendBulk
+from tokenlake.wire import Code, pack_frame, peer
+from tokenlake_server import bulk_sender
+from tokenlake_server.bulk_sender import CONNECTIONS_PER_PEER, BulkSender
+
+SLOT_BYTES = 8 << 20
+SLOTS = 4
+
+
+class Rules:
+    """Stands for the driver: sends some slots on each request, and counts the ends of sends."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[type, Any] = {}
+        self.done = 0
+
+    def carry_out(self, kind: type, sink: Any) -> None:
+        self.sinks[kind] = sink
+
+    def post(self, event: Event) -> None:
+        match event:
+            case PullRequested():
+                self.sinks[SendBulk](
+                    SendBulk(event.stream, SLOT_BYTES, bytes([Code.LOCAL]) * SLOTS, b"", bytes(8 * SLOTS))
+                )
+            case SendDone():
+                self.done += 1
+
+
+class Slots:
+    """Stands for the arena."""
+
+    def slots(self, places: object, slot_bytes: int) -> list[memoryview]:
+        return [memoryview(bytes(slot_bytes)) for _ in range(SLOTS)]
+
+
+class Peers:
+    """Bulk connections of peers to one sender."""
+
+    def __init__(self, sender: BulkSender, stack: contextlib.ExitStack) -> None:
+        self._sender = sender
+        self._stack = stack
+
+    def connect(self, node: str, incarnation: int = 1) -> socket.socket:
+        """The peer's end of a new connection."""
+        listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        near = self._stack.enter_context(socket.socket())
+        # A small buffer: the sender notices soon that some bytes were taken.
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        near.settimeout(LIMIT_S)
+        hello = peer.PeerHello(1, 1, node=node, cluster="", incarnation=incarnation, purpose="bulk", nonce=bytes(32))
+        self._sender.adopt(far, hello, b"", None)
+        return near
+
+
+@contextlib.contextmanager
+def sender() -> Iterator[tuple[Peers, Rules]]:
+    rules: Any = Rules()
+    arena: Any = Slots()
+    made = BulkSender(arena, rules)
+    with contextlib.ExitStack() as stack:
+        stack.callback(made.close)
+        yield Peers(made, stack), rules
+
+
+def request(sock: socket.socket) -> None:
+    sock.sendall(pack_frame(peer.Pull("red", bytes(32 * SLOTS))))
+
+
+def served(sock: socket.socket) -> bool:
+    """Is a request on this connection answered?"""
+    with contextlib.suppress(ConnectionError):
+        request(sock)
+        return bool(sock.recv(1))
+    return False
+
+
+def test_no_peer_takes_the_connections_of_another() -> None:
+    with sender() as (peers, _):
+        mine = [peers.connect("x") for _ in range(3 * CONNECTIONS_PER_PEER)]
+        assert served(peers.connect("y"))
+        assert [served(sock) for sock in mine].count(True) == CONNECTIONS_PER_PEER
+
+
+def test_a_peer_that_started_again_has_new_connections() -> None:
+    """Its former process may have ended without closing its connections."""
+    with sender() as (peers, _):
+        former = [peers.connect("x", 1) for _ in range(CONNECTIONS_PER_PEER)]
+        assert all(served(peers.connect("x", 2)) for _ in range(CONNECTIONS_PER_PEER))
+        assert not served(former[0])
+
+
+def test_a_send_to_a_slow_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader takes some bytes again and again, so that no send stalls."""
+    monkeypatch.setattr(bulk_sender, "SEND_STALL_S", 0.2)
+    monkeypatch.setattr(bulk_sender, "LEAST_RATE", 1e9)
+    with sender() as (peers, rules):
+        sock = peers.connect("x")
+        request(sock)
+        stop = threading.Event()
+
+        def read() -> None:
+            with contextlib.suppress(ConnectionError):
+                while not stop.wait(0.02) and sock.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            wait_until(lambda: rules.done == 1, "the send has ended")
+        finally:
+            stop.set()
+            thread.join(LIMIT_S)
