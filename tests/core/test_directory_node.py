@@ -178,15 +178,15 @@ def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
 
 
 def test_an_eviction_ends_the_entry() -> None:
-    """Also where a reader reports it, that found no copy; never the entry of another node."""
+    """Where a reader reports it, that found no copy, the owner is asked; never the entry of another node."""
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    for reporter in ("n1", "n2"):
-        node.say("n1", peer.Owned("red", key))
-        node.say(reporter, peer.Evicted("red", key, "n2"))
-        assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-        node.say(reporter, peer.Evicted("red", key, "n1", "lru"))
-        assert node.lookup("n2", key) == (Code.MISSING, ())
+    node.say("n1", peer.Owned("red", key))
+    node.say("n2", peer.Evicted("red", key, "n2"))
+    node.say("n2", peer.Evicted("red", key, "n1"))
+    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
+    node.say("n1", peer.Evicted("red", key, "n1", "lru"))
+    assert node.lookup("n2", key) == (Code.MISSING, ())
 
 
 # -- advertising
@@ -355,3 +355,23 @@ def test_a_stand_in_that_restarts_is_told_again() -> None:
     cluster.node(2).start()
     cluster.run_for(1.0)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_report_that_came_late_leaves_the_entry_of_a_segment_that_is_back() -> None:
+    """A reader did not find the segment at its owner, where it has been computed again since."""
+    cluster = calm(3)
+    writer, reader = cluster.join(1), cluster.join(2)
+    (key,) = placed(cluster, 0, 2)
+    store(cluster, writer, [key])
+    core = cluster.core(0)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    assert match(cluster, reader, [key]).hits == 1
+    owner = cluster.core(1)
+    owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
+    owner.store.evicted.clear()
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) is None

@@ -12,6 +12,7 @@ import pytest
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
 from tokenlake_server import metrics_page
+from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 
 
@@ -23,9 +24,9 @@ def test_a_request_sent_byte_by_byte_frees_its_thread(monkeypatch: pytest.Monkey
     thread.start()
 
     def take() -> Snapshot:
-        return Snapshot(core, 0, [], None)
+        return Snapshot(core, 0, {}, MembershipState("peers", known=True, epoch=0), None)
 
-    pages = MetricsServer(Address("127.0.0.1", 0), loop, take, "a")
+    pages = MetricsServer(Address("127.0.0.1", 0), loop, take, "a", {})
     try:
         with socket.create_connection(("127.0.0.1", pages.address.port), 5.0) as slow:
             slow.settimeout(0.05)

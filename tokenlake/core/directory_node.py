@@ -178,6 +178,16 @@ class DirectoryNode:
         for key in keys:
             self._directory.gone(tenant, key, node)
 
+    def not_found(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
+        """A reader did not find these segments at `node`, which the directory named. They may be back there by now:
+        `node` is asked, and answers with `Evicted` for those that it lacks."""
+        named = [key for key in keys if self.recorded_owner(tenant, key) == node]
+        if node == self._context.node:
+            found = self._context.ready(tenant, named)
+            self.gone(tenant, [key for key, segment in zip(named, found, strict=True) if segment is None], node)
+        elif named:
+            self._peers.tell(node, wire.Touched(tenant, join_keys(named), used=False))
+
     def tell_evicted(
         self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str, access: AccessRecord, age_s: float
     ) -> None:

@@ -595,7 +595,7 @@ class Matches:
 
     def _report_stale(self, search: _Search) -> None:
         """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they drop
-        these entries."""
+        these entries, once the owners have confirmed it."""
         found = search.found
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (directory_node, owner) in found.named.items():
@@ -604,7 +604,7 @@ class Matches:
                 stale.setdefault((directory_node, owner), []).append(search.keys[index])
         for (directory_node, owner), keys in stale.items():
             if directory_node == self._context.node:
-                self._directory_node.gone(search.tenant, keys, owner)
+                self._directory_node.not_found(search.tenant, keys, owner)
             else:
                 self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
 

@@ -310,6 +310,9 @@ class NodeCore:
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
         tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
+        if owner != node:
+            self._directory_node.not_found(tenant, keys, owner)
+            return
         self._directory_node.gone(tenant, keys, owner)
         self._directory_node.remember(tenant, keys, message.last_access, message.last_access_age_s)
         self._ownership.owner_evicted(owner, tenant, keys)
