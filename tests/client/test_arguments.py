@@ -75,8 +75,7 @@ def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
 
 
 def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
-    """A write that is open when its pool is closed keeps its process known to the daemon, so the test has a daemon of its
-    own."""
+    """A write that is open when its pool is closed keeps its process known to the daemon."""
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(32, 2).tokens).keys
         lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.reserve(keys[1:])
