@@ -285,7 +285,7 @@ class WaitingMatches:
             return
         self._peers.call(
             directory_node,
-            lambda call: wire.Lookup(call, tenant, key, "", wait.in_flight_wait_s),
+            lambda call: wire.Lookup(call, tenant, key, "", wait.in_flight_wait_s, ring=self._context.ring_version),
             self._context.config.match_deadline_s,
             replied,
         )
