@@ -55,6 +55,8 @@ SAVE_S = 60.0
 """Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
 """Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
+LATE_S = 20.0
+"""Seconds for which a node that drains because of SIGTERM waits beyond `drain_s` for etcd."""
 REPLACE_S = 0.5
 """Seconds between two attempts to allocate memory for a region that changes its tenant."""
 
@@ -64,11 +66,10 @@ def core_config(
 ) -> CoreConfig:
     """The configuration of the rules that follows from the settings. `speed`: see `Driver`; reports are sent at least
     `LEAST_REPORT_S` of the real clock apart. `record`: the members at the start, without it those of `peers`."""
-    record = record or static_members(config).record
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
-        ring=record,
+        ring=record or static_members(config).record,
         regions=config.memory // config.region_size,
         region_bytes=config.region_size,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
@@ -111,12 +112,13 @@ class Daemon:
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
         self.driver.carry_out(ReadRing, lambda order: self.membership.look())
-        self.driver.carry_out(Drained, lambda order: self.start(self._leave()))
+        self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
         self.left = asyncio.Event()
         """Set when this node has drained and left the ring: the daemon may end."""
         self._changing_ring = asyncio.Lock()
         self._working: set[asyncio.Task[None]] = set()
-        self._drain_s = rules.drain_s
+        self.drain_s = rules.drain_s
+        """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
@@ -175,9 +177,9 @@ class Daemon:
         self.membership.start(advertised, self._members_changed)
 
     def _members_changed(self, members: Members) -> None:
-        self.start(self.change_ring(members.record, members.addresses))
+        self.begin(self.change_ring(members.record, members.addresses))
 
-    def start(self, work: Coroutine[None, None, None]) -> None:
+    def begin(self, work: Coroutine[None, None, None]) -> None:
         """Begin work of the membership, which `close` ends."""
         task = self._loop.create_task(work)
         self._working.add(task)
@@ -191,7 +193,7 @@ class Daemon:
     async def drain(self) -> None:
         """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
         `MembershipRefused`."""
-        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self._drain_s)
+        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
         await self.membership.drain()
 
     async def _leave(self) -> None:
@@ -374,11 +376,13 @@ def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
     async def drain() -> None:
         try:
             await daemon.drain()
+            await asyncio.sleep(daemon.drain_s + LATE_S)
+            log.error("this node ends, although it has not left the ring: etcd does not answer any more")
         except TokenLakeError as error:
             log.error("this node ends without a drain, and stays a member: %s", error)
-            stop.set()
+        stop.set()
 
-    daemon.start(drain())
+    daemon.begin(drain())
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -170,11 +170,11 @@ class Context:
                 self._slicing = True
                 self.after(PAUSE_S, self._slice)
 
-    def in_turns(self, work: Callable[[], bool]) -> None:
+    def in_steps(self, work: Callable[[], bool]) -> None:
         """Call `work` now, and again in later events, without a pause, for as long as it returns True. For work that an
         engine waits for; the driver handles other events in between."""
         if work():
-            self.after(0.0, lambda: self.in_turns(work))
+            self.after(0.0, lambda: self.in_steps(work))
 
     def _slice(self) -> None:
         work = self._sliced.popleft()

@@ -233,16 +233,6 @@ class DirectoryNode:
         for key in keys:
             self._directory.gone(tenant, key, node)
 
-    def not_found(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
-        """A reader did not find these segments at `node`, which the directory named. They may be back there by now:
-        `node` is asked, and answers with `Evicted` for those that it lacks."""
-        named = [key for key in keys if self.recorded_owner(tenant, key) == node]
-        if node == self._context.node:
-            found = self._context.ready(tenant, named)
-            self.gone(tenant, [key for key, segment in zip(named, found, strict=True) if segment is None], node)
-        elif named:
-            self._peers.tell(node, wire.Touched(tenant, join_keys(named), used=False))
-
     def tell_evicted(
         self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str, access: AccessRecord, age_s: float
     ) -> None:
@@ -271,9 +261,10 @@ class DirectoryNode:
 
     def believed(self, node: NodeId, message: wire.Redundant) -> wire.Redundant:
         """Returns the part of the message about keys of which `node` is a candidate on the ring of now or the previous
-        one. Its claims about other keys are counted."""
+        one, or names itself the owner. Its claims about other keys are counted."""
         keys = split_keys(message.keys)
-        knows = self._candidate(node, message.keys)
+        candidate = self._candidate(node, message.keys)
+        knows = [known or owner == node for known, owner in zip(candidate, message.nodes, strict=True)]
         if all(knows):
             return message
         self._context.counters.add_for(REFUSED_CLAIMS, node, knows.count(False))
