@@ -6,23 +6,47 @@ import ipaddress
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from typing import Literal
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import FrameDecoder, pack_frame, peer
+from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
-__all__ = ["ended", "introduce", "limit_wait", "read_frame", "size_buffer"]
+__all__ = ["NewKeys", "ended", "introduce", "limit_wait", "no_keys", "read_frame", "size_buffer"]
 
 LOOPBACK_BUFFER = 256 << 10
 """Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
 they are still in the processor's cache."""
 
 
-def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
-    """Do the handshake with `node` on a connection that this node opened. Raises `TokenLakeError` when either side
-    refuses, `OSError` when the connection ends or the socket's timeout passes."""
+NewKeys = Callable[[str, peer.DataPurpose], tuple[bytes, RecordKeys] | None]
+"""Function that makes keys for a connection to a node (`PeerConnections.new_keys`); None: connections are plain."""
+
+
+def no_keys(node: str, purpose: peer.DataPurpose) -> None:
+    """Keys for connections of nodes without certificates: none."""
+
+
+def introduce(
+    sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.DataPurpose, new_keys: NewKeys
+) -> RecordKeys | None:
+    """Do the handshake with `node` on a connection that this node opened. Returns the keys of its records; None: the
+    connection is plain. Raises `TokenLakeError` when either side refuses, `OSError` when the connection ends or the
+    socket's timeout passes."""
+    offer = new_keys(node, purpose)
+    if offer is None:
+        _prove(sock, identity, node, purpose)
+        return None
+    connection, keys = offer
+    sock.sendall(pack_frame(peer.OpenConnection(connection)))
+    _welcomed(sock, node, purpose)
+    return keys
+
+
+def _prove(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
     sock.sendall(pack_frame(dialler.hello))
     challenge = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
@@ -34,6 +58,10 @@ def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: p
         sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         raise
     sock.sendall(pack_frame(proof))
+    _welcomed(sock, node, purpose)
+
+
+def _welcomed(sock: socket.socket, node: str, purpose: peer.Purpose) -> None:
     welcome = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
     if not isinstance(welcome, peer.PeerWelcome):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {welcome}")

@@ -23,12 +23,13 @@ from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import ended, introduce, limit_wait, read_frame, size_buffer
+from tokenlake_server.blocking_sockets import NewKeys, ended, introduce, limit_wait, no_keys, size_buffer
+from tokenlake_server.bulk_stream import BulkStream, is_length
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
@@ -117,8 +118,19 @@ class _Job:
 class BulkReceiver:
     """Receives segments from other nodes: carries out the rules' instructions `StartFetch` and `AbortFetch`."""
 
-    def __init__(self, identity: PeerIdentity, addresses: PeerAddresses, arena: Arena, driver: Driver) -> None:
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        addresses: PeerAddresses,
+        arena: Arena,
+        driver: Driver,
+        new_keys: NewKeys = no_keys,
+    ) -> None:
+        """`new_keys`: makes the keys of connections."""
         self._identity = identity
+        self._new_keys = new_keys
+        self._buffers: list[bytearray] = []
+        """Buffers for encrypted bytes that no thread uses now."""
         self._addresses = addresses
         self._arena = arena
         self._driver = driver
@@ -140,7 +152,7 @@ class BulkReceiver:
                 thread.start()
         except RuntimeError as error:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
-        self._idle: dict[str, list[socket.socket]] = {}
+        self._idle: dict[str, list[BulkStream]] = {}
         self._idle_lock = threading.Lock()
         driver.carry_out(StartFetch, self._start)
         driver.carry_out(AbortFetch, self._abort)
@@ -220,21 +232,23 @@ class BulkReceiver:
         instruction = job.instruction
         whole = False
         until = time.monotonic() + instruction.answer_s
-        sock = self._borrow(instruction.node, job, until)
+        stream = self._borrow(instruction.node, job, until)
+        buffer = self._buffers.pop() if self._buffers else bytearray()
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
             pull = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
-            _limit(sock, until)
-            sock.sendall(pack_frame(pull))
-            reply = decode(peer.pulled_decoder, read_frame(sock, peer.MAX_FRAME))
-            self._receive(_Inflow(sock, job, until), job, part, reply)
+            _limit(stream.sock, until)
+            stream.send_frame(pull)
+            reply = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))
+            self._receive(_Inflow(stream, job, until, buffer), job, part, reply)
             whole = True
         finally:
-            job.leave(sock)
+            self._buffers.append(buffer)
+            job.leave(stream.sock)
             if whole:
-                self._give_back(instruction.node, sock)
+                self._give_back(instruction.node, stream)
             else:
-                sock.close()
+                stream.sock.close()
 
     def _receive(self, inflow: _Inflow, job: _Job, part: range, reply: peer.Pulled) -> None:
         instruction = job.instruction
@@ -264,51 +278,51 @@ class BulkReceiver:
 
     # -- connections
 
-    def _borrow(self, node: str, job: _Job, until: float) -> socket.socket:
+    def _borrow(self, node: str, job: _Job, until: float) -> BulkStream:
         """An idle bulk connection to `node`, else a new one, made until the time `until`. The caller owns it, and an
         abort of `job` shuts it down."""
         idle = self._take_idle(node)
         endpoint = self._addresses.last(node)
-        sock = idle or socket.socket(endpoint.family, socket.SOCK_STREAM)
+        sock = idle.sock if idle is not None else socket.socket(endpoint.family, socket.SOCK_STREAM)
         try:
             # From here on an abort also ends the attempt to connect: it shuts the socket down.
             job.use(sock)
-            if idle is None:
-                _limit(sock, until)
-                set_tcp_options(sock)
-                sock.connect(endpoint.address)
-                _limit(sock, until)
-                size_buffer(sock, socket.SO_RCVBUF)
-                introduce(sock, self._identity, node, "bulk")
+            if idle is not None:
+                return idle
+            _limit(sock, until)
+            set_tcp_options(sock)
+            sock.connect(endpoint.address)
+            _limit(sock, until)
+            size_buffer(sock, socket.SO_RCVBUF)
+            return BulkStream(sock, introduce(sock, self._identity, node, "bulk", self._new_keys))
         except BaseException:
             job.leave(sock)
             sock.close()
             raise
-        return sock
 
-    def _take_idle(self, node: str) -> socket.socket | None:
+    def _take_idle(self, node: str) -> BulkStream | None:
         with self._idle_lock:
             idle = self._idle.get(node)
             while idle:
-                sock = idle.pop()
-                if not _dropped(sock):
-                    return sock
-                sock.close()
+                stream = idle.pop()
+                if not _dropped(stream.sock):
+                    return stream
+                stream.sock.close()
         return None
 
     def _drop_idle(self, node: str) -> None:
         with self._idle_lock:
             idle = self._idle.pop(node, [])
-        for sock in idle:
-            sock.close()
+        for stream in idle:
+            stream.sock.close()
 
-    def _give_back(self, node: str, sock: socket.socket) -> None:
+    def _give_back(self, node: str, stream: BulkStream) -> None:
         with self._idle_lock:
             idle = self._idle.setdefault(node, [])
             if len(idle) < IDLE_CONNECTIONS:
-                idle.append(sock)
+                idle.append(stream)
                 return
-        sock.close()
+        stream.sock.close()
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""
@@ -320,17 +334,19 @@ class BulkReceiver:
         for thread in self._threads:
             thread.join()
         with self._idle_lock:
-            for sock in [sock for idle in self._idle.values() for sock in idle]:
-                sock.close()
+            for stream in [stream for idle in self._idle.values() for stream in idle]:
+                stream.sock.close()
             self._idle.clear()
 
 
 class _Inflow:
     """The bytes of segments that come to a connection, behind the header of a reply."""
 
-    def __init__(self, sock: socket.socket, job: _Job, until: float) -> None:
-        """`until`: the time at which the first bytes must have come."""
-        self._sock = sock
+    def __init__(self, stream: BulkStream, job: _Job, until: float, buffer: bytearray) -> None:
+        """`until`: the time at which the first bytes must have come. `buffer`: for encrypted bytes."""
+        self._stream = stream
+        self._sock = sock = stream.sock
+        self._buffer = buffer
         self._job = job
         self._stall_s = max(STALL_S, job.instruction.answer_s)
         self._until = until
@@ -343,7 +359,11 @@ class _Inflow:
 
     def fill(self, target: memoryview) -> None:
         """Fill `target` with the next bytes. Raises OSError: ConnectionError when the connection ends first,
-        TimeoutError when no progress is made in time."""
+        TimeoutError when no progress is made in time; and `ProtocolRefused` for an encrypted record that is not the
+        next one."""
+        self._stream.fill(target, self._receive, self._buffer)
+
+    def _receive(self, target: memoryview) -> None:
         filled = 0
         while filled < len(target):
             try:
@@ -355,7 +375,7 @@ class _Inflow:
                 raise ended()
             filled += max(0, received)
             self._since += max(0, received)
-            if self._since >= PROGRESS_BYTES or filled == len(target):
+            if self._since >= PROGRESS_BYTES or (filled == len(target) and not is_length(target)):
                 self._progress()
             elif time.monotonic() >= self._until:
                 raise TimeoutError("the node did not send in time")

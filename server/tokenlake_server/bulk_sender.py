@@ -19,13 +19,14 @@ from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import LEAST_RATE
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import pack_frame, peer
+from tokenlake.wire import peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import limit_wait, read_frame, size_buffer
+from tokenlake_server.blocking_sockets import limit_wait, size_buffer
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS
+from tokenlake_server.bulk_stream import ROOM_BYTES, BulkStream
 from tokenlake_server.driver import Driver
 
 __all__ = ["BulkSender"]
@@ -67,11 +68,13 @@ class BulkSender:
         self._driver = driver
         self._streams: dict[int, _Stream] = {}
         self._last = 0
+        self._rooms: list[bytearray] = []
+        """Buffers for encrypted bytes that no thread uses now."""
         driver.carry_out(SendBulk, self._hand_over)
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
         """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
-        were read already."""
+        were read already. `keys`: of its records; None if it is plain."""
         others = [stream for stream in list(self._streams.values()) if stream.hello.node == hello.node]
         same = [stream for stream in others if stream.hello.incarnation == hello.incarnation]
         if len(same) >= CONNECTIONS_PER_PEER or rest:
@@ -93,7 +96,10 @@ class BulkSender:
         number = self._last
         instructions: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._serve, args=(number, sock, hello.node, instructions), name=f"send-{number}", daemon=True
+            target=self._serve,
+            args=(number, BulkStream(sock, keys), hello.node, instructions),
+            name=f"send-{number}",
+            daemon=True,
         )
         self._streams[number] = _Stream(hello, sock, instructions, thread)
         try:
@@ -114,13 +120,13 @@ class BulkSender:
             served.instructions.put(None)
 
     def _serve(
-        self, stream: int, sock: socket.socket, node: str, instructions: queue.SimpleQueue[SendBulk | None]
+        self, number: int, stream: BulkStream, node: str, instructions: queue.SimpleQueue[SendBulk | None]
     ) -> None:
         """Serve one bulk connection, in a thread, until it ends. The stream is removed after its last `SendDone` was
         posted."""
         try:
             while True:
-                body = read_frame(sock, peer.MAX_FRAME)
+                body = stream.read_frame(peer.MAX_FRAME)
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
                     raise ProtocolRefused(
@@ -129,23 +135,23 @@ class BulkSender:
                 if request.request and log.isEnabledFor(logging.DEBUG):
                     count = len(request.keys) // KEY_BYTES
                     log.debug("request %r: %s pulls %d segments", request.request, node, count)
-                self._driver.post(events.PullRequested(stream, node, request.tenant, request.keys, request.background))
+                self._driver.post(events.PullRequested(number, node, request.tenant, request.keys, request.background))
                 try:
                     instruction = instructions.get()
                     if instruction is None:
                         return
-                    self._send(sock, instruction)
+                    self._send(stream, instruction)
                 finally:
-                    self._driver.post(events.SendDone(stream))
+                    self._driver.post(events.SendDone(number))
         except (OSError, TokenLakeError) as error:
-            log.debug("bulk connection %d of %s ended: %s", stream, node, error)
+            log.debug("bulk connection %d of %s ended: %s", number, node, error)
         except Exception:
-            log.exception("bulk connection %d of %s failed", stream, node)
+            log.exception("bulk connection %d of %s failed", number, node)
         finally:
-            self._streams.pop(stream, None)
-            sock.close()
+            self._streams.pop(number, None)
+            stream.sock.close()
 
-    def _send(self, sock: socket.socket, instruction: SendBulk) -> None:
+    def _send(self, stream: BulkStream, instruction: SendBulk) -> None:
         if instruction.codes:
             size, views = (
                 instruction.slot_bytes,
@@ -153,19 +159,23 @@ class BulkSender:
             )
         else:
             size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
-        header = pack_frame(peer.Pulled(size, instruction.codes, instruction.checksums))
-        buffers = [memoryview(header), *views]
+        header = peer.Pulled(size, instruction.codes, instruction.checksums)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
-        limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, buffers)) / LEAST_RATE)
+        limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)
         until = time.monotonic() + limit_s
-        while buffers:
-            if time.monotonic() > until:
-                raise TimeoutError(f"the receiver has not taken all bytes after {limit_s:.0f} s")
-            sent = sock.sendmsg(buffers[:MAX_IOVEC])
-            while buffers and sent >= len(buffers[0]):
-                sent -= len(buffers.pop(0))
-            if sent:
-                buffers[0] = buffers[0][sent:]
+        room = self._rooms.pop() if self._rooms else bytearray(ROOM_BYTES)
+        try:
+            for buffers in stream.outgoing(header, views, room):
+                while buffers:
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"the receiver has not taken all bytes after {limit_s:.0f} s")
+                    sent = stream.sock.sendmsg(buffers[:MAX_IOVEC])
+                    while buffers and sent >= len(buffers[0]):
+                        sent -= len(buffers.pop(0))
+                    if sent:
+                        buffers[0] = buffers[0][sent:]
+        finally:
+            self._rooms.append(room)
 
     def close(self) -> None:
         """Close all bulk connections and wait for their threads."""

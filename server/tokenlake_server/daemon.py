@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tokenlake.config import Address, RuleSettings, ServerConfig, parse_address
+from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import GOSSIP_S, ring_of
 from tokenlake.core.events import Event
@@ -36,6 +36,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.membership import open_membership, static_members
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
@@ -58,16 +59,15 @@ REPLACE_S = 0.5
 """Seconds between two attempts to allocate memory for a region that changes its tenant."""
 
 
-def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
-    """The configuration of the rules that follows from the settings. Without sizes in 'peers' all nodes have the same
-    weight on the ring. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
-    sized = any(peer.memory for peer in config.peers)
-    weights = {config.node: config.memory if sized else 1}
-    weights |= {peer.name: peer.memory or 1 for peer in config.peers}
+def core_config(
+    config: ServerConfig, incarnation: int, speed: float = 1.0, record: RingRecord | None = None
+) -> CoreConfig:
+    """The configuration of the rules that follows from the settings. `speed`: see `Driver`; reports are sent at least
+    `LEAST_REPORT_S` of the real clock apart. `record`: the members at the start, without it those of `peers`."""
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
-        ring=RingRecord.of(weights),
+        ring=record or static_members(config).record,
         regions=config.memory // config.region_size,
         region_bytes=config.region_size,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
@@ -93,7 +93,8 @@ class Daemon:
         """`speed`: see `Driver`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
-        rules = core_config(config, incarnation, speed)
+        self.membership = open_membership(config, incarnation, loop)
+        rules = core_config(config, incarnation, speed, self.membership.members.record)
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
@@ -118,8 +119,7 @@ class Daemon:
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
-        addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
-        self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
+        addresses = PeerAddresses(self.membership.members.addresses)
         self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
@@ -127,13 +127,18 @@ class Daemon:
             identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
         )
         self.peers.on_stranger = lambda node: self.on_read_ring()
+        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
         self.metrics = (
-            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
+            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
+            if config.metrics
+            else None
         )
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
-        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
+        self.query_engine = (
+            QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
+        )
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -177,7 +182,8 @@ class Daemon:
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
-        snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, self.query_engine)
+        peers, membership = self.peers.states.all(), self.membership.state
+        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
 
@@ -267,6 +273,13 @@ class Daemon:
                 if segment.pins:
                     used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
         return used
+
+
+def _aliases(config: ServerConfig) -> dict[str, str]:
+    """The names that the metrics page shows in place of tenants' names; none where it may show these."""
+    if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
+        return {}
+    return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
 
 
 def _certificates(config: ServerConfig) -> Certificates | None:

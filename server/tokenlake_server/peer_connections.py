@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import os
 import random
 import secrets
 import socket
@@ -39,6 +40,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.peer_states import PeerStates
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.tls import TlsSession, is_tls
 
@@ -148,6 +150,7 @@ class PeerConnections:
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
         self._closing = False
+        self.states = PeerStates(addresses.names, loop)
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
@@ -180,8 +183,8 @@ class PeerConnections:
             while name in self._addresses and name not in self._connections and not self._closing:
                 try:
                     await self._attempt(name)
-                except OSError:
-                    pass
+                except OSError as error:
+                    self.states.unreachable(name, f"{self._addresses.text(name)}: {_reason(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
@@ -442,6 +445,7 @@ class PeerConnections:
             name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
+        self.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
         if line != last and now - logged_at >= REFUSAL_S:
@@ -457,6 +461,7 @@ class PeerConnections:
         self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
+        self.states.connected(node)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
         connection.max_frame = peer.MAX_FRAME
@@ -500,6 +505,7 @@ class PeerConnections:
         if node not in self._addresses:
             # The rules have dropped this member already.
             return
+        self.states.unreachable(node, f"the connection ended: {reason}")
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)
 
@@ -528,6 +534,7 @@ class PeerConnections:
     async def close(self) -> None:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
+        self.states.close()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         tasks = [*self._dialling.values(), *self._resolving]
@@ -538,6 +545,11 @@ class PeerConnections:
             connection.close("the daemon stops")
         if self._tls_threads is not None:
             self._tls_threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection. asyncio's own text names the call in place of the reason."""
+    return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
 def _listen(address: Address) -> socket.socket:

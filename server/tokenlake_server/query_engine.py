@@ -20,7 +20,7 @@ from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
-from tokenlake_server.blocking_sockets import introduce
+from tokenlake_server.blocking_sockets import NewKeys, introduce, no_keys
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
@@ -62,8 +62,10 @@ class QueryEngine:
         identity: PeerIdentity,
         addresses: PeerAddresses,
         loop: asyncio.AbstractEventLoop,
+        new_keys: NewKeys = no_keys,
     ) -> None:
-        """Makes the daemon's side of the query engine; nothing is started yet. Raises `ConfigurationError` when the
+        """Makes the daemon's side of the query engine; nothing is started yet. `new_keys`: makes the keys of
+        connections. Raises `ConfigurationError` when the
         package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
@@ -73,6 +75,7 @@ class QueryEngine:
         self._identity = identity
         self._addresses = addresses
         self._loop = loop
+        self._new_keys = new_keys
         self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
         self._closing = False
@@ -229,14 +232,14 @@ class QueryEngine:
             sock.settimeout(DIAL_S)
             set_tcp_options(sock)
             sock.connect(endpoint.address)
-            introduce(sock, self._identity, node, "query")
+            keys = introduce(sock, self._identity, node, "query", self._new_keys)
             sock.settimeout(None)
         except (OSError, TokenLakeError) as error:
             if sock is not None:
                 sock.close()
             self._answer(supervision.DialFailed(node, tenant, str(error)), None)
         else:
-            self._answer(supervision.DialSucceeded(node, tenant), sock)
+            self._answer(supervision.DialSucceeded(node, tenant, keys), sock)
 
     def _answer(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         """Send the outcome of a dial to the query engine, from a thread."""

@@ -18,16 +18,16 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    """One daemon for all tests that leave nothing behind."""
+    """One daemon for the tests of a module."""
     with daemons() as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def three() -> Iterator[Cluster]:
-    """Three daemons for all tests that leave nothing behind."""
+    """Three daemons for the tests of a module."""
     with daemons(3) as cluster:
         yield cluster
 

@@ -236,8 +236,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
     assert not node.handle(events.Requested(1, engine.Match(3, keys[7], 0.0))), "n1 is overdue"
     assert node.core.census()["walks"] == 1
     while node.core.census()["walks"] and node.now < 0.2:
-        node.now += 0.005
-        sent += node.handle(events.Tick())
+        sent += node.run_until(node.now + 0.005)
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
     assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone(RING)]
 
@@ -387,3 +386,23 @@ def test_a_stand_in_that_restarts_is_told_again() -> None:
     cluster.node(2).start()
     cluster.run_for(1.0)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_report_that_came_late_leaves_the_entry_of_a_segment_that_is_back() -> None:
+    """A reader did not find the segment at its owner, where it has been computed again since."""
+    cluster = calm(3)
+    writer, reader = cluster.join(1), cluster.join(2)
+    (key,) = placed(cluster, 0, 2)
+    store(cluster, writer, [key])
+    core = cluster.core(0)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    assert match(cluster, reader, [key]).hits == 1
+    owner = cluster.core(1)
+    owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
+    owner.store.evicted.clear()
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) is None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.robustness.live import PATIENT
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["authority", "files", "nodes"]
+__all__ = ["authority", "encrypted", "files", "nodes"]
 
 
 def authority(directory: Path, cluster: str = "tokenlake") -> Path:
@@ -24,6 +26,22 @@ def files(ca: Path, node: str, trusted: Path | None = None) -> dict[str, str]:
     if not certificate.exists():
         issue(ca, node)
     return {"certificate": str(certificate), "key": str(key), "ca": str(trusted or ca / "ca.pem")}
+
+
+def encrypted(
+    count: int,
+    memory: str = "4MiB",
+    region_size: str = "1MiB",
+    via: Mapping[tuple[str, str], int] | None = None,
+    **settings: str,
+) -> Cluster:
+    """A cluster as `tests.robustness.live.daemons` makes it, not started yet, whose nodes have certificates."""
+    cluster = Cluster(count, memory, region_size, via, **{"match_deadline_ms": "2000", **settings})
+    cluster.deadlines = PATIENT
+    ca = authority(cluster.directory / "ca")
+    for node in cluster.nodes:
+        node.settings |= files(ca, node.name)
+    return cluster
 
 
 def nodes(cluster: Cluster, settings: dict[str, dict[str, str]]) -> list[Node]:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, daemons, wait_told
+from tests.server.certified import encrypted
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -24,9 +25,10 @@ LARGE = Layout(**(msgspec.structs.asdict(LAYOUT) | {"model_id": "large", "segmen
 COUNT = 8
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with daemons(2, memory="96MiB", region_size="32MiB", cached_share="0.5") as cluster:
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "encrypted"])
+def two(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = encrypted if request.param else daemons
+    with made(2, memory="96MiB", region_size="32MiB", cached_share="0.5") as cluster:
         yield cluster
 
 

@@ -261,9 +261,10 @@ class DirectoryNode:
 
     def believed(self, node: NodeId, message: wire.Redundant) -> wire.Redundant:
         """Returns the part of the message about keys of which `node` is a candidate on the ring of now or the previous
-        one. Its claims about other keys are counted."""
+        one, or names itself the owner. Its claims about other keys are counted."""
         keys = split_keys(message.keys)
-        knows = self._candidate(node, message.keys)
+        candidate = self._candidate(node, message.keys)
+        knows = [known or owner == node for known, owner in zip(candidate, message.nodes, strict=True)]
         if all(knows):
             return message
         self._context.counters.add_for(REFUSED_CLAIMS, node, knows.count(False))

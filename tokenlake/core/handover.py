@@ -175,14 +175,18 @@ class Handover:
                 codes[index] = self._take_over(segment)
             if not waiting:
                 # A segment that arrived early may have been evicted before the last one arrived.
-                for at, here in enumerate(self._context.ready(tenant, keys)):
-                    if codes[at] == Code.COMMITTED and (here is None or not here.owned):
+                for at, held in enumerate(self._context.ready(tenant, keys)):
+                    if codes[at] == Code.COMMITTED and (held is None or not held.owned):
                         codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
                 # As directory node, this node may know that a third node owns some of the segments.
                 self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
                 self._taking -= 1
                 self._reply(node, message.call, bytes(codes))
+                if taken:
+                    # Where the reply comes after the deadline of the offer, this message ends the giver's ownership.
+                    here = (self._context.node,) * len(taken)
+                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here))
 
         wanted: list[tuple[SegmentKey, int, OnArrival]] = [
             (key, depth, partial(arrived, index))

@@ -637,8 +637,7 @@ class Matches:
                 stale.setdefault((directory_node, owner), []).append(search.keys[index])
         for (directory_node, owner), keys in stale.items():
             if directory_node == self._context.node:
-                # This node asked the owner itself.
-                self._directory_node.gone(search.tenant, keys, owner)
+                self._directory_node.ask_owner(search.tenant, keys, owner)
             else:
                 self._peers.tell(directory_node, wire.Unfound(search.tenant, join_keys(keys), owner))
 

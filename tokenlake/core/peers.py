@@ -19,7 +19,7 @@ be fetched from it (a firewall, no descriptors left, a full backlog)::
        +--- bytes come to a probe, which is repeated in the background ------+
 
 One such transfer is enough where the peer answers calls at once. Where it is slow to answer calls, transfers may wait
-for `PATIENT_TRIPS` recent round trips together.
+for `PATIENT_TRIPS` recent round trips together, at most `suspect_s`.
 
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
@@ -81,7 +81,6 @@ RATE_WEIGHT = 0.2
 """Weight of the newest fetch in the running mean of the rate."""
 PATIENT_TRIPS = 4
 """Round trips of calls for which transfers from a peer may wait in vain before its bulk path counts as dead."""
-MOST_PATIENCE_S = 1.0
 PINGED = 8
 """Number of peers that are pinged in rotation per gossip interval."""
 
@@ -104,8 +103,6 @@ class Peer:
         self.node = node
         self.up = False
         self.incarnation = Incarnation(0)
-        self.born = 0.0
-        """Time in seconds at which this node first heard of the peer's incarnation."""
         self.liveness = Liveness()
         self.suspect = False
         self.draining = False
@@ -268,7 +265,7 @@ class Peers:
         peer.up, peer.suspect = True, False
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
-            peer.incarnation, peer.born = incarnation, self._context.now
+            peer.incarnation = incarnation
             peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
         self._on_restored(peer)
 
@@ -472,7 +469,7 @@ class Peers:
     def patience_s(self, node: NodeId) -> float:
         """Returns the seconds for which transfers from `node` may wait in vain before its bulk path counts as dead. A
         node under load, or behind a slow network, is slow to answer calls as well."""
-        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), MOST_PATIENCE_S)
+        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
 
     def _slowest_s(self, peer: Peer) -> float:
         if not peer.slowest_s:

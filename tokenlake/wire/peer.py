@@ -259,7 +259,8 @@ class Owned(_Message, frozen=True, tag=13):
 
 class Redundant(_Message, frozen=True, tag=14):
     """From the directory node, an answer to `Owned`: `nodes` has, per key, another node that owned the segment before.
-    The copy of the receiver becomes a cached copy."""
+    Also from a node to which the receiver has handed over the segments. The copy of the receiver becomes a cached
+    copy."""
 
     tenant: str
     keys: bytes
@@ -331,7 +332,8 @@ class Touched(_Message, frozen=True, tag=16):
     hints: Hints | None = None
     """The hints of the requests that read the copies; requests with other hints have a message of their own."""
     used: bool = True
-    """False: the message reports no read, but hints that came after a read."""
+    """False: the message reports no read, but hints that came after a read. Without hints it only asks which segments
+    the receiver lacks."""
     relayed: bool = False
     """True: the message was forwarded by the node from which the reader's copy came, and is not forwarded again."""
 
