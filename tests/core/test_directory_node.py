@@ -396,13 +396,13 @@ def test_a_report_that_came_late_leaves_the_entry_of_a_segment_that_is_back() ->
     store(cluster, writer, [key])
     core = cluster.core(0)
     assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
-    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
     cluster.run_for(0.1)
     assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
     assert match(cluster, reader, [key]).hits == 1
     owner = cluster.core(1)
     owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
     owner.store.evicted.clear()
-    cluster.node(0).deliver(events.PeerSent("n2", peer.Evicted("red", key, "n1")))
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
     cluster.run_for(0.1)
     assert core._directory_node.recorded_owner(TenantId("red"), key) is None
