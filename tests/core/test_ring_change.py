@@ -96,10 +96,10 @@ def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     node = Node()
     keys = prompt("walk", 200)
     before = node.core.ring
-    for key in keys[:12]:
+    for key in keys[:8]:
         node.own(key)
     record = node.core.record.without("n2")
-    moved = [key for key, has in zip(keys[:12], Ring(record).moved(before, join_keys(keys[:12])), strict=True) if has]
+    moved = [key for key, has in zip(keys[:8], Ring(record).moved(before, join_keys(keys[:8])), strict=True) if has]
     follow(node, record)
     sent = node.run_until(1.0)
     told = [message for to, message in sent if to == "n1" and isinstance(message, peer.Owned | peer.AdvertisingDone)]
