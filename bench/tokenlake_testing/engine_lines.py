@@ -138,7 +138,9 @@ class Engine:
 class _Loaded(Protocol):
     """The engine in its own process, with the commands that the process serves."""
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]: ...
+    def generate(
+        self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None
+    ) -> list[list[int]]: ...
 
     def forget(self) -> bool: ...
 
@@ -163,6 +165,8 @@ class _Loaded(Protocol):
     def expect_prefill(self, token_s: float) -> None: ...
 
     def hook_ms(self, tokens: int) -> float | None: ...
+
+    def plant(self, call: str, error: str) -> None: ...
 
 
 class _Vllm:
@@ -190,12 +194,20 @@ class _Vllm:
             settings["kv_transfer_config"] = KVTransferConfig(**(transfer_of(pool) | transfer))
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
+        self._planted: tuple[Any, str, Any] | None = None
         self._llm = LLM(model=model, **settings)
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None) -> list[list[int]]:
+        """`params`: the requests' `kv_transfer_params`."""
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        greedy = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
         extra = {} if salt is None else {"cache_salt": salt}
         asked: Any = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
         outputs = self._llm.generate(asked, greedy, use_tqdm=False)
@@ -334,6 +346,30 @@ class _Vllm:
             scheduler.finished(request, [], RequestEnd(complete=False))
         return best * 1e3
 
+    def plant(self, call: str, error: str) -> None:
+        """Let a call of the pool, such as "Pool.begin_match", raise the error of this name from now on, and the call of
+        the last `plant` work again. An empty `call`: only the latter."""
+        import builtins
+
+        from tokenlake import errors
+        from tokenlake_client import lease, match, pool
+
+        if self._planted is not None:
+            owner, name, right = self._planted
+            setattr(owner, name, right)
+            self._planted = None
+        if not call:
+            return
+        kind, name = call.split(".")
+        owner = next(getattr(module, kind) for module in (pool, match, lease) if hasattr(module, kind))
+        raised = getattr(errors, error, None) or getattr(builtins, error)
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise raised(f"{call} is broken")
+
+        self._planted = owner, name, owner.__dict__[name]
+        setattr(owner, name, property(broken) if isinstance(owner.__dict__[name], property) else broken)
+
     def _side(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
 
@@ -372,7 +408,7 @@ class _Transformers:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._engine = None if pool is None else TokenLakeEngine(self._model, pool["socket"])
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None) -> list[list[int]]:
         import torch
 
         generate: Any = self._model.generate if self._engine is None else self._engine.generate
@@ -423,6 +459,9 @@ class _Transformers:
     def hook_ms(self, tokens: int) -> float | None:
         return None
 
+    def plant(self, call: str, error: str) -> None:
+        raise NotImplementedError
+
 
 def main(arguments: str) -> None:
     """The main function of the engine process: start the engine that `arguments` describe, then serve commands."""
@@ -441,7 +480,7 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
     match request["command"]:
         case "generate":
             started = time.perf_counter()
-            tokens = engine.generate(request["prompts"], request["tokens"], request["salt"])
+            tokens = engine.generate(request["prompts"], request["tokens"], request["salt"], request.get("params"))
             return {"tokens": tokens, "seconds": time.perf_counter() - started}
         case "forget":
             return engine.forget()
@@ -461,6 +500,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.clocks()
         case "save":
             return engine.save(request["on"])
+        case "plant":
+            return engine.plant(request["call"], request["error"])
         case "slow loads":
             return engine.slow_loads(request["seconds"])
         case "expect prefill":

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
 from tokenlake.wire.engine import (
     HERE,
     MAX_FETCHED,
+    MAX_KEYS,
     AttendedInPlace,
     Corrupt,
+    EngineReply,
     Fetch,
     Fetched,
     Hint,
@@ -28,6 +30,7 @@ from tokenlake.wire.engine import (
 )
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import slot_array
+from tokenlake_client.channel import Pending
 from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.grants import LeaseHold
 from tokenlake_client.link import Link
@@ -44,8 +47,8 @@ _LOCAL = bytes([Code.LOCAL])
 
 
 class _Pin:
-    """Pins the segments `start` to `stop` of a lease until it is collected. The arrays of one `fetch`, and all views of
-    them, refer to one such object, so that the pin ends with the last of these views."""
+    """Ends the pins of the segments `start` to `stop` of a lease when it is collected. The arrays of one `fetch`, and
+    all views of them, refer to one such object, so that the pins end with the last of these views."""
 
     __slots__ = ("_lease", "_start", "_stop")
 
@@ -61,6 +64,9 @@ class _Pin:
 class Lease:
     """A promise of the daemon not to evict the first `hits` of `keys`. The pool's heartbeats keep it alive.
 
+    The daemon grants leases of at most `MAX_KEYS` segments, the parts of this lease: segment `i` belongs to part
+    `i // MAX_KEYS`.
+
     It ends when its `with` block is left, or by `release`. The arrays of one `fetch` keep all their segments leased
     beyond that, for as long as any view of any of these arrays lives. Thread-safe.
     """
@@ -70,33 +76,38 @@ class Lease:
         state: PoolState,
         link: Link,
         keys: Sequence[SegmentKey],
-        matched: Matched,
+        parts: Sequence[Matched],
         request: str = "",
     ) -> None:
-        """`link`: the connection over which the daemon's answer `matched` was received. Raises `Unreachable`."""
+        """`link`: the connection over which the daemon's answers `parts` were received, at least one; all but the last
+        grant `MAX_KEYS` segments. Raises `Unreachable`."""
         self.request = request
         """The name of the request in the logs of the nodes; empty for a lease that another process made."""
-        hits = matched.hits
-        self.id = LeaseId(matched.lease)
-        """The number by which another process of the session attaches to the lease (`Pool.attach`)."""
+        hits = sum(part.hits for part in parts)
+        self.ids = tuple(LeaseId(part.lease) for part in parts)
+        """The numbers of the lease's parts, by which another process of the session attaches to it (`Pool.attach`)."""
         self.keys = keys[:hits]
         self.hits = hits
-        self.codes = matched.codes
-        """One `Code` for each segment key of the match that made the lease."""
+        codes = b"".join(part.codes for part in parts)
+        self.codes = codes + bytes([Code.MISSING]) * (len(keys) - len(codes))
+        """One `Code` for each segment key of the match that made the lease. Keys behind the first `MAX_KEYS` that hold
+        a missing one are MISSING; the daemon was not asked for them."""
         self.link = link
         self._state = state
         self._grants = state.grants
         # The codes, slots and checksums in the daemon's answer stay packed as they were received: most callers need
         # only some of them.
-        self._item_codes = bytearray(matched.codes[:hits])
-        self.places = slot_array(bytearray(matched.slots))
+        self._item_codes = bytearray(codes[:hits])
+        self.places = slot_array(bytearray().join(part.slots for part in parts))
         """The place of each leased segment in this node's arena: `region`, `slot`, `generation`; zeros where the
         segment is not on this node."""
-        self._checksums = bytearray(matched.checksums)
+        self._checksums = bytearray().join(part.checksums for part in parts)
         """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies what
         it reads."""
-        self._hold = LeaseHold(self.id, link, hits)
-        self._grants.hold_lease(self._hold)
+        self._holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
+        with self._grants.lock:
+            for hold in self._holds:
+                self._grants.hold_lease(hold)
 
     def __enter__(self) -> Lease:
         return self
@@ -106,7 +117,7 @@ class Lease:
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the daemon that granted the lease. The lease's `id` means this lease only at a daemon of
+        """The incarnation of the daemon that granted the lease. The lease's `ids` mean this lease only at a daemon of
         this incarnation."""
         return self.link.incarnation
 
@@ -118,13 +129,17 @@ class Lease:
     def nodes(self) -> list[str]:
         """The name of the node that has each leased segment; fewer than `hits` names where a segment was lost. Raises
         `Unreachable`."""
-        link = self._grants.current(self.link)
-        return _node_names(link, link.call(lambda number: Locate(number, self.id), Located))
+        pending = self.begin_nodes()
+        try:
+            return pending.wait(self.link.deadlines.call_s)
+        except BaseException:
+            pending.cancel()
+            raise
 
     def begin_nodes(self) -> PendingNodes:
         """Ask the daemon which nodes have the leased segments, without waiting: `PendingNodes.poll` returns the answer.
         Raises `Unreachable`."""
-        return PendingNodes(self._grants.current(self.link), self.id)
+        return PendingNodes(self._grants.current(self.link), [hold.id for hold in self._holds])
 
     def fetch(
         self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
@@ -181,38 +196,50 @@ class Lease:
     def shipped(self, stop: int) -> None:
         """Tell the daemon that queries attended to the leased segments up to `stop` where they lie, so that its metrics
         count them. Never raises."""
-        with contextlib.suppress(Unreachable):
-            self._grants.current(self.link).channel.tell(AttendedInPlace(self.id, stop))
+        with contextlib.suppress(TokenLakeError):
+            for hold, _, end in self._spans(0, stop):
+                self._grants.current(self.link).channel.tell(AttendedInPlace(hold.id, end))
 
     def hint(self, hints: Hints) -> None:
         """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.
         Never waits, never raises."""
-        if self.id:
-            with contextlib.suppress(TokenLakeError):
-                self._grants.current(self.link).channel.tell(Hint(b"", hints, self.id))
+        with contextlib.suppress(TokenLakeError):
+            for hold, _, _ in self._spans(0, self.hits):
+                self._grants.current(self.link).channel.tell(Hint(b"", hints, hold.id))
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Release the leased segments `start` to `stop` (default: all). Idempotent; never raises."""
-        stop = self.hits if stop is None else min(stop, self.hits)
-        if stop <= start or not self._hold.unreleased[start:stop].any():
-            return
-        self._grants.release(self._hold, start, stop)
+        for hold, first, last in self._spans(start, self.hits if stop is None else stop):
+            if hold.unreleased[first:last].any():
+                self._grants.release(hold, first, last)
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[LeaseHold, int, int]]:
+        """The segments `start` to `stop` by the part of the lease that they belong to: (part, first, last), where the
+        indices count from the part's first segment."""
+        for number in range(start // MAX_KEYS, len(self._holds)):
+            hold, offset = self._holds[number], number * MAX_KEYS
+            first, last = max(start - offset, 0), min(stop - offset, len(hold.pins))
+            if first < last:
+                yield hold, first, last
 
     def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
         limit_s = self.link.deadlines.fetch_s if deadline_s is None else deadline_s
         began = time.monotonic()
-        for at in range(start, stop, MAX_FETCHED):
-            end = min(stop, at + MAX_FETCHED)
-            if self._item_codes.count(Code.LOCAL, at, end) == end - at:
+        at = start
+        while at < stop:
+            # A fetch names segments of one part of the lease.
+            end = min(stop, at + MAX_FETCHED, (at // MAX_KEYS + 1) * MAX_KEYS)
+            at, first = end, at
+            if self._item_codes.count(Code.LOCAL, first, end) == end - first:
                 continue
             # 0 stands for a deadline that the daemon predicts, so that a deadline that has passed is not 0.
             passed_s = time.monotonic() - began
             left_s, most_left_s = (max(LEAST_S, each - passed_s) if each else 0.0 for each in (limit_s, at_most_s))
-            reply = self._fetch(at, end, left_s, most_left_s)
-            self._record(at, end, reply.codes, reply.slots, reply.checksums)
-            if self._item_codes.count(Code.LOCAL, at, end) < end - at:
+            reply = self._fetch(first, end, left_s, most_left_s)
+            self._record(first, end, reply.codes, reply.slots, reply.checksums)
+            if self._item_codes.count(Code.LOCAL, first, end) < end - first:
                 break
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
@@ -221,8 +248,9 @@ class Lease:
         self._grants.sweep()
         link = self._grants.current(self.link)
         verify = self._state.verify
+        ((hold, first, last),) = self._spans(start, stop)
         pending = link.channel.begin(
-            lambda number: Fetch(number, self.id, start, stop, limit_s, verify, self.request, at_most_s)
+            lambda number: Fetch(number, hold.id, first, last, limit_s, verify, self.request, at_most_s)
         )
         if limit_s or at_most_s:
             wait_s = min(limit_s or at_most_s, at_most_s or limit_s) + link.deadlines.grace_s
@@ -252,7 +280,8 @@ class Lease:
         # Report the corrupt copy: the daemon checks it too and drops it. Engines that do not verify would otherwise go
         # on reading it.
         with contextlib.suppress(TokenLakeError):
-            self._grants.current(self.link).channel.tell(Corrupt(self.id, index))
+            for hold, first, _ in self._spans(index, index + 1):
+                self._grants.current(self.link).channel.tell(Corrupt(hold.id, first))
         return False
 
     def _mappings(self, places: NDArray[np.void]) -> dict[int, Mapping]:
@@ -271,8 +300,7 @@ class Lease:
         mappings = self._mappings(places)
         with self._grants.lock:
             self._grants.current(self.link)
-            stop = self._hold.pin(start, stop)
-            self._grants.count_pin()
+            stop = self._pin(start, stop)
         pin = _Pin(self, start, stop)
         windows = {
             region: np.asarray(Window(mapping, pin, functools.partial(_slots_in, region, places)))
@@ -281,9 +309,23 @@ class Lease:
         regions, slots = _columns(places[: stop - start])
         return [windows[region][slot] for region, slot in zip(regions, slots, strict=True)]
 
+    def _pin(self, start: int, stop: int) -> int:
+        """Pin the segments `start` to `stop`, or to the first released one. Returns where the pinned segments end. The
+        caller holds the lock of `_grants`."""
+        end = start
+        for hold, first, last in self._spans(start, stop):
+            pinned = hold.pin(first, last)
+            if pinned > first:
+                self._grants.count_pin()
+            end += pinned - first
+            if pinned < last:
+                break
+        return end
+
     def _unpin(self, start: int, stop: int) -> None:
         # The garbage collector may call this in the middle of any code, so it must take no lock.
-        self._grants.note_unpin(self._hold, start, stop)
+        for hold, first, last in self._spans(start, stop):
+            self._grants.note_unpin(hold, first, last)
 
 
 def _slots_in(region: int, places: NDArray[np.void]) -> list[int]:
@@ -310,16 +352,37 @@ def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
 class PendingNodes:
     """A request to the daemon for the nodes of a lease's segments, whose answer is awaited. For one thread."""
 
-    def __init__(self, link: Link, lease: LeaseId) -> None:
+    def __init__(self, link: Link, parts: Sequence[int]) -> None:
+        """`parts`: the numbers of the lease's parts."""
         self._link = link
-        self._pending = link.channel.begin(lambda number: Locate(number, lease))
+        self._pending = [self._begin(part) for part in parts]
+        self._names: list[str] = []
+
+    def _begin(self, part: int) -> Pending:
+        return self._link.channel.begin(lambda number: Locate(number, part))
 
     def poll(self) -> list[str] | None:
         """The nodes of the lease's segments once the daemon's reply has arrived, None before. Never waits. Raises
         `Unreachable`."""
-        reply = self._link.channel.poll(self._pending)
-        return None if reply is None else _node_names(self._link, self._link.expect(reply, Located))
+        while self._pending:
+            reply = self._link.channel.poll(self._pending[0])
+            if reply is None:
+                return None
+            self._take(reply)
+        return self._names
+
+    def wait(self, deadline_s: float) -> list[str]:
+        """The nodes of the lease's segments, awaited for at most `deadline_s`. Raises `Unreachable`."""
+        until = time.monotonic() + deadline_s
+        while self._pending:
+            self._take(self._link.wait(self._pending[0], max(0.0, until - time.monotonic())))
+        return self._names
 
     def cancel(self) -> None:
         """Give up the request for the nodes of a lease's segments: the caller does not need the answer any more."""
-        self._link.channel.drop(self._pending)
+        for pending in self._pending:
+            self._link.channel.drop(pending)
+
+    def _take(self, reply: EngineReply) -> None:
+        self._names += _node_names(self._link, self._link.expect(reply, Located))
+        del self._pending[0]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Sequence
 
 import msgspec
 
+from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.wire import Code
-from tokenlake.wire.engine import MAX_KEYS, Match, Matched
+from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
@@ -18,6 +20,9 @@ from tokenlake_client.pool_state import PoolState
 __all__ = ["DEFAULT_MATCH", "MatchOptions", "PendingMatch"]
 
 log = logging.getLogger(__name__)
+
+LEAST_S = 0.001
+"""Least deadline in seconds of a request for further keys of a match."""
 
 
 class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,67 +49,127 @@ DEFAULT_MATCH = MatchOptions()
 
 
 class PendingMatch:
-    """A match that was sent to the daemon and whose answer is awaited. For one thread."""
+    """A match that was sent to the daemon and whose answer is awaited. For one thread.
+
+    The daemon is asked for `MAX_KEYS` keys at a time, the next ones once it has found all before them::
+
+        keys  |--- MAX_KEYS: found ---|--- MAX_KEYS: some found --|--- not asked for ---|
+        lease |------------------- hits ----------|
+    """
 
     def __init__(
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
-        """Sends the match, of the first `MAX_KEYS` keys: the others count as not found. `request`: the name of the
-        request, which the caller made up where `options` has none.
-        Raises `Unreachable`."""
+        """Sends the match of the first keys. `request`: the name of the request, which the caller made up where
+        `options` has none. Raises `Unreachable`."""
         self._state = state
         self._keys = keys
         self._request = request
+        self._options = options
         self._deadline_s = deadline_s
-        self._waits = options.in_flight_wait_s > 0
+        self._began = time.monotonic()
+        self._parts: list[Matched] = []
         self._lease: Lease | None = None
-        packed = join_keys(keys[:MAX_KEYS])
+        self._link = state.grants.link
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
-        self._link = state.grants.link
+        self._ask(deadline_s)
+
+    @property
+    def answers(self) -> int:
+        """The number of answers of the daemon so far. After each of them but the last, `poll` has asked for the next
+        keys, with the whole deadline."""
+        return len(self._parts)
+
+    def poll(self) -> Lease | None:
+        """The lease once the daemon's answer to the match has arrived, None before. Never waits. Raises
+        `Unreachable`."""
+        while self._lease is None:
+            try:
+                reply = self._link.channel.poll(self._pending)
+                if reply is None:
+                    return None
+                if self._take(reply):
+                    self._ask(self._deadline_s)
+            except TokenLakeError:
+                if not self._parts:
+                    raise
+                # The keys that the daemon has not answered for count as missing.
+                self._lease = self._join()
+        return self._lease
+
+    def wait(self) -> Lease:
+        """Wait for the daemon's answer to the match and return its lease. All answers arrive within the deadline
+        together; with `in_flight_wait_s`, each arrives within the deadline after its wait. Raises `Unreachable`:
+        without `in_flight_wait_s` when the deadline has passed; with it, when the daemon does not answer a
+        heartbeat."""
+        while self._lease is None:
+            try:
+                if self._options.in_flight_wait_s > 0:
+                    reply, left_s = self._link.wait_while_alive(self._pending), self._deadline_s
+                else:
+                    reply = self._link.channel.wait(self._pending, self._left_s() + self._link.deadlines.grace_s)
+                    left_s = self._left_s()
+                if self._take(reply):
+                    self._ask(left_s)
+            except TokenLakeError:
+                if not self._parts:
+                    raise
+                # The keys that the daemon has not answered for count as missing.
+                self._lease = self._join()
+        return self._lease
+
+    def cancel(self) -> None:
+        """Give the match up: its lease is released now, or when the daemon's answer arrives."""
+        if self._lease is None:
+            self._link.channel.drop(self._pending)
+            if not self._parts:
+                return
+            with contextlib.suppress(TokenLakeError):
+                self._lease = self._join()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _left_s(self) -> float:
+        return max(LEAST_S, self._deadline_s - self._passed_s())
+
+    def _ask(self, deadline_s: float) -> None:
+        """Send the match of the next `MAX_KEYS` keys. Raises `Unreachable`."""
+        at, options = len(self._parts) * MAX_KEYS, self._options
+        packed = join_keys(self._keys[at : at + MAX_KEYS])
+        # The waits of all requests together do not exceed that of the match.
+        wait_s = options.in_flight_wait_s and max(LEAST_S, options.in_flight_wait_s - self._passed_s())
+        per_segment_s = options.in_flight_wait_per_segment_s
+        if len(self._keys) - at > MAX_KEYS:
+            # The daemon counts the missing keys of this request only. If it misses all of them, it waits for as long as
+            # if it had been asked for all keys that are left.
+            per_segment_s *= (len(self._keys) - at) / MAX_KEYS
         self._pending = self._link.channel.begin(
             lambda number: Match(
                 number,
                 packed,
                 deadline_s,
-                state.verify,
-                request,
+                self._state.verify,
+                self._request,
                 options.hints,
                 options.prompt_tokens,
-                options.in_flight_wait_s,
-                options.in_flight_wait_per_segment_s,
+                wait_s if self._parts else options.in_flight_wait_s,
+                per_segment_s,
             )
         )
 
-    def poll(self) -> Lease | None:
-        """The lease once the daemon's answer to the match has arrived, None before. Never waits. Raises
-        `Unreachable`."""
-        if self._lease is None:
-            reply = self._link.channel.poll(self._pending)
-            if reply is not None:
-                self._lease = self._lease_of(self._link.expect(reply, Matched))
-        return self._lease
+    def _take(self, reply: EngineReply) -> bool:
+        """Take the daemon's answer. True: it has all keys that it was asked for, and there are more; False: the lease
+        is complete. Raises `Unreachable` and `ProtocolRefused`."""
+        matched = self._link.expect(reply, Matched)
+        self._parts.append(matched)
+        more = matched.hits == MAX_KEYS and len(self._keys) > len(self._parts) * MAX_KEYS
+        if not more:
+            self._lease = self._join()
+        return more
 
-    def wait(self) -> Lease:
-        """Wait for the daemon's answer to the match and return its lease. Raises `Unreachable`: without
-        `in_flight_wait_s` when the deadline has passed; with it, when the daemon does not answer a heartbeat."""
-        if self._lease is None:
-            if self._waits:
-                reply = self._link.wait_while_alive(self._pending)
-            else:
-                reply = self._link.channel.wait(self._pending, self._deadline_s + self._link.deadlines.grace_s)
-            self._lease = self._lease_of(self._link.expect(reply, Matched))
-        return self._lease
-
-    def cancel(self) -> None:
-        """Give the match up: its lease is released now, or when the daemon's answer arrives."""
-        if self._lease is not None:
-            self._lease.release()
-        else:
-            self._link.channel.drop(self._pending)
-
-    def _lease_of(self, matched: Matched) -> Lease:
-        beyond = len(self._keys) - MAX_KEYS
-        if beyond > 0:
-            matched = msgspec.structs.replace(matched, codes=matched.codes + bytes([Code.SESSION_LIMIT]) * beyond)
-        return Lease(self._state, self._link, self._keys, matched, self._request)
+    def _join(self) -> Lease:
+        return Lease(self._state, self._link, self._keys, self._parts, self._request)

@@ -20,6 +20,7 @@ from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
@@ -40,8 +41,7 @@ log = logging.getLogger(__name__)
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
 """Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
 pause is twice the one before."""
-KEYS_PER_MESSAGE = 1024
-"""Limit of the segment keys in one message of `hint` or `claim`, as of one request (`MAX_KEYS`)."""
+_NOT_RESERVED = bytes([Code.SESSION_LIMIT])
 STORE_WINDOW = 32
 """Number of segments that `store_all` reserves at a time, so that one prompt does not use up the write budget."""
 
@@ -148,15 +148,23 @@ class Pool:
         daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
         return PendingHeartbeat(self.link)
 
-    def attach(self, lease: LeaseId, *, request: str = "", deadline_s: float | None = None) -> Lease:
-        """Hold a lease that another process of this session made. The returned lease has no `keys`; its `hits` is 0
-        when the lease has ended. `request`: as of `MatchOptions`. `deadline_s`: by default `Deadlines.call_s`. Raises
-        `Unreachable`."""
-        deadline_s = self.deadlines.call_s if deadline_s is None else deadline_s
-        with self._grants.attaching(lease, deadline_s, write=False) as (link, reply):
-            matched = link.expect(reply, engine.Matched)
-            keys = [SegmentKey(b"")] * matched.hits
-            return Lease(self._state, link, keys, matched, request[:MAX_REQUEST_NAME])
+    def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
+        """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
+        `keys`; its `hits` is 0 when the lease has ended. `request`: as of `MatchOptions`. `deadline_s`: by default
+        `Deadlines.call_s`. Raises `Unreachable`."""
+        if not parts:
+            raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
+        until = time.monotonic() + (self.deadlines.call_s if deadline_s is None else deadline_s)
+        with contextlib.ExitStack() as attached:
+            granted: list[engine.Matched] = []
+            for part in parts:
+                left_s = max(0.0, until - time.monotonic())
+                link, reply = attached.enter_context(self._grants.attaching(part, left_s, write=False))
+                granted.append(link.expect(reply, engine.Matched))
+                if granted[-1].hits < MAX_KEYS:
+                    break
+            keys = [SegmentKey(b"")] * sum(matched.hits for matched in granted)
+            return Lease(self._state, link, keys, granted, request[:MAX_REQUEST_NAME])
 
     # -- writing
 
@@ -178,7 +186,7 @@ class Pool:
             log.debug("request %r: store of %d segments", name, len(keys))
         until = time.monotonic() + patience
         pause = RETRY_S
-        packed = join_keys(keys)
+        packed = join_keys(keys[:MAX_KEYS])
         while True:
             link = self.link
             reply = link.call(
@@ -188,7 +196,7 @@ class Pool:
             )
             over_budget = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not over_budget or time.monotonic() + pause > until:
-                return Write(self._state, link, keys, reply)
+                return Write(self._state, link, keys, _for_all(reply, keys))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_RETRY_S)
 
@@ -235,11 +243,11 @@ class Pool:
         """Reserve slots, as `store` does, that other processes of this session fill. `deadline_s`: by default
         `Deadlines.call_s`. Raises `Unreachable`."""
         self._grants.sweep()
-        link, packed, name = self.link, join_keys(keys), self._request_name(request)
+        link, packed, name = self.link, join_keys(keys[:MAX_KEYS]), self._request_name(request)
         reply = link.call(
             lambda number: engine.Prepare(number, packed, first, name, hints), engine.Prepared, deadline_s
         )
-        return Reservation(self._state, link, reply)
+        return Reservation(self._state, link, _for_all(reply, keys))
 
     def attach_write(self, write: WriteId) -> Write:
         """Fill a write that another process of this session began; each process fills its own shards. The keys of the
@@ -255,22 +263,23 @@ class Pool:
         over. It reaches the owners within a second and does not count as a read. Never waits, never raises; the hint is
         lost while there is no daemon."""
         with contextlib.suppress(TokenLakeError):
-            for start in range(0, len(keys), KEYS_PER_MESSAGE):
-                self.link.channel.tell(engine.Hint(join_keys(keys[start : start + KEYS_PER_MESSAGE]), hints))
+            for start in range(0, len(keys), MAX_KEYS):
+                self.link.channel.tell(engine.Hint(join_keys(keys[start : start + MAX_KEYS]), hints))
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
         `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. The marker of the first
         segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         with contextlib.suppress(TokenLakeError):
-            self.link.channel.tell(engine.Claim(join_keys(keys[:KEYS_PER_MESSAGE]), seconds))
+            # A process has at most so many markers.
+            self.link.channel.tell(engine.Claim(join_keys(keys[:MAX_KEYS]), seconds))
 
     # -- attention in place (`tokenlake_client.queries`)
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float | None = None) -> View:
-        """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key. The view
-        takes the lease over, unless this call raises `Unreachable` or the refusal of the query engine. `deadline_s`:
-        by default `Deadlines.view_s`."""
+        """A view of the first 1,024 segments of `lease`, for queries of `heads` heads; logits are `scale` x query .
+        key. The view takes the lease over, unless this call raises `Unreachable` or the refusal of the query engine.
+        `deadline_s`: by default `Deadlines.view_s`."""
         deadline_s = self.deadlines.view_s if deadline_s is None else deadline_s
         return self._queries.open_view(lease, heads, scale, deadline_s)
 
@@ -377,6 +386,13 @@ class Pool:
     def expired(self) -> int:
         """How many times the daemon had ended this pool's session because no heartbeat had arrived in time."""
         return self._heartbeat.expired
+
+
+def _for_all(reply: engine.Prepared, keys: Sequence[SegmentKey]) -> engine.Prepared:
+    """The daemon's answer for the first `MAX_KEYS` of `keys`, with the code of the others: one request reserves far
+    fewer slots than these."""
+    beyond = len(keys) - MAX_KEYS
+    return msgspec.structs.replace(reply, codes=reply.codes + _NOT_RESERVED * beyond) if beyond > 0 else reply
 
 
 def _from(source: Source, start: int) -> Source:

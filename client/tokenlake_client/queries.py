@@ -212,7 +212,8 @@ class Queries:
         """Memory of closed buffers whose newest query is not answered yet: the query engine may still write there."""
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
-        """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
+        """A view of the first `MAX_KEYS` segments of `lease`, for queries of `heads` heads; logits are `scale` x
+        query . key.
 
         The view takes the lease over. Raises `LayoutRefused` for values that no view can have, `Unreachable` (no query
         engine, or the lease has ended), `DeadlinePassed`, and the refusal of the query engine; the lease stays the
@@ -221,11 +222,13 @@ class Queries:
         link = self._connected()
         link.check()
         self._sweep(link)
-        placed = self._grants.current(lease.link).call(lambda number: engine.Locate(number, lease.id), engine.Located)
-        if len(placed.owners) != lease.hits:
+        first = lease.ids[0]
+        hits = min(lease.hits, engine.MAX_KEYS)
+        placed = self._grants.current(lease.link).call(lambda number: engine.Locate(number, first), engine.Located)
+        if len(placed.owners) != hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
         number = next(self.numbers)
-        keys = join_keys(lease.keys)
+        keys = join_keys(lease.keys[:hits])
         message = wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale)
         _check(message)
         expected = link.expect(("view", number))

@@ -55,9 +55,9 @@ class FrameReader:
         keep: Callable[[int], None] = lambda nbytes: None,
         key: bytes = b"",
     ) -> None:
-        """`key`: of the records of the stream; empty for a plain stream. `pace` is called before each frame and after each read of the socket; it may pause the thread. `keep` is
-        called with the bytes of an incomplete frame that are about to be kept, and with negative bytes when they are
-        kept no longer; it may raise LimitReached."""
+        """`key`: of the records of the stream; empty for a plain stream. `pace` is called before each frame and after
+        each read of the socket; it may pause the thread. `keep` is called with the bytes of an incomplete frame that
+        are about to be kept, and with negative bytes when they are kept no longer; it may raise LimitReached."""
         self._sock = sock
         self._pace = pace
         self._keep = keep
@@ -159,8 +159,9 @@ class Connection:
         keep: Callable[[int], None] = lambda nbytes: None,
         keys: RecordKeys | None = None,
     ) -> None:
-        """`keys`: of the records of the connection; None for a plain one. `max_unsent`: the connection is closed when more bytes than this wait to be sent. `pace`, `keep`: as for
-        `FrameReader`, called in the thread of the connection that reads."""
+        """`keys`: of the records of the connection; None for a plain one. `max_unsent`: the connection is closed when
+        more bytes than this wait to be sent. `pace`, `keep`: as for `FrameReader`, called in the thread of the
+        connection that reads."""
         self.name = name
         self._max_unsent = max_unsent
         self._sock = sock
@@ -237,7 +238,7 @@ class Connection:
 
     def wait_unsent(self, most: int) -> None:
         """Block until at most `most` bytes wait to be sent, or the connection is closed. Called by the reading thread
-        alone, so that it reads no further requests while the other side does not read the results."""
+        alone, so that it reads no further requests while the other side does not read the answers."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
@@ -277,7 +278,8 @@ class Connection:
                 self._changed.wait_for(lambda: self._unsent or not self._open)
                 if not self._open:
                     return
-                buffers = deque(self._unsent)
+                # Not all of them: a copy for each call would take the longer the more wait.
+                buffers = deque(itertools.islice(self._unsent, MAX_BUFFERS))
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:

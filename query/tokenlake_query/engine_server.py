@@ -33,6 +33,8 @@ MAX_VIEWS = 1 << 14
 MAX_BUFFERS = 256
 MAX_UNSENT_BYTES = 16 << 20
 """A connection is closed when its engine leaves more than this of its answers unread."""
+READ_UNSENT_BYTES = 64 << 10
+"""No further requests are read while more of the answers wait to be sent."""
 
 
 class _SharedMemory:
@@ -132,6 +134,8 @@ class EngineServer:
         self._connection.serve(self._handle, self._ended)
 
     def _handle(self, body: bytes) -> None:
+        # An engine that does not read its answers is not read from: refusals of its requests would fill memory.
+        self._connection.wait_unsent(READ_UNSENT_BYTES)
         message = decode(wire.query_decoder, body)
         try:
             if isinstance(message, wire.OpenBuffer):

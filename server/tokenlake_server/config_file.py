@@ -45,7 +45,7 @@ def _read(path: Path) -> tuple[str, os.stat_result]:
     try:
         with path.open("rb") as file:
             status, data = os.fstat(file.fileno()), file.read()
-        return data.decode(), status
+        return data.decode("utf-8-sig"), status
     except OSError as error:
         raise _refusal(path, f"a file that can be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -182,9 +182,9 @@ class Daemon:
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection that sent an event which the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
-            log.warning("an event was refused: %s", error)
+            log.warning("an event was refused: %s", error, extra={"kind": "refused"})
         else:
-            log.error("the rules failed on %s", type(event).__name__, exc_info=error)
+            log.error("the rules failed on %s", type(event).__name__, exc_info=error, extra={"kind": "failed"})
             error = ProtocolRefused("the daemon failed on this request; its log has the error")
         if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)

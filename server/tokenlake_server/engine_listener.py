@@ -131,7 +131,8 @@ class EngineListener:
             self._loop.add_reader(self._sock, self._accept)
 
     def _socket_closed(self, connection: EngineConnection, reason: str) -> None:
-        log.info("connection %d of process %d: %s", connection.number, connection.process.pid, reason)
+        number, pid = connection.number, connection.process.pid
+        log.info("connection %d of process %d: %s", number, pid, reason, extra={"kind": "connection"})
         # A living process that maps the arena may still access its slots, so its leases and writes end when the process
         # ends (its pidfd), not with the socket.
         if not connection.maps:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import io
 import json
 import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
 """Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
+REQUEST_S = 10.0
+"""Seconds after which a connection without a whole request is closed, so that it frees its thread."""
 MAX_THREADS = 32
 """Limit of the requests for pages that are served at the same time; further connections are closed without a reply."""
 
@@ -211,9 +216,32 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._room.release()
 
 
+class _Until(io.RawIOBase):
+    """The bytes that a socket receives before a deadline. A read after it raises TimeoutError."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._until = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+        return self._sock.recv_into(buffer)
+
+
 class _Quiet(WSGIRequestHandler):
-    timeout = 10.0
-    """Seconds after which a connection without a request is closed, so that it frees its thread."""
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Until(self.connection, REQUEST_S))
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

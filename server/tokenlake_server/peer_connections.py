@@ -156,7 +156,7 @@ class PeerConnections:
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
         driver.carry_out(SendToPeer, self._say)
-        driver.carry_out(Note, lambda note: log.warning("%s", note.text))
+        driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
             self._dial_soon(name)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 from tokenlake.core.learned import MAX_LEARNED_BYTES
@@ -76,8 +77,12 @@ def require_directory(setting: str, path: str) -> None:
     """Raise `ConfigurationError` unless `path` is a directory in which this process may create files."""
     if not os.path.isdir(path):
         raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to")
+    try:
+        # `os.access` would let root pass for a directory such as /proc.
+        with tempfile.NamedTemporaryFile(dir=path):
+            pass
+    except OSError:
+        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to") from None
 
 
 def _digest(learned: bytes) -> bytes:

@@ -20,14 +20,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    """One daemon."""
+    """One daemon for the tests of a module."""
     with daemons() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Cluster]:
-    """Three daemons."""
+    """Three daemons for the tests of a module."""
     with daemons(3) as cluster:
         yield cluster
 

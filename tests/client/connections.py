@@ -17,7 +17,7 @@ from tokenlake.wire import FrameDecoder, engine, pack_frame
 from tokenlake_client import Pool
 from tokenlake_client.channel import Channel
 from tokenlake_client.link import Link
-from tokenlake_testing.cluster import Node
+from tokenlake_testing.cluster import Cluster, Node
 
 MAX_FRAME = 1 << 20
 
@@ -35,6 +35,12 @@ def refill(pool: Pool, seed: int = 5) -> None:
     """Write more than the arena holds, so that every segment that may be evicted is."""
     for number in range(12):
         store(pool, Prompt(seed * 1000 + number, 32))
+
+
+def fill_from_another_pool(cluster: Cluster) -> None:
+    """Write more than the arena holds."""
+    with cluster.connect(0, LAYOUT) as other:
+        refill(other)
 
 
 def heartbeat_threads() -> set[threading.Thread]:

@@ -154,10 +154,9 @@ def test_a_fetch_with_the_deadline_of_its_pool() -> None:
 
 def test_a_request_that_is_too_large_is_not_sent(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
-        keys = pool.prefix(Prompt(8, 1).tokens).keys * (1 << 17)
         with pytest.raises(LimitReached, match="max_frame"):
-            pool.store(keys * 2)
-        assert pool.match(keys[:10]).hits == 0
+            pool.link.call(lambda number: engine.Prepare(number, bytes(32 << 18), 0), engine.Prepared)
+        assert pool.match([], deadline_s=PATIENT_S).hits == 0
 
 
 class _BrokenBeforePoll(socket.socket):

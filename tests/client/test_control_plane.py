@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.live
 
 SHAPE = AttentionShape.of(LAYOUT, q_heads=4)
 ANSWER = 3
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with daemons(3) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

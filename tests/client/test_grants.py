@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.connections import answers, refill, scripted_link
+from tests.client.connections import answers, fill_from_another_pool, refill, scripted_link
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -36,12 +36,6 @@ pytestmark = pytest.mark.live
 def processes(cluster: Cluster) -> float:
     """Processes that may access the daemon's arena."""
     return total(cluster.nodes[0], "tokenlake_processes")
-
-
-def fill_from_another_pool(cluster: Cluster) -> None:
-    """Write more than the arena holds."""
-    with cluster.connect(0, LAYOUT) as other:
-        refill(other)
 
 
 def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
@@ -125,9 +119,9 @@ def test_a_late_attach_ends_no_second_attach(cluster: Cluster) -> None:
         store(pool, prompt)
         read(rank, prompt)
         lease = match(pool, prompt)
-        attach_late(cluster, lambda: rank.attach(lease.id))
+        attach_late(cluster, lambda: rank.attach(*lease.ids))
         wait_until(lambda: answers(rank), "the daemon answers again")
-        held = rank.attach(lease.id)
+        held = rank.attach(*lease.ids)
         arrays = held.fetch()
         lease.release()
         answers(rank)
@@ -145,7 +139,7 @@ def test_a_late_attach_to_a_lease_of_this_process(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, prompt)
         lease = match(pool, prompt)
-        attach_late(cluster, lambda: pool.attach(lease.id))
+        attach_late(cluster, lambda: pool.attach(*lease.ids))
         lease.release(6)
         wait_until(lambda: answers(pool), "the daemon answers again")
         answers(pool)
@@ -166,7 +160,7 @@ def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, prompt)
         first = match(pool, prompt)
-        second = pool.attach(first.id)
+        second = pool.attach(*first.ids)
         first.release()
         fill_from_another_pool(cluster)
         arrays = second.fetch()

@@ -12,7 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.client.connections import answers, heartbeat_threads, reconnect, reconnected, refill, through_proxy
+from tests.client.connections import (
+    answers,
+    fill_from_another_pool,
+    heartbeat_threads,
+    reconnect,
+    reconnected,
+    refill,
+    through_proxy,
+)
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -223,12 +231,6 @@ def test_pools_of_two_layouts_reconnect(cluster: Cluster, tmp_path: Path) -> Non
     assert len({one.session, two.session, twin.session}) == 3
     for pool in (one, two, twin):
         pool.close()
-
-
-def fill_from_another_pool(cluster: Cluster) -> None:
-    """Write more than the arena holds."""
-    with cluster.connect(0, LAYOUT) as other:
-        refill(other)
 
 
 def test_leases_and_writes_outlive_their_pool(cluster: Cluster) -> None:

@@ -22,7 +22,6 @@ from tests.robustness.live import (
     wait_told,
     wait_until,
 )
-from tokenlake.identity import LeaseId
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
@@ -71,7 +70,7 @@ def test_a_reused_slot_is_not_copied(pool: Pool) -> None:
 
 def test_an_unknown_prompt_is_a_miss(pool: Pool) -> None:
     with match(pool, Prompt(5, 4)) as lease:
-        assert (lease.hits, lease.id) == (0, 0)
+        assert (lease.hits, lease.ids) == (0, (0,))
         assert lease.fetch() == []
     with pool.match([]) as empty:
         assert empty.hits == 0
@@ -122,14 +121,14 @@ def test_a_second_process_attaches_to_a_lease(pool: Pool, shared: Cluster) -> No
     lease = match(pool, prompt)
     with EngineProcess(shared.nodes[0].socket, pool.session) as rank:
         assert rank.session == pool.session
-        assert rank.ask("attach", lease=lease.id, seed=13, segments=5) == {"hits": 5, "wrong": 0}
+        assert rank.ask("attach", lease=lease.ids, seed=13, segments=5) == {"hits": 5, "wrong": 0}
         lease.release()
         refill(pool, 5)
         assert rank.ask("compare") == {"hits": 5, "wrong": 0}
         assert read(pool, prompt) == 5, "still leased by the rank"
         rank.ask("release")
-        assert pool.attach(LeaseId(lease.id)).hits in (0, 5)
-        wait_until(lambda: pool.attach(LeaseId(lease.id)).hits == 0, "the lease ended")
+        assert pool.attach(*lease.ids).hits in (0, 5)
+        wait_until(lambda: pool.attach(*lease.ids).hits == 0, "the lease ended")
 
 
 def test_closing_frees_slots(shared: Cluster) -> None:

@@ -123,7 +123,7 @@ def test_a_waiting_match_notices_a_frozen_daemon(cluster: Cluster) -> None:
         keys = pool.prefix(Prompt(5, 4).tokens).keys
         pool.match(keys, WAIT).release()
         cluster.nodes[0].freeze()
-        with pytest.raises(DeadlinePassed, match=f"did not answer within {PATIENT_S * 1e3:.0f} ms"):
+        with pytest.raises(DeadlinePassed, match="did not answer within"):
             pool.match(keys, WAIT)
         assert pool.timeouts == 1
         cluster.nodes[0].thaw()

@@ -19,13 +19,12 @@ from tests.query.scene import (
     close_to,
     draw_queries,
     engine_of,
-    freeze,
     open_view,
     serving,
     spread,
     wait_serving,
 )
-from tests.robustness.live import wait_until
+from tests.robustness.live import freeze, wait_until
 from tokenlake.attention import Partial
 from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, TokenLakeError, Unreachable
 from tokenlake.wire import Code

@@ -20,17 +20,11 @@ pytestmark = pytest.mark.live
 SLOTS = SlotMap.of(LAYOUT)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with daemons() as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def pool(cluster: Cluster) -> Iterator[Pool]:
-    with cluster.connect(0, LAYOUT) as pool:
+def pool(shared: Cluster) -> Iterator[Pool]:
+    with shared.connect(0, LAYOUT) as pool:
         yield pool
-    wait_until(lambda: accounted(cluster.nodes[0]), "all grants were given back")
+    wait_until(lambda: accounted(shared.nodes[0]), "all grants were given back")
 
 
 def layer_of(prompt: Prompt, layer: int, segments: Sequence[int]) -> LayerCache:

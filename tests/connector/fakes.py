@@ -27,7 +27,7 @@ class FakeRequest:
 
 @dataclass
 class FakeLease:
-    id: LeaseId
+    ids: tuple[LeaseId, ...]
     hits: int
     local_hits: int
     released: bool = False
@@ -63,15 +63,20 @@ class FakeMatch:
     options: MatchOptions
     cancelled: bool = False
     lease: FakeLease | None = None
+    answers: int = 0
+    further: bool = False
+    """Has an answer arrived after which further keys are asked for?"""
 
     def poll(self) -> FakeLease | None:
+        self.answers += self.further
+        self.further = False
         if not self.pool.reachable:
             raise Unreachable("gone")
         if self.lease is None and self.pool.answers:
             hits = next((at for at, key in enumerate(self.keys) if key not in self.pool.known), len(self.keys))
             nodes = [self.pool.places.get(key, self.pool.node) for key in self.keys[:hits]]
             here = nodes.count(self.pool.node)
-            self.lease = FakeLease(LeaseId(len(self.pool.leases) + 1), hits, here, nodes=nodes)
+            self.lease = FakeLease((LeaseId(len(self.pool.leases) + 1),), hits, here, nodes=nodes)
             self.lease.answers = self.pool.answers_where
             self.pool.leases.append(self.lease)
         return self.lease

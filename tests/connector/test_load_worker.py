@@ -24,7 +24,7 @@ class Watched:
     def __init__(self) -> None:
         self.story: list[str] = []
 
-    def attach(self, lease: LeaseId, *, request: str, deadline_s: float | None = None) -> Watched:
+    def attach(self, *parts: LeaseId, request: str, deadline_s: float | None = None) -> Watched:
         return self
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
@@ -48,7 +48,7 @@ def test_copies_finish_before_the_lease_is_released() -> None:
     """Without this order, a failed copy releases slots and blocks that the device still reads and writes."""
     watched = Watched()
     with pytest.raises(RuntimeError, match="the device is gone"):
-        load_blocks(watched, LoadPlan("r", 1, 1, 0, 32, (0, 1), local=True), watched, 16, 16)
+        load_blocks(watched, LoadPlan("r", (1,), 1, 0, 32, (0, 1), local=True), watched, 16, 16)
     assert watched.story == ["begun", "finished", "released"]
 
 
@@ -72,7 +72,7 @@ def test_all_windows_of_a_load_share_one_limit() -> None:
     for limit_s in (0.0, 0.015):
         slow = Slow()
         count = 3 * WINDOW
-        plan = LoadPlan("r", 1, 1, 0, 16 * count, tuple(range(count)), local=False, at_most_s=limit_s)
+        plan = LoadPlan("r", (1,), 1, 0, 16 * count, tuple(range(count)), local=False, at_most_s=limit_s)
         load_blocks(slow, plan, slow, 16, 16)
         first, second, third = slow.limits
         if limit_s:

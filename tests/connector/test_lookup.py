@@ -291,3 +291,17 @@ def test_a_failing_marker_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench.pool, "claim", lambda keys, seconds: 1 // 0)
     assert bench.step(one, 0, 40).saves
     assert bench.reported == ["setting in-flight markers"]
+
+
+def test_each_answer_for_a_long_prompt_has_a_deadline() -> None:
+    """The daemon is asked for the next keys when the engine polls, which it does between its steps."""
+    bench = Bench()
+    one = asked(bench)
+    (pending,) = bench.pool.matches
+    bench.pool.answers = False
+    for _ in range(3):
+        bench.now += 0.9 * DEADLINE_S
+        pending.further = True
+        assert bench.side.matched(one, 0) is None
+    bench.now += 1.1 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0, "late"

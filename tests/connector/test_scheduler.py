@@ -249,7 +249,7 @@ def test_promised_loads_reach_the_ranks_after_an_error(monkeypatch: pytest.Monke
     bench.side.allocated(asked, blocks_of(asked), 32)
     assert bench.reported == ["preparing a load"]
     (load,) = bench.side.step([], lambda name: []).loads
-    assert (load.lease, load.incarnation, load.blocks) == (0, 0, tuple(range(100, 108)))
+    assert (load.leases, load.incarnation, load.blocks) == ((), 0, tuple(range(100, 108)))
     bench.side.worker_output(StepReport(1, 0), ["r"], set(load.blocks))
     bench.side.close()
 

@@ -68,7 +68,7 @@ def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[Work
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
     blocks = tuple(range(50 + start // 4, 50 + stop // 4))
-    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", 9, 1, start, stop, blocks, local=True),))
+    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", (9,), 1, start, stop, blocks, local=True),))
 
 
 def run(side: WorkerSide, plan: StepPlan) -> set[int]:

@@ -25,6 +25,7 @@ __all__ = [
     "fetch",
     "kinds",
     "match",
+    "most_at_once",
     "offer",
     "placed",
     "prepare",
@@ -128,6 +129,12 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
 def kinds(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Kind]:
     """The kinds of the copies of a segment, by node."""
     return {index: segment.kind for index, segment in copies(cluster, key, tenant).items()}
+
+
+def most_at_once(cluster: Cluster, node: int, kind: type[Any]) -> int:
+    """The most messages of one type, to engines and peers, that a node's rules returned for one event."""
+    outs = cluster.node(node).emitted
+    return max(sum(isinstance(getattr(each, "message", None), kind) for each in out) for out in outs)
 
 
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:

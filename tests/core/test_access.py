@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.core.scenes import answer, calm, copies, fetch, match, placed, prepare, said, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import context, events
+from tokenlake.core import access, context, events
 from tokenlake.core.access import MAX_RECENT_MATCHES, RecentMatches, access_after
 from tokenlake.hints import NEVER, NO_ACCESS, NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
@@ -295,3 +295,19 @@ def test_hints_of_several_requests_stay_apart() -> None:
         (message.keys, replace(message.hints, access=NO_ACCESS)) for message in touched if message.hints is not None
     ]
     assert told == [(keys[0], CHAT), (keys[1], OVER), (keys[2], CHAT)]
+
+
+def test_reports_are_sent_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "REPORTS", 2)
+    cluster = calm()
+    reader = cluster.join(2)
+    (key,) = placed(cluster, 0, 1)
+    stored(cluster, cluster.join(1), [key], None)
+    assert turn(cluster, reader, [key]) == 1
+    before = len(said(cluster, 2, peer.Touched))
+    for number in range(9):
+        reader.processes[0].tell(engine.Hint(key, Hints(category=f"c{number}")))
+    cluster.run_for(0.5)
+    told = [message.hints for message in said(cluster, 2, peer.Touched)[before:]]
+    assert [hints.category for hints in told if hints is not None] == [f"c{number}" for number in range(9)]
+    assert most_at_once(cluster, 2, peer.Touched) == 2

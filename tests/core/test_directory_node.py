@@ -206,8 +206,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
     assert not node.handle(events.Requested(1, engine.Match(3, keys[7], 0.0))), "n1 is overdue"
     assert node.core.census()["walks"] == 1
     while node.core.census()["walks"] and node.now < 0.2:
-        node.now += 0.005
-        sent += node.handle(events.Tick())
+        sent += node.run_until(node.now + 0.005)
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
     assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone()]
 

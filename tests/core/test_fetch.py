@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.scenes import answer, ask, calm, copies, fetch, match, offer, placed, said, store, tell
+from tests.core.scenes import answer, ask, calm, copies, fetch, match, most_at_once, offer, placed, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
+from tokenlake.core import fetch as fetches
 from tokenlake.core import peers
 from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.grants import SHIPPED, SKIPPED
@@ -105,6 +106,28 @@ def test_one_transfer_serves_two_sessions() -> None:
         tell(cluster, reader.processes[0], engine.Release(((lease, 0, 3),)))
     assert [segment.pins for segment in segments] == [0] * 3
     assert not cluster.core(0).census()["leases to peers"]
+
+
+def test_fetches_that_share_a_transfer_are_answered_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event takes long, however many fetches wait for one transfer."""
+    monkeypatch.setattr(fetches, "SETTLED", 4)
+    cluster = calm(regions=8)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    process = reader.processes[0]
+    leases = [match(cluster, reader, keys).lease for _ in range(6)]
+    waits = [ask(process, engine.Fetch, lease, 0, 3, 0.0) for lease in leases]
+    for _ in range(200):
+        cluster.run_for(0.0005)
+        cluster.check()
+    assert [list(reply.codes) for [reply] in waits] == [[Code.LOCAL] * 3] * 6
+    assert len(said(cluster, 2, StartFetch)) == 1
+    assert most_at_once(cluster, 2, engine.Fetched) <= 4
+    for lease in leases:
+        tell(cluster, process, engine.Release(((lease, 0, 3),)))
+    cluster.settle()
+    cluster.check_settled()
 
 
 def test_a_fetch_without_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

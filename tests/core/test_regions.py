@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
+from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.instructions import ReplaceRegion
 from tokenlake.core.regions import DRAIN_ALONE_S, PATIENCE_S
 from tokenlake.identity import TenantId
@@ -103,6 +105,48 @@ def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
     assert regions(cluster, "blue") == 2
     write(cluster, blue, "mine", SLOTS)
     cluster.check()
+
+
+def test_a_second_layout_of_a_tenant_gets_its_part() -> None:
+    """Also while engines of the first layout, which took all memory, are connected and go on writing."""
+    core = NodeCore(CoreConfig("a", 1, {"a": 1}, 4, 4096 + 8 * 4096, **ROOMY))  # type: ignore[arg-type]
+    core.start(0.0)
+    now, last = 0.0, 1
+    deliver: collections.deque[events.Event] = collections.deque()
+
+    def handle(event: events.Event) -> list[Any]:
+        deliver.append(event)
+        answers: list[Any] = []
+        while deliver:
+            for instruction in core.handle(deliver.popleft(), now):
+                if isinstance(instruction, ReplaceRegion):
+                    deliver.append(events.RegionReady(instruction.fresh))
+                answers.append(getattr(instruction, "message", None))
+        core.check_integrity()
+        return answers
+
+    def write(connection: int) -> None:
+        nonlocal now, last
+        last += 1
+        for reply in handle(events.Requested(connection, engine.Prepare(last, prompt(f"p{last}", 1)[0], 0))):
+            if isinstance(reply, engine.Prepared) and reply.write:
+                handle(events.Requested(connection, engine.Commit(last, reply.write, (0,), 1, bytes(8))))
+        now += 0.02
+        while (wake := core.next_wake()) is not None and wake <= now:
+            handle(events.Tick())
+
+    def taken() -> dict[int, int]:
+        return {pool.slot_bytes: len(pool.regions) for pool in core.store.pools()}
+
+    handle(events.Joined(1, 1, "red", 4096, 1, 16, 0, 0))
+    for _ in range(40):
+        write(1)
+    assert taken() == {4096: 4}
+    handle(events.Joined(2, 1, "red", 2048, 1, 16, 0, 0))
+    for _ in range(400):
+        write(1)
+        write(2)
+    assert taken() == {4096: 2, 2048: 2}
 
 
 def leased_in_each_region(cluster: Cluster, reader: Engine, count: int) -> dict[int, list[int]]:

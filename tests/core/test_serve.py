@@ -339,3 +339,21 @@ def test_one_node_that_reads_slowly_pins_a_share_of_the_slots() -> None:
         core.handle(events.SendDone(stream), now)
     assert sent(1, "n1") == len(keys)
     core.check_integrity()
+
+
+def test_leases_of_one_message_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "SLICE", 20)
+    cluster = calm()
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, cluster.join(0), [key])
+    node = cluster.node(0)
+    for call in range(10):
+        node.deliver(events.PeerSent("n2", peer.Lookup(call + 1, "red", key)))
+    leases = [message.lease for message in said(cluster, 0, peer.LookupReply)]
+    assert len(set(leases)) == 10
+    node.deliver(events.PeerSent("n2", peer.ReleaseLease(tuple(leases))))
+    assert cluster.core(0).census()["leases to peers"] == 7
+    cluster.check()
+    cluster.run_for(0.5)
+    assert cluster.core(0).census()["leases to peers"] == 0
+    cluster.check()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, fetch, match, placed, prepare, said, store
-from tokenlake.core import events, instructions
-from tokenlake.wire import Code, engine
+import pytest
+
+from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, prepare, said, store
+from tokenlake.core import events, instructions, sessions
+from tokenlake.wire import Code, engine, peer
 
 
 def test_a_dead_session_frees_its_slots() -> None:
@@ -37,6 +39,22 @@ def test_an_expired_write_keeps_its_slots_quarantined() -> None:
     late = answer(cluster, silent.processes[0], engine.Commit, prepared.write, (0, 1), 3, bytes(32))
     assert list(late.codes) == [Code.EXPIRED] * 2
     assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
+
+
+def test_writes_of_an_expired_session_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "PIECE", 2)
+    cluster = calm(reservation_s=60.0, dirty_share=1.0, session_reserve_share=1.0)
+    silent = cluster.join(2)
+    keys = placed(cluster, 0, 1, 6)
+    cluster.run_for(0.01)
+    for key in keys:
+        prepare(cluster, silent, [key])
+    silent.silent_until = cluster.clock.now + 5.0
+    cluster.run_for(2 * cluster.lease_s)
+    assert len(said(cluster, 2, peer.ClearInFlight)) == 6
+    assert most_at_once(cluster, 2, peer.ClearInFlight) == 2
+    assert [pool.quarantined for pool in cluster.core(2).store.pools()] == [6]
+    cluster.check()
 
 
 def test_sessions_beyond_the_limit_and_unknown_ones_are_refused() -> None:
@@ -74,6 +92,22 @@ def test_remote_leases_are_renewed_until_the_engine_ends() -> None:
     reader.die()
     cluster.run_for(1.5)
     assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0
+
+
+def test_remote_leases_are_renewed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "PIECE", 2)
+    cluster = calm(peer_lease_s=1.0)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 1)
+    store(cluster, writer, keys)
+    leases = [match(cluster, reader, keys).lease for _ in range(5)]
+    for _ in range(6):
+        cluster.run_for(0.5)
+        answer(cluster, reader.processes[0], engine.Heartbeat)
+    assert all(len(message.leases) <= 2 for message in said(cluster, 2, peer.RenewLease))
+    assert most_at_once(cluster, 2, peer.RenewLease) == 1
+    assert list(fetch(cluster, reader, leases[0], 1).codes) == [Code.LOCAL]
+    assert cluster.core(0).census()["leases to peers"] == 5
 
 
 def test_a_silent_process_keeps_its_lease() -> None:

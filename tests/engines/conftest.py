@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.query.scene import serving
+from tokenlake_testing.cluster import Cluster
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -25,3 +28,10 @@ def _quiet_transformers() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes with query engines, each of which takes seconds to import torch."""
+    with serving(3, "64MiB") as cluster:
+        yield cluster

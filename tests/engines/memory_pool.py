@@ -31,6 +31,7 @@ class MemoryPool:
         self.node = "memory"
         self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
         self.broken: set[str] = set()
+        self.error: type[Exception] = Unreachable
         self.lose_after: int | None = None
         self.refuse: Code | None = None
         self.lock = threading.Lock()
@@ -52,7 +53,7 @@ class MemoryPool:
 
     def fail(self, call: str) -> None:
         if call in self.broken:
-            raise Unreachable(f"{call} is broken")
+            raise self.error(f"{call} is broken")
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         self.fail("prefix")

@@ -94,3 +94,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
     tokens: list[int] = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
     return tokens
+
+
+def padded(rows: list[list[int]]) -> tuple[Any, Any]:
+    """A batch of prompts, padded on the left: token ids and attention mask, `[prompt, token]`."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.memory_pool import MemoryPool, as_pool
-from tests.engines.models import FAMILIES, PAD, VOCABULARY, build, family, prompt
+from tests.engines.models import FAMILIES, VOCABULARY, build, family, padded, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_client.engines.common import connection
@@ -33,13 +33,6 @@ def pool(model: Any) -> MemoryPool:
 def engine_of(model: Any, pool: MemoryPool, **options: Any) -> TokenLakeEngine:
     settings = {"window": 2, "prefill_chunk": 24, **options}
     return TokenLakeEngine(model, as_pool(pool), EngineOptions(**settings))
-
-
-def padded(rows: list[list[int]]) -> tuple[Any, Any]:
-    width = max(map(len, rows))
-    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
 
 
 def greedy(generate: Callable[..., Any], ids: Any, mask: Any = None, **arguments: Any) -> list[list[int]]:

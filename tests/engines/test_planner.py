@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engines.memory_pool import MemoryLease, MemoryPool
-from tests.engines.models import family, prompt
-from tests.engines.test_shipping import READER, SEGMENT, batch, check, engine_at, put, shipped
+from tests.engines.models import family, padded, prompt
+from tests.engines.test_shipping import READER, SEGMENT, check, engine_at, put, shipped
 from tests.query.scene import serving
 from tests.robustness.live import daemons
 from tokenlake.identity import NodeId
@@ -27,12 +26,6 @@ SAMPLES = 64
 @pytest.fixture(scope="module")
 def model() -> Any:
     return family("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -116,7 +109,7 @@ def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
         row = prompt(6 * SEGMENT + 1, 7)
         put(cluster, model, [row])
         rates = measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
-        ids, mask = batch([row])
+        ids, mask = padded([row])
         settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
         expected = model.generate(ids, attention_mask=mask, **settings).tolist()
         for _ in range(2):
@@ -132,7 +125,7 @@ def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
 def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 5)
-    ids, mask = batch([row])
+    ids, mask = padded([row])
     settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, attention_mask=mask, **settings).tolist()
     with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
@@ -149,7 +142,7 @@ def test_a_batch_that_finds_no_memory_keeps_no_lease(
 ) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 8)
-    ids, mask = batch([row])
+    ids, mask = padded([row])
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, attention_mask=mask, **settings).tolist()
 
@@ -171,7 +164,7 @@ def test_a_batch_that_finds_no_memory_keeps_no_lease(
 def test_a_load_that_fails_keeps_no_lease(model: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 9)
-    ids, mask = batch([row + prompt(4 * SEGMENT, 10)])
+    ids, mask = padded([row + prompt(4 * SEGMENT, 10)])
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, attention_mask=mask, **settings).tolist()
     with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT, window=2)) as engine:
@@ -228,6 +221,6 @@ def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
             assert writer.counts.tokens_stored == len(head)
         # With these rates every hit is predicted to be faster to read than to compute.
         measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=10.0)
-        ids, mask = batch(rows)
+        ids, mask = padded(rows)
         engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)
         assert engine.counts.tokens_hit + engine.counts.tokens_shipped == len(rows) * len(head)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engines.models import FAMILIES, PAD, family, prompt
-from tests.query.scene import serving
+from tests.engines.models import FAMILIES, family, padded, prompt
 from tests.robustness.live import PATIENT_ENGINE, wait_told
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
@@ -33,12 +32,6 @@ def model() -> Any:
     return family("llama-gqa")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
-
-
 def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **options: Any) -> TokenLakeEngine:
     settings: dict[str, Any] = {
         "segment_tokens": SEGMENT,
@@ -51,16 +44,9 @@ def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **opt
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))
 
 
-def batch(rows: list[list[int]]) -> tuple[Any, Any]:
-    width = max(map(len, rows))
-    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
 def generate(call: Callable[..., Any], rows: list[list[int]], **arguments: Any) -> tuple[list[list[int]], Any]:
     """Greedy tokens, and the logits of every step."""
-    ids, mask = batch(rows)
+    ids, mask = padded(rows)
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **arguments}
     output = call(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **settings)
     return output.sequences.tolist(), torch.stack(output.logits)
@@ -174,7 +160,7 @@ def test_rows_that_share_a_prefix_and_copies_of_them(cluster: Cluster, model: An
     with engine_at(cluster, READER, model) as engine:
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 6 * SEGMENT * 2 + 2 * SEGMENT + 3 * SEGMENT
-        ids, mask = batch(rows)
+        ids, mask = padded(rows)
         settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
         settings["temperature"] = 5.0
         torch.manual_seed(5)

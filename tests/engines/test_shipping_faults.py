@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import READER, SEGMENT, engine_at, generate, put, shipped
-from tests.query.scene import engine_of, freeze, serving, wait_serving
-from tests.robustness.live import wait_until
+from tests.query.scene import engine_of, serving, wait_serving
+from tests.robustness.live import freeze, wait_until
 from tokenlake_client.engines.transformers import TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 
@@ -31,12 +31,6 @@ MOMENTS = {"in a prefill": 3, "in a decode": OWN // CHUNK + 6}
 @pytest.fixture(scope="module")
 def model() -> Any:
     return family("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with serving(3, "64MiB") as cluster:
-        yield cluster
 
 
 def no_daemon(cluster: Cluster, stack: ExitStack, *, kill: bool) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import family, prompt
-from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
+from tests.engines.models import family, padded, prompt
+from tests.engines.test_shipping import NEW, SEGMENT, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.wire import Code
@@ -103,7 +103,7 @@ def before_prefill(engine: TokenLakeEngine, do: Callable[[], object]) -> None:
 
 
 def greedy(engine: TokenLakeEngine, rows: Sequence[list[int]]) -> list[list[int]]:
-    ids, mask = batch(list(rows))
+    ids, mask = padded(list(rows))
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     output: list[list[int]] = engine.generate(ids, attention_mask=mask, **settings).tolist()
     return output

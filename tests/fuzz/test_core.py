@@ -213,7 +213,8 @@ class Node:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(events.Tick())
+        while (wake := self.core.next_wake()) is not None and wake <= self.now:
+            self.feed(events.Tick())
 
     def check(self) -> None:
         """Whole, and within bounds."""

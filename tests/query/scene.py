@@ -4,9 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,7 +30,6 @@ __all__ = [
     "close_to",
     "draw_queries",
     "engine_of",
-    "freeze",
     "layout_of",
     "open_view",
     "serving",
@@ -156,13 +153,6 @@ def engine_of(node: Node) -> int:
     threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
     children = [int(child) for thread in threads for child in thread.read_text().split()]
     return children[0] if len(children) == 1 else 0
-
-
-def freeze(pid: int) -> None:
-    """Send SIGSTOP and wait until the process is stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
 
 
 def spread(cluster: Cluster, texts: Sequence[Text]) -> None:

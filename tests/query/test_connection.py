@@ -176,9 +176,9 @@ def test_records_carry_frames_and_payloads(pair: Pair) -> None:
     reader = FrameReader(pair[1], key=KEYS.sending)
     payloads = [random.Random(size).randbytes(size) for size in (0, 1, 100, 65_000, 70_000, 300_000, 3_000_000)]
     for number, payload in enumerate(payloads):
-        message = wire.Result(number, 0, b"", len(payload))
+        result = wire.Result(number, 0, b"", len(payload))
         halves = [memoryview(payload)[: len(payload) // 2], memoryview(payload)[len(payload) // 2 :]]
-        assert sender.send(message, halves) == len(pack_frame(message)) + len(payload)
+        assert sender.send(result, halves) == len(pack_frame(result)) + len(payload)
     for number, payload in enumerate(payloads):
         assert decode(wire.ask_reply_decoder, reader.frame()) == wire.Result(number, 0, b"", len(payload))
         target = bytearray(len(payload))

@@ -18,12 +18,11 @@ from tests.query.scene import (
     close_to,
     draw_queries,
     engine_of,
-    freeze,
     open_view,
     spread,
     wait_serving,
 )
-from tests.robustness.live import wait_until
+from tests.robustness.live import freeze, wait_until
 from tokenlake.attention import Partial
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES

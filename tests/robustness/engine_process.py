@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ class Engine:
         keys = self.pool.prefix(self.looked_at.tokens).keys
         self.lease = self.pool.match(keys, deadline_s=PATIENT_S)
         self.arrays = self.lease.fetch() if fetch else []
-        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.id}
+        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.ids}
 
-    def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
+    def attach(self, lease: Sequence[int], seed: int, segments: int) -> dict[str, Any]:
         """Read segments that another process of the session leased."""
         self.looked_at = Prompt(seed, segments)
-        self.lease = self.pool.attach(LeaseId(lease))
+        self.lease = self.pool.attach(*map(LeaseId, lease))
         self.arrays = self.lease.fetch()
         return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays)}
 

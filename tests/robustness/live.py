@@ -251,9 +251,7 @@ class EngineProcess:
 
     def freeze(self) -> None:
         """Send SIGSTOP and wait until the process is stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the engine is stopped")
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         """SIGCONT."""
@@ -263,6 +261,13 @@ class EngineProcess:
         """Send SIGKILL and wait until the process has ended."""
         self.process.kill()
         self.process.wait()
+
+
+def freeze(pid: int) -> None:
+    """Send SIGSTOP and wait until the process is stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
 
 
 def outcomes(codes: bytes) -> set[Code]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.robustness.live import (
@@ -12,7 +10,6 @@ from tests.robustness.live import (
     PATIENT,
     Prompt,
     accounted,
-    daemons,
     flip,
     local_keys,
     match,
@@ -26,21 +23,6 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with daemons(3, "24MiB", "4MiB") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def pools(cluster: Cluster) -> Iterator[list[Pool]]:
-    """One pool at each node. None of them verifies checksums."""
-    pools = [cluster.connect(number, LAYOUT) for number in range(3)]
-    yield pools
-    for pool in pools:
-        pool.close()
 
 
 def stored(cluster: Cluster, pools: list[Pool], *readers: int) -> list[Prompt]:

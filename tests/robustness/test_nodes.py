@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -29,20 +29,6 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with daemons(3, "24MiB", "4MiB") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def pools(cluster: Cluster) -> Iterator[list[Pool]]:
-    pools = [cluster.connect(number, LAYOUT) for number in range(3)]
-    yield pools
-    for pool in pools:
-        pool.close()
 
 
 SHARED = [Prompt(seed, 4) for seed in range(4)]

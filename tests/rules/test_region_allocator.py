@@ -85,7 +85,7 @@ def test_a_drained_region_goes_to_its_claimant() -> None:
     leased = next(iter(store.index(RED).values()))
     store.pin(leased)
     busy = leased.place.region
-    assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert not store.has_room(BLUE, SLOT_BYTES)
     assert store.regions.above_fair_share(RED, [RED, BLUE])
     # A region without a pinned segment is free at once.
     given = store.drain(pool, 200.0)
@@ -94,7 +94,7 @@ def test_a_drained_region_goes_to_its_claimant() -> None:
     store.check_integrity()
     store.add_spare(9, (BLUE, SLOT_BYTES))
     assert (regions(store, RED), regions(store, BLUE), store.regions.spare) == (1, 1, 0)
-    assert not store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert store.has_room(BLUE, SLOT_BYTES)
     assert not store.regions.above_fair_share(RED, [RED, BLUE])
 
 

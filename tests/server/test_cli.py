@@ -97,6 +97,17 @@ def test_files_that_are_accepted(tmp_path: Path) -> None:
         assert read_config_file(file) == text
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "bom.toml"
+    file.write_bytes(b'\xef\xbb\xbfnode = "b"\n')
+    assert read_config_file(file) == 'node = "b"\n'
+
+
+def test_a_state_directory_that_takes_no_files(tmp_path: Path) -> None:
+    """Also for root, whom the modes of directories do not stop."""
+    assert "setting 'state_directory' is '/proc'" in start(tmp_path, "--state-directory", "/proc")
+
+
 def test_a_missing_state_directory(tmp_path: Path) -> None:
     missing = tmp_path / "none"
     message = start(tmp_path, "--state-directory", str(missing))

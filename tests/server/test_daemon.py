@@ -225,7 +225,7 @@ def test_stopping_in_the_middle_of_transfers() -> None:
             leases = [each.wait() for each in pending]
             channel = reader.link.channel
             for lease in leases:
-                channel.begin(lambda number, lease=lease: _fetch(number, lease.id, lease.hits))  # type: ignore[misc]
+                channel.begin(lambda number, lease=lease: _fetch(number, lease.ids[0], lease.hits))  # type: ignore[misc]
             for node in cluster.nodes:
                 assert node.process is not None
                 node.process.send_signal(signal.SIGTERM)

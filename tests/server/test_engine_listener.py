@@ -97,17 +97,17 @@ def test_leases_and_writes_of_other_sessions_are_refused(node: Node, cluster: Cl
         write = pool.store(pool.prefix(Prompt(78, 2).tokens).keys)
         raw.send(hello())
         raw.reply()
-        raw.send(engine.Release(((lease.id, 0, 3),)))
+        raw.send(engine.Release(((lease.ids[0], 0, 3),)))
         raw.send(engine.Abort(write.id))
         raw.send(engine.Commit(2, write.id, (0, 1), 3, bytes(32)))
         committed = raw.reply()
         assert isinstance(committed, engine.Committed)
         assert outcomes(committed.codes) == {Code.EXPIRED}
-        raw.send(engine.Fetch(3, lease.id, 0, 3, 0.1))
+        raw.send(engine.Fetch(3, lease.ids[0], 0, 3, 0.1))
         fetched = raw.reply()
         assert isinstance(fetched, engine.Fetched)
         assert outcomes(fetched.codes) == {Code.LOST}
-        raw.send(engine.Attach(4, lease.id))
+        raw.send(engine.Attach(4, lease.ids[0]))
         attached = raw.reply()
         assert isinstance(attached, engine.Matched)
         assert attached.hits == 0

@@ -38,7 +38,7 @@ NEVER_MALFORMED = (
         engine.ReconcileGrants,
         engine.Corrupt,
     ),
-    *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
+    *(peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
 )
 """Messages and events that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
 
@@ -110,6 +110,10 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
             wrong = [KEY[:-1], KEY + b"x"]
             if kind is peer.Offer:
                 wrong += [b""]
+            if kind in typing.get_args(peer.PeerMessage):
+                wrong += [KEY * (peer.MAX_KEYS + 1)]
+        elif name == "leases" and kind in (peer.ReleaseLease, peer.RenewLease):
+            wrong = [(1,) * (peer.MAX_KEYS + 1)]
         elif name == "codes":
             wrong = [b"\xff", b"\0"]
         elif name in _MORE:
@@ -185,6 +189,7 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
         yield events.PeerUp(other, 1)
         yield events.PeerDown(other, 1)
         yield events.PullRequested(1, other, "red", KEY)
+        yield events.PullRequested(1, node, "red", KEY * (peer.MAX_PULLED + 1))
     yield events.PullRequested(1, node, "red", KEY[:-1])
     for stream in core._serving._sends:
         yield events.PullRequested(stream, node, "red", KEY)

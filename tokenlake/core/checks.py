@@ -155,6 +155,8 @@ class Checks:
         self._peer(event.node)
         if len(event.keys) % KEY_BYTES:
             raise ValueError(f"keys of a Pull take {len(event.keys)} bytes, which is not a multiple of {KEY_BYTES}")
+        if len(event.keys) > peer.MAX_PULLED * KEY_BYTES:
+            raise ValueError(f"a Pull of {len(event.keys) // KEY_BYTES} segments; the limit is {peer.MAX_PULLED}")
         self._serving.check_pull(event.stream)
 
 

@@ -135,7 +135,8 @@ class DirectoryNode:
             if node == self._context.node:
                 own = its_keys
             else:
-                self._peers.tell(node, make(join_keys(its_keys)))
+                for start in range(0, len(its_keys), wire.MAX_KEYS):
+                    self._peers.tell(node, make(join_keys(its_keys[start : start + wire.MAX_KEYS])))
         return own
 
     # -- owners

@@ -379,7 +379,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        self._context.emit(Note(f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"))
+        text = f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"
+        self._context.emit(Note(text, "fetch"))
 
     def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes

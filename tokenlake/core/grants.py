@@ -334,7 +334,8 @@ class Grants:
                 for node, number in lease.remote_leases:
                     ended.setdefault(node, []).append(number)
         for node, numbers in ended.items():
-            self._peers.tell(node, peer.ReleaseLease(tuple(numbers)))
+            for start in range(0, len(numbers), peer.MAX_KEYS):
+                self._peers.tell(node, peer.ReleaseLease(tuple(numbers[start : start + peer.MAX_KEYS])))
 
     def _release(self, session: SessionGrants, connection: ConnectionId, lease: Lease, start: int, stop: int) -> bool:
         """Give back the items of one range that a process holds. Returns True if no process holds any item of the lease

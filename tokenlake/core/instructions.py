@@ -92,6 +92,8 @@ class Note(_Instruction, frozen=True, tag=9):
     """Write a line to the log."""
 
     text: str
+    kind: str = ""
+    """The kind of a line that requests cause, whose number is limited by kind; empty for a change of state."""
 
 
 class CheckSlot(_Instruction, frozen=True, tag=10):

@@ -297,7 +297,8 @@ class Peers:
             request = getattr(message, "request", "")
             if request:
                 sent = f"{type(message).__name__} to {peer.node}"
-                self._context.emit(Note(f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"))
+                text = f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"
+                self._context.emit(Note(text, "missed deadline"))
             on_reply(None)
 
         message = make(call)

@@ -3,7 +3,8 @@ empties the region and replaces it by a new one.
 
 ::
 
-    a tenant has no region, or less than its fair share --> a region of another pool is emptied, at once or bit by bit
+    a tenant has no region, or less than its fair share, or one of its slot sizes less than an equal part
+        --> a region of another pool is emptied, at once or bit by bit
         --> ReplaceRegion --> RegionReady --> the new region belongs to that tenant
 """
 
@@ -70,10 +71,15 @@ class Regions:
         have = (pool.tenant for pool in self._context.store.pools())
         return list(dict.fromkeys([*(tenant for tenant, _ in demands), *have]))
 
-    def _givers(self, used: Sequence[Demand], among: Sequence[TenantId]) -> list[SlotPool]:
-        """Returns the pools that may have to give up a region, because their tenants have more than their fair share:
-        pools without engines first, then those with most regions."""
+    def _givers(self, demand: Demand, used: Sequence[Demand], among: Sequence[TenantId]) -> list[SlotPool]:
+        """Returns the pools that may have to give up a region for `demand`: those of tenants with more than their fair
+        share, pools without engines first, then those with most regions; or, if the tenant of `demand` has its fair
+        share, the one of its own pools that has most."""
         store = self._context.store
+        if store.regions.taken(demand[0]) >= store.regions.fair_share(demand[0], among):
+            layouts = len({slot_bytes for tenant, slot_bytes in (*used, demand) if tenant == demand[0]})
+            own = store.above_part(*demand, layouts)
+            return [] if own is None else [own]
         idle = {pool.id: (pool.tenant, pool.slot_bytes) not in used for pool in store.pools()}
         rich = [
             pool
@@ -86,8 +92,8 @@ class Regions:
         """Returns True if another pool begins to give up a region for `demand`. `used`: tenants and slot sizes of the
         connected engines. `among`: the tenants that share the memory."""
         store = self._context.store
-        if self._draining is None and store.below_fair_share(*demand, among):
-            givers = self._givers(used, among)
+        if self._draining is None and not store.has_room(*demand):
+            givers = self._givers(demand, used, among)
             if givers:
                 self._drain(givers[0], demand, self._context.now)
                 return True
@@ -118,7 +124,7 @@ class Regions:
         late = now >= since + PATIENCE_S
         if late:
             self._passed.add(pool.draining)
-        for giver in self._givers(used, self._among([*used, demand])):
+        for giver in self._givers(demand, used, self._among([*used, demand])):
             found = store.least_used(giver, self._passed | {pool.draining})
             if found is not None and (late or not found[0]):
                 store.stop_draining(pool)

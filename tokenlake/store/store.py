@@ -385,13 +385,20 @@ class SegmentStore:
         taken, self._unserved = list(self._unserved), {}
         return taken
 
-    def below_fair_share(self, tenant: TenantId, slot_bytes: int, among: Iterable[TenantId]) -> bool:
-        """Returns True if the tenant has fewer regions than its fair share among the tenants `among`, and has no free
-        slot of this size."""
+    def has_room(self, tenant: TenantId, slot_bytes: int) -> bool:
+        """Returns True if the tenant has a free slot of this size, or may take a spare region."""
         pool = self._pools.get(PoolId(tenant, slot_bytes))
-        if pool is not None and (pool.free or self.regions.room(tenant)):
-            return False
-        return self.regions.taken(tenant) < self.regions.fair_share(tenant, among)
+        return bool(self.regions.room(tenant) or (pool is not None and pool.free))
+
+    def above_part(self, tenant: TenantId, slot_bytes: int, layouts: int) -> SlotPool | None:
+        """Returns the pool of the tenant that has most of the memory, if this slot size has less than an equal part of
+        the tenant's regions among `layouts` slot sizes, and no free slot; else None."""
+        pool = self._pools.get(PoolId(tenant, slot_bytes))
+        part = max(1, self.regions.taken(tenant) // layouts)
+        if pool is not None and (pool.free or len(pool.regions) >= part):
+            return None
+        others = [other for other in self._pools.values() if other.tenant == tenant and len(other.regions) > part]
+        return max(others, key=lambda other: len(other.regions), default=None)
 
     def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
         """Returns (number of its segments that are pinned or being written, region) for the region of `pool` with the

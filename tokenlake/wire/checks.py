@@ -59,6 +59,20 @@ def _keys(message: Any) -> None:
         )
 
 
+def _peer_keys(message: Any) -> None:
+    _keys(message)
+    _at_most(message, len(message.keys) // KEY_BYTES, peer.MAX_KEYS, "segments")
+
+
+def _leases(message: Any) -> None:
+    _at_most(message, len(message.leases), peer.MAX_KEYS, "leases")
+
+
+def _at_most(message: Any, count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise ValueError(f"a {type(message).__name__} of {count} {what}; the limit is {limit}")
+
+
 def _count(message: Any) -> int:
     _keys(message)
     return len(message.keys) // KEY_BYTES
@@ -136,10 +150,12 @@ def _wish(message: peer.Offer) -> None:
     count = _count(message)
     if not count:
         raise ValueError(f"a {type(message).__name__} of no segments")
+    _at_most(message, count, peer.MAX_OFFERED, "segments")
     _agree(message, count, "segments", "depths")
 
 
 def _redundant(message: peer.Redundant) -> None:
+    _peer_keys(message)
     _agree(message, _count(message), "segments", "nodes")
 
 
@@ -149,22 +165,22 @@ def _told_why(message: peer.ExplainMissingReply) -> None:
 
 
 _SAID: dict[type, Callable[[Any], None]] = {
-    peer.Lookup: _keys,
+    peer.Lookup: _peer_keys,
     peer.LookupReply: _lookup_reply,
-    peer.ReleaseLease: _nothing,
-    peer.RenewLease: _nothing,
-    peer.MarkInFlight: _keys,
-    peer.ClearInFlight: _keys,
+    peer.ReleaseLease: _leases,
+    peer.RenewLease: _leases,
+    peer.MarkInFlight: _peer_keys,
+    peer.ClearInFlight: _peer_keys,
     peer.Offer: _wish,
     peer.OfferReply: _known_codes,
-    peer.Owned: _keys,
+    peer.Owned: _peer_keys,
     peer.Redundant: _redundant,
-    peer.Evicted: _keys,
-    peer.Corrupt: _keys,
-    peer.ExplainMissing: _keys,
+    peer.Evicted: _peer_keys,
+    peer.Corrupt: _peer_keys,
+    peer.ExplainMissing: _peer_keys,
     peer.EvictionStatistics: _nothing,
     peer.ExplainMissingReply: _told_why,
-    peer.Touched: _keys,
+    peer.Touched: _peer_keys,
     peer.AdvertisingDone: _nothing,
     peer.Ping: _nothing,
     peer.Pong: _nothing,

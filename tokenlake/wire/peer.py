@@ -364,6 +364,14 @@ class Pulled(_Message, frozen=True, tag=21):
     in order."""
 
 
+MAX_KEYS = 1024
+"""Limit of the segments, and of the leases, in one message on a control connection: as many as an engine's match may
+have."""
+MAX_OFFERED = 128
+"""Limit of the segments in one `Offer`: as many as one write may have."""
+MAX_PULLED = 256
+"""Limit of the segments in one `Pull`: as many as an engine may fetch at once."""
+
 PeerMessage = (
     Lookup
     | LookupReply

@@ -79,12 +79,18 @@ class Connection:
             self._retry_at = self._clock() + RETRY_S
 
     def close(self) -> None:
-        """Close the connection to the pool if this object opened it."""
+        """Close the connection to the pool if this object opened it. Never raises."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
         if pool is not None and self._owned:
+            self._leave(pool)
+
+    def _leave(self, pool: CachePool) -> None:
+        try:
             pool.close()
+        except Exception as error:
+            self._report("closing the pool", error)
 
     def _try(self) -> None:
         assert self._connect is not None
@@ -100,4 +106,4 @@ class Connection:
             if not self._closed:
                 self._pool, self._retry_at = pool, 0.0
                 return
-        pool.close()
+        self._leave(pool)

@@ -282,13 +282,16 @@ class Prefiller:
         """Queue the full segments among tokens [`known`, `tokens`) of a sequence that begins with the prompt of `row`.
         `layers` hold its tokens [`row.start`, `tokens`). `hint_prompt`: also send the row's hints for the segments
         before them."""
-        first = known // pool.layout.segment_tokens
-        keys = chain.keys[first : tokens // pool.layout.segment_tokens]
-        hinted = chain.keys[:first] if hint_prompt else ()
-        if keys or hinted:
-            # A task that only sends hints must not keep the key and value tensors alive.
-            kept = layers if keys else []
-            self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+        try:
+            first = known // pool.layout.segment_tokens
+            keys = chain.keys[first : tokens // pool.layout.segment_tokens]
+            hinted = chain.keys[:first] if hint_prompt else ()
+            if keys or hinted:
+                # A task that only sends hints must not keep the key and value tensors alive.
+                kept = layers if keys else []
+                self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+        except Exception as error:
+            self._pool_failed("storing segments", error)
 
 
 def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:

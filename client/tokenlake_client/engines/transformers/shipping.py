@@ -142,9 +142,15 @@ class Shipment:
         """Close the views and release the query memory. Never raises."""
         self._drop_buffer()
         for prefix in self._prefixes:
-            if prefix.view is not None:
-                prefix.view.close()
-                prefix.view = None
+            self._close_view(prefix)
+
+    def _close_view(self, prefix: SharedPrefix) -> None:
+        view, prefix.view = prefix.view, None
+        try:
+            if view is not None:
+                view.close()
+        except Exception as error:
+            self._report("closing a view", error)
 
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
         """Attention over the rows' prefixes and over the batch's own tokens, merged (see `Attending`). Raises
@@ -225,9 +231,12 @@ class Shipment:
             self._parts = parts
 
     def _drop_buffer(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        try:
+            if buffer is not None:
+                buffer.close()
+        except Exception as error:
+            self._report("closing a query buffer", error)
 
 
 class Shipping:

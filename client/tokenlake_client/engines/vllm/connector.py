@@ -192,13 +192,16 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM's hook before a step: returns the plan of loads and saves for the ranks in this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
-        self._log_status()
-        if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
-            self._epoch.computes()
-        tables = scheduler_output.kv_connector_block_state
-        return StepMetadata(
-            self._scheduler.step(_scheduled(scheduler_output), lambda name: tables.get_block_ids(name)[0])
-        )
+        try:
+            self._log_status()
+            if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
+                self._epoch.computes()
+            tables = scheduler_output.kv_connector_block_state
+            scheduled = _scheduled(scheduler_output)
+        except Exception as error:
+            self.hook_failed("build_connector_meta", error)
+            return StepMetadata(self._scheduler.unknown_step())
+        return StepMetadata(self._scheduler.step(scheduled, lambda name: tables.get_block_ids(name)[0]))
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -331,12 +334,12 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._connection is not None:
-            self._connection.close()
+        for part in (self._worker, self._scheduler, self._connection):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:
+                self.hook_failed("shutdown", error)
 
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:

@@ -26,9 +26,15 @@ class _Load:
 class ScheduledLoads:
     """The loads that have not ended, at most one per request. Owns their leases. For the scheduler's thread."""
 
-    def __init__(self, measured: Callable[[tuple[str, ...], LoadTime], None]) -> None:
-        """`measured` is called when a load ends, with the node of each of its segments and the time that it took."""
+    def __init__(
+        self,
+        measured: Callable[[tuple[str, ...], LoadTime], None],
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        """`measured` is called when a load ends, with the node of each of its segments and the time that it took.
+        `report` is called with the operation that failed and its error."""
         self._measured = measured
+        self._report = report
         self._loads: dict[str, _Load] = {}
 
     def __len__(self) -> int:
@@ -73,7 +79,10 @@ class ScheduledLoads:
         """End the load of `request`, if there is one: release its lease and report its time."""
         load = self._loads.pop(request, None)
         if load is not None and load.lease is not None:
-            load.lease.release()
+            try:
+                load.lease.release()
+            except Exception as error:
+                self._report("releasing a lease", error)
             if load.time is not None:
                 self._measured(load.owners, load.time)
 

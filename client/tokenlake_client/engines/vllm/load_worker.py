@@ -50,7 +50,7 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
     """Fill the blocks of `plan`, up to the first segment that was lost or corrupt. `segment`, `block`: their numbers of
     tokens. Raises the errors of the pool; the contents of the blocks are undefined then."""
     began = time.perf_counter()
-    lease = pool.attach(LeaseId(plan.lease), request=plan.request, deadline_s=plan.at_most_s or None)
+    lease = pool.attach(*map(LeaseId, plan.leases), request=plan.request, deadline_s=plan.at_most_s or None)
     attach_s = time.perf_counter() - began
     first, last = plan.start // segment, -(-plan.stop // segment)
     filled, fetched, fetch_s = 0, 0, 0.0

@@ -54,7 +54,8 @@ class Lookup:
         self._pending_nodes: PendingNodes | None = None
         self.started = clock()
         self.due = self.started + deadline_s
-        """The time from which the answer of the lookup counts as late, unless the lookup waits for another engine."""
+        """The time from which the next answer to the lookup counts as late, unless the lookup waits for another
+        engine."""
         self.lease: MatchedLease | None = None
         self.owners: tuple[str, ...] = ()
         """For each segment that is still leased, the node that has it; `LOCAL` for this node."""
@@ -76,7 +77,11 @@ class Lookup:
     def poll(self) -> bool:
         """Has the answer of the lookup arrived? Raises `TokenLakeError` when it will not arrive."""
         if self.lease is None:
+            answers = self._pending.answers
             self.lease = self._pending.poll()
+            if self._pending.answers > answers:
+                # A long prompt takes several requests, and the engine may poll only between its steps.
+                self.due = max(self.due, self._clock() + self._deadline_s)
         if self.lease is not None and not self._done:
             self._find_owners(self.lease)
         return self._done

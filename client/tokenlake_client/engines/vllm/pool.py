@@ -30,8 +30,8 @@ class MatchedLease(Protocol):
     """A promise of the pool not to evict the segments of a match until they are released."""
 
     @property
-    def id(self) -> LeaseId:
-        """The lease's number, by which other processes of the session attach to it."""
+    def ids(self) -> tuple[LeaseId, ...]:
+        """The numbers of the lease's parts, by which other processes of the session attach to it."""
         ...
 
     @property
@@ -60,6 +60,11 @@ class MatchedLease(Protocol):
 
 class PendingMatch(Protocol):
     """A match that was sent to the daemon and whose answer is polled."""
+
+    @property
+    def answers(self) -> int:
+        """The number of answers of the daemon so far. After each of them but the last, `poll` asks for further keys."""
+        ...
 
     def poll(self) -> MatchedLease | None:
         """The lease, once the daemon's answer to the match has arrived, and None before. Raises `TokenLakeError` when
@@ -214,8 +219,9 @@ class RankPool(Protocol):
         """The daemon's incarnation."""
         ...
 
-    def attach(self, lease: LeaseId, *, request: str, deadline_s: float | None = ...) -> AttachedLease:
-        """Attach to a lease of another process of this session. `deadline_s`: None for that of the pool's calls."""
+    def attach(self, *parts: LeaseId, request: str, deadline_s: float | None = ...) -> AttachedLease:
+        """Attach to a lease of another process of this session, given by all its `ids`. `deadline_s`: None for that of
+        the pool's calls."""
         ...
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class SchedulerSide:
         self._lookups = Lookups(settings.match_ms / 1e3, clock)
         self._waits = InFlightWaits(self._costs, self._segment, stores=settings.save)
         self._requests: dict[str, RequestState] = {}
-        self._loads = ScheduledLoads(self._costs.add_load)
+        self._loads = ScheduledLoads(self._costs.add_load, report)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
@@ -187,7 +187,7 @@ class SchedulerSide:
             if external and request.request_id not in self._loads:
                 start = self._requests[request.request_id].local
                 targets = tuple(blocks[start // self._block : (start + external) // self._block])
-                self._loads.add(LoadPlan(request.request_id, 0, 0, start, start + external, targets, local=False))
+                self._loads.add(LoadPlan(request.request_id, (), 0, start, start + external, targets, local=False))
 
     def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         state = self._requests.get(request.request_id)
@@ -208,19 +208,40 @@ class SchedulerSide:
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
         local = all(owner == LOCAL for owner in owners)
         at_most_s = self._costs.fetch_limit_s(start, stop)
-        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, targets, local, at_most_s)
+        plan = LoadPlan(
+            request.request_id, tuple(map(int, lease.ids)), lease.incarnation, start, stop, targets, local, at_most_s
+        )
         self._loads.add(plan, lease, owners)
         state.saved.segments = stop // self._segment
         self._counters.add(tokens_hit=external)
 
     def step(self, scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]) -> StepPlan:
         """The plan of loads and saves that the ranks get for the engine's next step. `table` returns the blocks of a
-        scheduled request, by the request's name."""
+        scheduled request, by the request's name. Never raises: after an error the plan is that of `unknown_step`."""
         self._step += 1
         loads = self._loads.hand_out(self._step)
+        try:
+            return self._plan_step(loads, scheduled, table)
+        except Exception as error:
+            self._report("planning a step", error)
+            return self._without_pool(loads)
+
+    def unknown_step(self) -> StepPlan:
+        """The plan of a step whose requests are not known: its loads fail, no segment is stored, and the blocks of all
+        save jobs count as handed out again."""
+        self._step += 1
+        return self._without_pool(self._loads.hand_out(self._step))
+
+    def _without_pool(self, loads: tuple[LoadPlan, ...]) -> StepPlan:
+        # The ranks must get each load that was promised to vLLM. Without a session they report its blocks as errors.
+        return StepPlan(step=self._step, wait=self.waits, loads=loads, reused=self._saves.jobs)
+
+    def _plan_step(
+        self, loads: tuple[LoadPlan, ...], scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]
+    ) -> StepPlan:
         self._prefills.begin(self._step, scheduled)
         certain = not (self.waits and len(self._loads))
-        saves, self._last_saves = self._last_saves, []
+        saves = list(self._last_saves)
         try:
             reused = self._saves.reading(self._blocks_written(scheduled, loads))
         except Exception as error:
@@ -235,13 +256,16 @@ class SchedulerSide:
                     self._mark_in_flight(state, state.marker_s)
                     state.marker_s = 0.0
                 saves += self._plan_saves(state, state.request.num_tokens, table, certain=certain)
-        held, self._held = self._held, []
         pool = self._pool()
         connected = pool is not None and pool.connected
+        session = pool.session if pool is not None and connected else 0
+        incarnation = pool.incarnation if pool is not None and connected else 0
+        # The ranks get these saves with this plan, so an error must not come after this line.
+        held, self._held, self._last_saves = self._held, [], []
         return StepPlan(
             step=self._step,
-            session=pool.session if pool is not None and connected else 0,
-            incarnation=pool.incarnation if pool is not None and connected else 0,
+            session=session,
+            incarnation=incarnation,
             wait=self.waits,
             idle=not scheduled,
             loads=loads,

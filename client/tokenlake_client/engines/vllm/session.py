@@ -56,12 +56,18 @@ class RankSession(Generic[P]):
             return pool if pool is not None and (pool.session, pool.incarnation) == target else None
 
     def close(self) -> None:
-        """Leave the session."""
+        """Leave the session. Never raises."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
         if pool is not None:
+            self._leave(pool)
+
+    def _leave(self, pool: P) -> None:
+        try:
             pool.close()
+        except Exception as error:
+            self._report("leaving the scheduler's session", error)
 
     def _try(self, target: tuple[int, int]) -> None:
         try:
@@ -74,4 +80,4 @@ class RankSession(Generic[P]):
         with self._lock:
             previous, self._pool = (pool, None) if self._closed else (self._pool, pool)
         if previous is not None:
-            previous.close()
+            self._leave(previous)

@@ -15,7 +15,8 @@ class LoadPlan:
     """A load: tokens [start, stop) of a request are copied from the segments of a lease into the request's blocks."""
 
     request: str
-    lease: int
+    leases: tuple[int, ...]
+    """The numbers of the lease's parts (`MatchedLease.ids`); empty: nothing can be loaded."""
     incarnation: int
     """The incarnation of the daemon that granted the lease: after a restart the lease's number may name another lease.
     """

@@ -84,7 +84,7 @@ class WorkerSide:
         before_forward = plan.wait and bool(plan.loads)
         if not before_forward:
             # Where the step does not wait for loads, vLLM calls this method after the forward pass.
-            self._timer.stop(plan.step)
+            self._time(plan.step)
         for load in plan.loads:
             if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
                 self._load(plan, load)
@@ -94,10 +94,17 @@ class WorkerSide:
         if before_forward:
             self._timer.start()
 
+    def _time(self, step: int) -> None:
+        """End the measurement of a step. Never raises: an error must not keep a load from being executed or failed."""
+        try:
+            self._timer.stop(step)
+        except Exception as error:
+            self._report("timing a step", error)
+
     def save(self) -> None:
         """Queue the segments that the step completed, to be stored in the background."""
         plan = self._plan
-        self._timer.stop(plan.step)
+        self._time(plan.step)
         if not plan.saves:
             return
         if not self._shards.writes:

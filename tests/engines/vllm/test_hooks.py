@@ -1,0 +1,87 @@
+"""vLLM goes on, with equal tokens, when any call of the pool raises, and when a request carries any parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.spoiling import tracebacks
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 60.0
+CALLS = (
+    "Pool.prefix",
+    "Pool.begin_match",
+    "Pool.hint",
+    "Pool.attach",
+    "Pool.store_all",
+    "Pool.connected",
+    "Pool.session",
+    "PendingMatch.poll",
+    "Lease.fetch",
+    "Lease.release",
+)
+"""The calls of the pool that the hooks of an engine with one rank make at one node."""
+
+
+@pytest.fixture(scope="module", params=["async", "sync"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    return start({"socket": str(cluster.nodes[0].socket), "load": request.param, "verify": True, **PATIENT})
+
+
+def hit(engine: Engine, tokens: list[int], expected: list[int]) -> None:
+    """Repeat a prompt until the engine loads a part of it from the pool."""
+    before = engine.call("counts")["tokens_hit"]
+    until = time.monotonic() + TIMEOUT_S
+    while engine.call("counts")["tokens_hit"] == before:
+        assert time.monotonic() < until, engine.log.read_text()[-2000:]
+        assert engine.generate([tokens])[0] == expected
+        engine.call("flush")
+        engine.call("forget")
+
+
+@pytest.mark.parametrize("error", ["Unreachable", "RuntimeError"])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: Engine, call: str, error: str) -> None:
+    known, new = prompt(600, 10 + CALLS.index(call)), prompt(600, 50 + CALLS.index(call))
+    (expected,), (expected_new,) = plain.generate([known]), plain.generate([new])
+    hit(engine, known, expected)
+    engine.call("plant", call=call, error=error)
+    try:
+        for _ in range(2):
+            assert engine.generate([known, new]) == [expected, expected_new]
+            engine.call("forget")
+    finally:
+        engine.call("plant", call="", error="")
+    engine.call("flush")
+    lines = [line for line in engine.log.read_text().splitlines() if f"{call} is broken" in line]
+    texts = [line.split("TokenLake: ")[-1] for line in lines]
+    assert len(texts) == len(set(texts)), "each line once"
+    assert tracebacks(engine) == []
+    hit(engine, known, expected)
+
+
+@pytest.mark.parametrize("params", ["text", ["tokenlake"], 5, {"tokenlake": 7}, {"tokenlake": {"priority": "high"}}])
+def test_malformed_parameters_of_a_request_change_nothing_for_others(
+    engine: Engine, plain: Engine, params: Any
+) -> None:
+    tokens = prompt(600, 90)
+    (expected,) = plain.generate([tokens])
+    hit(engine, tokens, expected)
+    before = engine.call("counts")
+    answer = engine.call("generate", prompts=[tokens], tokens=8, salt=None, params=params)
+    assert answer["tokens"] == [expected]
+    engine.call("forget")
+    assert engine.generate([tokens]) == [expected]
+    engine.call("forget")
+    counts = engine.call("counts")
+    assert counts["tokens_hit"] > before["tokens_hit"], "the pool is not paused"
+    assert counts["failures"] == before["failures"]
+    assert "is served without its hints" in engine.log.read_text()
