@@ -206,7 +206,7 @@ def test_processes_of_a_lease_and_of_a_write_are_bounded_in_bytes(monkeypatch: p
     lease = match(cluster, engine_, keys).lease
     write = prepare(cluster, engine_, prompt("q", 2)).write
     kept = 2 * grants.GRANT_BYTES + 4 * grants.ITEM_BYTES
-    more = 2 * grants.HOLDER_BYTES + 2 * (grants.HELD_BYTES + grants.WRITER_BYTES)
+    more = 2 * grants.PROCESS_BYTES + 2 * (grants.HELD_BYTES + grants.WRITER_BYTES)
     monkeypatch.setattr(grants, "MAX_SESSION_BYTES", kept + more)
     attached = [answer(cluster, process, engine.Attach, at) for process in (second, third) for at in (lease, write)]
     assert [reply.codes for reply in attached] == [

@@ -140,7 +140,7 @@ class NodeCore:
             peer.Pong: self._peers.replied,
             peer.Lookup: self._lookup,
             peer.LookupReply: self._peers.replied,
-            peer.ReleaseLease: lambda node, m: self._serving.release_some(node, m.leases),
+            peer.ReleaseLease: lambda node, m: self._serving.release_some(m.leases, node),
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
             peer.MarkInFlight: self._directory_node.announced,
             peer.ClearInFlight: self._directory_node.withdrawn,

@@ -391,10 +391,10 @@ class Serving:
 
     def release_all(self, node: NodeId) -> None:
         """End all leases of `node`, which is down, some at a time. Sends to it keep their own pins."""
-        self.release_some(node, [at for at, lease in self._leases.items() if lease.node == node])
+        self.release_some([at for at, lease in self._leases.items() if lease.node == node])
 
-    def release_some(self, node: NodeId, leases: Iterable[int]) -> None:
-        """End these leases of `node`, some at a time."""
+    def release_some(self, leases: Iterable[int], node: NodeId | None = None) -> None:
+        """End these leases of other nodes (see `release`), some at a time."""
         ending = [LeaseId(number) for number in leases]
 
         def work() -> bool:
