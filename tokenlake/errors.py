@@ -12,7 +12,7 @@
     |   +-- ClusterRefused      a peer belongs to another cluster
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
-    |   +-- RingRefused         two members have different rings
+    |   +-- RingRefused         a node of another cluster, or no member of this one
     |   +-- MembershipRefused   the members cannot be read or changed so; the message names the reason
     +-- ConfigurationError      a setting is unknown or invalid; names field, value and what was expected
 
@@ -81,7 +81,7 @@ class LimitReached(Refused):
 
 
 class RingRefused(Refused):
-    """Two nodes were configured with different members, weights or run lengths."""
+    """Two nodes belong to different clusters, or one of them is not a member of the cluster of the other."""
 
 
 class MembershipRefused(Refused):

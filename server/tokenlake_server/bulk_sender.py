@@ -81,12 +81,12 @@ class BulkSender:
             # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
             return
-        for former in others:
-            if former.hello.incarnation != hello.incarnation:
-                former.end()
+        for earlier in others:
+            if earlier.hello.incarnation != hello.incarnation:
+                earlier.end()
         try:
             sock.settimeout(None)
-            size_buffer(sock, socket.SO_SNDBUF)
+            size_buffer(sock, socket.SO_SNDBUF, encrypted=keys is not None)
             limit_wait(sock, "SO_SNDTIMEO", SEND_STALL_S)
         except OSError as error:
             log.debug("bulk connection of %s ended: %s", hello.node, error)

@@ -31,7 +31,6 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
-from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -45,7 +44,7 @@ from tokenlake_server.peer_states import PeerStates
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.tls import TlsSession, is_tls
 
-__all__ = ["Adopt", "PeerConnections", "ring_members"]
+__all__ = ["Adopt", "PeerConnections"]
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +113,6 @@ class _Handshake:
         return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
-def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
-    """The ring's members as error texts show them: `name`, or `name/weight` where the setting 'peers' gives the node a
-    size."""
-    return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
-
-
 class PeerConnections:
     """The connections with other daemons. Used on the control loop only. Owns the listening socket, the handshakes and
     the control connections."""
@@ -153,6 +146,9 @@ class PeerConnections:
         self._resolving: set[asyncio.Task[None]] = set()
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
+        self.on_stranger: Callable[[str], None] = lambda node: None
+        """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
+        knows: the membership may have a newer record."""
         self._closing = False
         self.states = PeerStates(addresses.names, loop)
         self._sock = _listen(listen)
@@ -162,6 +158,19 @@ class PeerConnections:
         driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
             self._dial_soon(name)
+
+    def set_peers(self, addresses: Mapping[str, Address | None]) -> None:
+        """Follow a change of the other nodes, after the rules have: dial those that came, end the connections with
+        those that left or were started elsewhere, and use the new addresses from the next attempt on. The bulk and
+        query connections share the addresses. None: the address is not known, and the node may dial this one."""
+        for name in self._addresses.change(addresses):
+            self._drop(name, "its daemon was started at another address")
+        self.states.follow(addresses)
+        for name in [name for name in self._connections if name not in self._addresses]:
+            self._drop(name, "it is not a member any more")
+        for name in self._addresses.names:
+            if name not in self._connections:
+                self._dial_soon(name)
 
     # -- dialling
 
@@ -173,11 +182,11 @@ class PeerConnections:
         """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
         pause_s = REDIAL_S
         try:
-            while name not in self._connections and not self._closing:
+            while name in self._addresses and name not in self._connections and not self._closing:
                 try:
                     await self._attempt(name)
                 except OSError as error:
-                    self.states.unreachable(name, f"{self._addresses.text(name)}: {_reason(error)}")
+                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {_reason(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
@@ -375,7 +384,7 @@ class PeerConnections:
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
                     assert handshake.dialled is not None
                     self._established(connection, handshake.dialled, incarnation)
-                    if handshake.ended is not None:
+                    if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
                     raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
@@ -388,7 +397,13 @@ class PeerConnections:
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """Complete the handshake of a connection whose dialling side has proven that it is a member of the ring."""
+        """Complete the handshake of a connection whose dialling side has proven that it belongs to the cluster."""
+        if hello.node not in self._addresses:
+            self.on_stranger(hello.node)
+            raise RingRefused(
+                f"node '{hello.node}' is not a member yet: the members that '{self._identity.node}' knows are "
+                f"{', '.join(sorted((self._identity.node, *self._addresses.names)))}"
+            )
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
@@ -442,6 +457,9 @@ class PeerConnections:
     # -- established
 
     def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+        if node not in self._addresses:
+            connection.close("it is not a member any more")
+            return
         self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
@@ -486,6 +504,9 @@ class PeerConnections:
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
+        if node not in self._addresses:
+            # The rules have dropped this member already.
+            return
         self.states.unreachable(node, f"the connection ended: {reason}")
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)

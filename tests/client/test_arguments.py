@@ -74,8 +74,9 @@ def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
         pool.prefix(tokens)
 
 
-def test_everything_may_be_closed_twice(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
+    """A write that is open when its pool is closed keeps its process known to the daemon."""
+    with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(32, 2).tokens).keys
         lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.reserve(keys[1:])
         transfer = pool.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])

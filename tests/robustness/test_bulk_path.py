@@ -26,8 +26,8 @@ from tests.robustness.live import (
 from tests.robustness.matrix.proxy import Drop
 from tests.robustness.matrix.world import World, world
 from tokenlake.hints import Hints
-from tokenlake.identity import NodeId
 from tokenlake.ring import Ring
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code
 
 pytestmark = pytest.mark.live
@@ -80,7 +80,7 @@ def test_the_same_fetch_uses_a_copy_of_a_sound_node(fault: Drop) -> None:
         prompts = stored(at, 1, 24)
         wait_until(lambda: other.whole(prompts), "node 2 has copies")
         # A fetch asks the candidates of a key for copies. The directory node would lease its copy to the match.
-        ring = Ring({NodeId(node.name): 1 for node in at.nodes})
+        ring = Ring(RingRecord.of({node.name: 1 for node in at.nodes}))
         pairs = [ring.candidates(reader.pool.prefix(prompt.tokens).keys[0])[0] for prompt in prompts]
         copied = [prompt for prompt, pair in zip(prompts, pairs, strict=True) if pair[1] == "node2"]
         assert copied

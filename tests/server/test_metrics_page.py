@@ -11,6 +11,7 @@ import pytest
 
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
+from tokenlake.ring_record import RingRecord
 from tokenlake_server import metrics_page
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
@@ -18,7 +19,7 @@ from tokenlake_server.metrics_page import MetricsServer, Snapshot
 
 def test_a_request_sent_byte_by_byte_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_page, "REQUEST_S", 0.5)
-    core = NodeCore(CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20))
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -435,7 +435,7 @@ class Transfers:
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
         outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
         self._settling[fetch] = outcomes
-        self._context.in_turns(lambda: self._settle(fetch, outcomes))
+        self._context.in_steps(lambda: self._settle(fetch, outcomes))
         self._start_allowed()
 
     def _settle(self, fetch: int, outcomes: deque[tuple[Segment, Code, deque[OnArrival]]]) -> bool:
