@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, get_args
@@ -11,16 +11,16 @@ from typing import Final, get_args
 import msgspec
 from rich.console import Console
 from rich.table import Table
-from tokenlake_testing.etcd import etcd_version
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.churn.fleet import Change, Fleet
 from tokenlake_bench.churn.load import FIXED_PROMPTS, LAYOUT, Engine, Workload
 from tokenlake_bench.churn.picture import draw
-from tokenlake_bench.churn.results import ChurnResult, Phases, Run, keys_moved_ratio, median_of, p99_ms, rate
+from tokenlake_bench.churn.results import ChurnResult, Phases, Run, findable, keys_moved_ratio, median_of, p99_ms, rate
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share
+from tokenlake_testing.etcd import etcd_version
 
 __all__ = ["CHANGES", "ChurnArguments", "run_churn"]
 
@@ -29,6 +29,8 @@ BEFORE_S: Final = 6.0
 LEAST_CHANGE_S: Final = 6.0
 """A change counts as under way for at least so long: what nodes tell each other is told within 5 s."""
 AFTER_S: Final = 6.0
+SHOWN: Final = 5
+"""Limit of the errors of a round that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,8 @@ class ChurnArguments:
 
 
 def run_churn(arguments: ChurnArguments, console: Console | None = None) -> list[ChurnResult]:
-    """Run all changes and print the table. Raises TokenLakeError: `Unreachable` where there is no etcd, or a daemon does
-    not come to the state that it should."""
+    """Run all changes and print the table. Raises TokenLakeError: `Unreachable` where there is no etcd, or a daemon
+    does not come to the state that it should."""
     console = console or Console()
     if etcd_version() is None:
         raise Unreachable("etcd is not installed: a ring that changes needs it (Debian: apt-get install etcd-server)")
@@ -73,6 +75,8 @@ def run_churn(arguments: ChurnArguments, console: Console | None = None) -> list
                 result, run, control = _round(arguments, change, seed)
                 rounds.append(result)
                 done += 2
+                for error in [*run.errors, *control.errors][:SHOWN]:
+                    progress.say(f"{change}, round {number}: {error}")
                 progress.update(done, f"{change}: found {format_share(result.findable_during)} during the change")
                 if number == 0:
                     runs += [(change, run), (f"{change}, control", control)]
@@ -91,7 +95,6 @@ def _round(arguments: ChurnArguments, change: Change, seed: int) -> tuple[ChurnR
     subject = f"node{arguments.nodes}" if change == "join" else names[seed % arguments.nodes]
     run, evicted = _run(arguments, change, names, subject, seed)
     control, _ = _run(arguments, None, names, subject, seed, run.phases.settled_s - run.phases.change_s)
-    found_before = rate(run.before(), fixed=True) or 1.0
     during = p99_ms(run.during())
     after = [name for name in names if name != subject] if change == "drain" else [*names, subject]
     result = ChurnResult(
@@ -103,8 +106,8 @@ def _round(arguments: ChurnArguments, change: Change, seed: int) -> tuple[ChurnR
         token_hit_rate_before=rate(run.before(), fixed=False),
         token_hit_rate_during=rate(run.during(), fixed=False),
         token_hit_rate_after=rate(run.after(), fixed=False),
-        findable_during=rate(run.during(), fixed=True) / found_before,
-        findable_after=rate(run.after(), fixed=True) / found_before,
+        findable_during=findable(run.before(), run.during()),
+        findable_after=findable(run.before(), run.after()),
         held_share=0.0 if change == "join" else _share_of(names.index(subject), len(names)),
         directory_keys_moved_ratio=keys_moved_ratio(names, after),
         match_p99_ratio=during / (p99_ms(control.during()) or 1.0),
@@ -166,26 +169,26 @@ def _run(
 
 
 def table(results: Sequence[ChurnResult]) -> Table:
-    """The table that the command prints: a row per kind of change."""
-    columns = (
-        *("change", "hits before", "during", "after", "found during", "found after", "held by the node"),
-        *("directory keys moved", "match p99", "change", "wrong bytes", "errors"),
-    )
-    made = Table(*columns, title=f"{results[0].nodes} nodes, medians of {results[0].rounds} rounds")
-    for each in results:
-        moved = each.directory_keys_moved_ratio
-        made.add_row(
-            each.change,
-            format_share(each.token_hit_rate_before),
-            format_share(each.token_hit_rate_during),
-            format_share(each.token_hit_rate_after),
-            format_share(each.findable_during),
-            format_share(each.findable_after),
-            format_share(each.held_share),
-            "none" if moved is None else f"{moved:.2f} x",
-            f"{each.match_p99_ms:.1f} ms, {each.match_p99_ratio:.2f} x",
-            f"{each.change_s:.1f} s",
-            str(each.wrong_bytes),
-            str(each.errors),
-        )
+    """The table that the command prints: a column per kind of change."""
+    title = f"{results[0].nodes} nodes, medians of {results[0].rounds} rounds"
+    made = Table("", *(each.change for each in results), title=title)
+    rows: dict[str, Callable[[ChurnResult], str]] = {
+        "hits before": lambda each: format_share(each.token_hit_rate_before),
+        "hits during the change": lambda each: format_share(each.token_hit_rate_during),
+        "hits after": lambda each: format_share(each.token_hit_rate_after),
+        "found during the change": lambda each: format_share(each.findable_during),
+        "found after": lambda each: format_share(each.findable_after),
+        "stored by the node": lambda each: format_share(each.held_share),
+        "directory keys moved, x ideal": lambda each: _moved(each.directory_keys_moved_ratio),
+        "match p99, x control": lambda each: f"{each.match_p99_ratio:.2f} ({each.match_p99_ms:.1f} ms)",
+        "duration": lambda each: f"{each.change_s:.1f} s",
+        "wrong bytes": lambda each: str(each.wrong_bytes),
+        "errors": lambda each: str(each.errors),
+    }
+    for name, text in rows.items():
+        made.add_row(name, *map(text, results))
     return made
+
+
+def _moved(ratio: float | None) -> str:
+    return "none" if ratio is None else f"{ratio:.2f}"

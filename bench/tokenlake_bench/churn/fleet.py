@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from tokenlake_testing.etcd import EtcdServers
-
 from tokenlake.errors import Unreachable
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Node
+from tokenlake_testing.etcd import EtcdServers
 from tokenlake_testing.ports import reserve_port
 
 __all__ = ["Change", "Fleet"]
@@ -24,6 +22,8 @@ Change = Literal["join", "drain", "kill", "return"]
 MEMORY: Final = 64 << 20
 """Bytes of a daemon's memory: a run evicts nothing, so that a segment that is not found was lost by the change."""
 SETTLE_S: Final = 60.0
+"""Seconds within which the nodes come to the state that a change leads to."""
+CLUSTER: Final = "churn"
 
 
 class Fleet:
@@ -41,7 +41,7 @@ class Fleet:
         try:
             self._etcd.__enter__()
             if self._encrypt:
-                self._tokenlake("ca", "init")
+                init_ca(self._path, CLUSTER)
             for node in self.nodes.values():
                 self._start(node)
             self.wait_connected()
@@ -59,22 +59,18 @@ class Fleet:
             "region-size": "4MiB",
             "listen": f"127.0.0.1:{reserve_port()}",
             "etcd": self._etcd.endpoints,
-            "cluster": "churn",
+            "cluster": CLUSTER,
             "drain-s": "30",
         }
         if self._encrypt:
-            files = {"certificate": f"{name}.crt", "key": f"{name}.key", "ca": "ca.crt"}
+            files = {"certificate": f"{name}.pem", "key": f"{name}-key.pem", "ca": "ca.pem"}
             settings |= {setting: str(self._path / file) for setting, file in files.items()}
         return Node(name, self._path, settings)
 
     def _start(self, node: Node) -> None:
         if self._encrypt and not Path(node.settings["certificate"]).exists():
-            self._tokenlake("ca", "issue", node.name)
+            issue(self._path, node.name)
         node.start()
-
-    def _tokenlake(self, *words: str) -> None:
-        command = [sys.executable, "-m", "tokenlake", *words, "--directory", str(self._path), "--cluster", "churn"]
-        subprocess.run(command, check=True, env=dict(os.environ), capture_output=True)
 
     # -- changes
 

@@ -50,11 +50,13 @@ deadline."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: the time in seconds since the start of the run, whether its prompt is of the fixed set, the number of
-    segments of the prompt and of those found, the milliseconds of the match, and the segments read with wrong bytes."""
+    """One request: the time in seconds since the start of the run, whether its prompt is of the fixed set, the number
+    of the prompt, its segments and those found, the milliseconds of the match, and the segments read with wrong
+    bytes."""
 
     at_s: float
     fixed: bool
+    number: int
     asked: int
     found: int
     match_ms: float
@@ -70,13 +72,15 @@ class Workload:
         self._lock = threading.Lock()
         self._draw = random.Random(seed)
         self._requests = 0
+        self._fixed = 0
 
     def draw(self) -> tuple[bool, int]:
         """The next request: (whether it is of the fixed set, number of the prompt)."""
         with self._lock:
             self._requests += 1
             if self._draw.random() < 0.5:
-                return True, self._draw.randrange(FIXED_PROMPTS)
+                self._fixed = (self._fixed + 1) % FIXED_PROMPTS
+                return True, self._fixed
             newest = FIXED_PROMPTS + RECENT + self._requests // RENEWED
             return False, newest - self._draw.randrange(RECENT)
 
@@ -157,4 +161,4 @@ class Engine:
             del arrays
         if store and found < len(keys):
             pool.store_all(keys[found:], lambda index, slot: fill(slot, digests[found + index]), found)
-        return Request(at - self.began, fixed, len(keys), found, match_ms, wrong)
+        return Request(at - self.began, fixed, number, len(keys), found, match_ms, wrong)

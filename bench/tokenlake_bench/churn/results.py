@@ -13,7 +13,7 @@ from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
 from tokenlake_bench.churn.load import Request
 
-__all__ = ["ChurnResult", "Phases", "Run", "keys_moved_ratio", "median_of"]
+__all__ = ["ChurnResult", "Phases", "Run", "findable", "keys_moved_ratio", "median_of", "p99_ms", "rate"]
 
 SAMPLED_KEYS = 50_000
 
@@ -48,11 +48,11 @@ class Run(msgspec.Struct, frozen=True):
 class ChurnResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench churn` for one kind of change; medians over the rounds.
 
-    The hit rates are of the moving half of the load, hit tokens / prompt tokens. `findable_*`: the part of the segments
-    of the fixed half that is found, of those found before the change. `held_share`: the part of these segments that the
-    node stored that drained or was killed. `directory_keys_moved_ratio`: keys whose directory node changed / keys that
-    had to change it (the share of the node that came or left); None where the ring does not change. `match_p99_ratio`:
-    the p99 of the matches during the change / that of the control run in the same seconds.
+    The hit rates are of the moving half of the load, hit tokens / prompt tokens. `findable_*`: the segments of the
+    fixed half that are found, of those that were found before the change. `held_share`: the part of the fixed half
+    that the node stored that drains or is killed. `directory_keys_moved_ratio`: keys whose directory node changes /
+    keys that have to change it (the share of the node that comes or leaves); None where the ring does not change.
+    `match_p99_ratio`: the p99 of the matches during the change / that of the control run in the same seconds.
     """
 
     change: str
@@ -79,6 +79,18 @@ def rate(requests: Iterable[Request], *, fixed: bool) -> float:
     """Segments found / segments asked for, over the requests of one half."""
     chosen = [each for each in requests if each.fixed == fixed]
     return sum(each.found for each in chosen) / max(1, sum(each.asked for each in chosen))
+
+
+def findable(before: Iterable[Request], later: Iterable[Request]) -> float:
+    """Of the segments of the fixed prompts that `before` found, those that `later` requests of the same prompts found
+    / those that they could have found; 1 where there are none."""
+    known: dict[int, int] = {}
+    for each in before:
+        if each.fixed:
+            known[each.number] = max(each.found, known.get(each.number, 0))
+    chosen = [each for each in later if each.fixed and each.number in known]
+    could = sum(known[each.number] for each in chosen)
+    return sum(min(each.found, known[each.number]) for each in chosen) / could if could else 1.0
 
 
 def p99_ms(requests: Sequence[Request]) -> float:
