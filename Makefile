@@ -22,14 +22,14 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
 VLLM_TESTS := tests/engines/vllm
 
-.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm
+.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-etcd
 .NOTPARALLEL:
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
 # Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
-test: install-dev install-engines lint
+test: install-dev install-engines install-etcd lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
@@ -66,6 +66,14 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 		echo "torch is about 200 MB to download (its CPU build; a CUDA build is several GB)"
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
+
+# The tests of the membership start a real etcd; without one they are skipped by name.
+install-etcd:
+	@command -v etcd >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
+		DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes etcd-server >/dev/null && \
+		{ systemctl disable --now etcd >/dev/null 2>&1 || true; }; } || \
+		echo "etcd is not installed and cannot be (that needs root and apt-get): its tests are skipped" >&2
 
 install-vllm: $(VLLM_VENV)/.installed
 

@@ -7,7 +7,7 @@ restart of a node its earlier entries do not count; their memory is freed bit by
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenlake.hints import AccessRecord
@@ -144,18 +144,27 @@ class Directory:
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """From now on only the entries of this incarnation of `node` count. Call `sweep` until it returns False."""
         self._lives[node] = incarnation
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let `sweep` begin with all entries."""
         self._unswept = len(self._entries)
 
-    def sweep(self, most: int) -> bool:
-        """Examine the next `most` entries and remove those of earlier incarnations. Returns True if there are more to
-        examine.
+    def forget_life(self, node: NodeId) -> None:
+        """Forget the incarnation of a node that has no entries."""
+        self._lives.pop(node, None)
+
+    def sweep(self, most: int, mine: Callable[[Sequence[SegmentKey]], Sequence[bool]] | None = None) -> bool:
+        """Examine the next `most` entries and remove those of earlier incarnations, and those of keys for which `mine`
+        returns False. Returns True if there are more to examine.
 
         Valid entries move to the newest end. After all calls they are in their order again, except that entries made
         between the calls count as older than entries examined later.
         """
-        for _ in range(min(most, self._unswept, len(self._entries))):
-            at, entry = self._entries.popitem(last=False)
-            if self._counts(entry):
+        examined = [self._entries.popitem(last=False) for _ in range(min(most, self._unswept, len(self._entries)))]
+        kept = mine([key for (_, key), _ in examined]) if mine is not None and examined else [True] * len(examined)
+        for (at, entry), keep in zip(examined, kept, strict=True):
+            if keep and self._counts(entry):
                 self._entries[at] = entry
             else:
                 self._unmark(*at)

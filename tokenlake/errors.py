@@ -12,7 +12,8 @@
     |   +-- ClusterRefused      a peer belongs to another cluster
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
-    |   +-- RingRefused         two members have different rings
+    |   +-- RingRefused         a node of another cluster, or no member of this one
+    |   +-- MembershipRefused   the members cannot be read or changed so; the message names the reason
     +-- ConfigurationError      a setting is unknown or invalid; names field, value and what was expected
 
 A miss is not an error: the reply has a `Code` (`tokenlake.wire`) for each key.
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutRefused",
     "LimitReached",
     "ListenerUntrusted",
+    "MembershipRefused",
     "ProtocolRefused",
     "Refused",
     "RingRefused",
@@ -79,7 +81,12 @@ class LimitReached(Refused):
 
 
 class RingRefused(Refused):
-    """Two nodes were configured with different members, weights or run lengths."""
+    """Two nodes belong to different clusters, or one of them is not a member of the cluster of the other."""
+
+
+class MembershipRefused(Refused):
+    """The stored members are not what a daemon wrote, another daemon has this node's name, or the members of this
+    cluster cannot be changed in this way; the message names which."""
 
 
 class ConfigurationError(TokenLakeError):

@@ -33,7 +33,7 @@ Incarnation = NewType("Incarnation", int)
 """Number of one run of a node's daemon; grows with every start."""
 
 Epoch = NewType("Epoch", int)
-"""Digest of the ring: members, weights, virtual nodes, run length."""
+"""Number of a ring record: it grows with each change of the members."""
 
 ConnectionId = NewType("ConnectionId", int)
 """One connection to the daemon's local socket; stands for one process of a session."""

@@ -100,7 +100,10 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     if isinstance(tokens, bytes | bytearray):
         raise TypeError("token ids must be integers; array('I') would take bytes for whole words")
     # array('I') converts a list of ints two to three times faster than numpy does.
-    packed = array("I", tokens)
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise type(error)(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -9,22 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.identity import Epoch, NodeId
+from tokenlake.identity import NodeId
 from tokenlake.keys import KEY_BYTES
+from tokenlake.ring_record import RingRecord
 
-__all__ = ["VIRTUAL_NODES", "Ring"]
-
-VIRTUAL_NODES = 128
-"""Virtual nodes per node of average weight; the standard deviation of a node's share of the keys is then about 9 %
-(1 / sqrt(128))."""
-
+__all__ = ["Ring"]
 
 FEW = 12
 """Maximum number of keys that are looked up one by one; more keys are looked up with numpy, whose fixed cost is about
@@ -45,23 +39,18 @@ class _Circle(NamedTuple):
 
 
 class Ring:
-    """The ring of a pool. Immutable. Nodes that are configured with equal `members` have equal rings."""
+    """The ring that follows from a record of members. Immutable. Equal records give equal rings on every node."""
 
-    def __init__(self, members: Mapping[NodeId, int]) -> None:
-        """`members`: weight of each node, in bytes of its memory."""
-        if not members or min(members.values()) <= 0:
-            raise ValueError("a ring needs at least one member, each of positive weight")
-        self.members = tuple(sorted(members))
+    def __init__(self, record: RingRecord) -> None:
+        """Takes some 100 ms for 256 members unless the circle of these members is cached: a thread that makes a ring of
+        the same record first fills the cache for the rules."""
+        weights = record.weights()
+        if not weights:
+            raise ValueError("a ring needs at least one member")
+        self.members = tuple(sorted(weights))
         self._names = np.array(self.members, dtype=object)
-        # The circle is cached: making it takes some 100 ms for 256 members, and a simulation of 256 nodes has a ring
-        # for each node.
-        self._circle = _circle(tuple(members[node] for node in self.members), self.members)
-        self.epoch = Epoch(self._digest(members))
-
-    def _digest(self, members: Mapping[NodeId, int]) -> int:
-        weights = [(node, members[node]) for node in self.members]
-        text = msgspec.msgpack.encode([VIRTUAL_NODES, weights])
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        counts = tuple(max(1, round(weights[node] / record.unit)) for node in self.members)
+        self._circle = _circle(counts, self.members)
 
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
         """Returns (directory node, other candidate) for each of the concatenated 32-byte `keys`. Both are the same node
@@ -70,6 +59,19 @@ class Ring:
             return [self._pair(keys, at) for at in range(0, len(keys), KEY_BYTES)]
         firsts, others = self._locate(keys)
         return list(zip(self._names[firsts].tolist(), self._names[others].tolist(), strict=True))
+
+    def moved(self, previous: Ring, keys: bytes) -> list[bool]:
+        """Returns, for each of the concatenated 32-byte `keys`, whether the ring `previous` names another directory
+        node than this one."""
+        if len(keys) <= FEW * KEY_BYTES:
+            pairs = zip(self.candidates(keys), previous.candidates(keys), strict=True)
+            return [now[0] != before[0] for now, before in pairs]
+        hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, 0].astype(np.uint64)
+        moved: list[bool] = (self._first(hashes) != previous._first(hashes)).tolist()
+        return moved
+
+    def _first(self, hashes: NDArray[np.uint64]) -> NDArray[np.object_]:
+        return self._names[self._circle.owner[np.searchsorted(self._circle.points, hashes)]]
 
     def _pair(self, keys: bytes, at: int) -> tuple[NodeId, NodeId]:
         starts, owners = self._circle.starts, self._circle.owners
@@ -85,12 +87,12 @@ class Ring:
         return firsts, np.where(others == firsts, self._circle.next_other[points[:, 1]], others)
 
 
-@functools.lru_cache(maxsize=4)
-def _circle(weights: tuple[int, ...], members: tuple[NodeId, ...]) -> _Circle:
-    mean = sum(weights) / len(weights)
+@functools.lru_cache(maxsize=8)
+def _circle(counts: tuple[int, ...], members: tuple[NodeId, ...]) -> _Circle:
+    """The circle of members with these numbers of virtual nodes."""
     points: list[tuple[int, int]] = []
-    for index, (node, weight) in enumerate(zip(members, weights, strict=True)):
-        for replica in range(max(1, round(VIRTUAL_NODES * weight / mean))):
+    for index, (node, count) in enumerate(zip(members, counts, strict=True)):
+        for replica in range(count):
             digest = hashlib.blake2b(f"{node}#{replica}".encode(), digest_size=8).digest()
             points.append((int.from_bytes(digest, "big"), index))
     points.sort()

@@ -8,16 +8,20 @@ the one that was read.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import msgspec
 
 from tokenlake.identity import NodeId
 
-__all__ = ["Member", "RingRecord", "UNIT_SHARE"]
+__all__ = ["MAX_EPOCH", "Member", "RingRecord", "UNIT_SHARE"]
 
 UNIT_SHARE = 128
-"""Virtual nodes of the member that creates the record of a cluster: its weight divided by this is the record's unit."""
+"""Virtual nodes of a member of mean weight in a new record; the standard deviation of its share of the keys is then
+about 9 % (1 / sqrt(128))."""
+MAX_EPOCH = 1 << 62
+"""Bound of the epoch of a record."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -34,19 +38,23 @@ class RingRecord(msgspec.Struct, frozen=True):
 
     epoch: int
     """Number of changes since the record was created; 0 for a static list."""
-    unit: int
+    unit: float
     """Weight of one virtual node. It never changes, so that a node that joins takes only what belongs to it."""
     members: Mapping[str, Member]
 
     def __post_init__(self) -> None:
-        if self.epoch < 0 or self.unit <= 0 or any(member.weight <= 0 for member in self.members.values()):
-            raise ValueError("a ring record needs an epoch of at least 0, a positive unit and positive weights")
+        if (
+            not 0 <= self.epoch < MAX_EPOCH
+            or not 0 < self.unit < math.inf
+            or any(member.weight <= 0 for member in self.members.values())
+        ):
+            raise ValueError("a ring record needs an epoch from 0 to 2^62, a positive unit and positive weights")
 
     @classmethod
     def of(cls, weights: Mapping[str, int], epoch: int = 0) -> RingRecord:
         """A new record of members with these weights. Its unit gives a member of mean weight `UNIT_SHARE` virtual
         nodes."""
-        unit = max(1, sum(weights.values()) // (UNIT_SHARE * len(weights))) if weights else 1
+        unit = sum(weights.values()) / (UNIT_SHARE * len(weights)) if weights else 1.0
         return cls(epoch, unit, {name: Member(weight) for name, weight in sorted(weights.items())})
 
     def with_member(self, name: str, weight: int) -> RingRecord:

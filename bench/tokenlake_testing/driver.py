@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake_testing.clock import Clock
 
-__all__ = ["Engines", "Memory", "Network", "NodeDriver", "Observer", "Pull"]
+__all__ = ["Engines", "Membership", "Memory", "Network", "NodeDriver", "Observer", "Pull"]
 
 Observer = Callable[[events.Event, list[instructions.Instruction]], None]
 """Function that is called with each event of a node and the instructions that the rules returned for it, before these
@@ -59,6 +59,16 @@ class Memory(Protocol):
 
     def replace(self, order: instructions.ReplaceRegion) -> None:
         """Replace a region of the arena. The event `RegionReady` is delivered later, exactly once."""
+
+
+class Membership(Protocol):
+    """The membership of a simulated cluster, which stores the ring record."""
+
+    def read(self, order: instructions.ReadRing) -> None:
+        """Deliver the newest record as the event `RingChanged`, now or later."""
+
+    def drained(self, order: instructions.Drained) -> None:
+        """Take the node out of the record: it has handed over its primary copies."""
 
 
 class Pull(abc.ABC):
@@ -126,8 +136,10 @@ class NodeDriver:
         engines: Engines,
         network: Network,
         memory: Memory,
+        membership: Membership | None = None,
         observer: Observer | None = None,
     ) -> None:
+        """`membership`: None where the ring never changes."""
         self.core = core
         self.stopped = False
         self.receives: dict[int, Pull] = {}
@@ -156,6 +168,8 @@ class NodeDriver:
             # The instruction to log is ignored, because a simulated node keeps no log.
             instructions.Note: lambda order: None,
         }
+        if membership is not None:
+            self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}
 
     # -- life
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import os
 import select
 import socket
@@ -32,6 +31,7 @@ from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
 from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, Welcome, reply_decoder
 from tokenlake.wire.frames import decode
+from tokenlake_client.arguments import poll_ms
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
@@ -314,14 +314,13 @@ class Channel:
     def _ready(self, wait_s: float) -> int:
         """Wait at most `wait_s` until the socket can be read, or written where bytes are unsent. Returns poll's events;
         0: none, or the socket is closed."""
-        # poll and not select, which takes no descriptor beyond 1023; engines have more. The time is rounded up to whole
-        # milliseconds, because a caller that waits for less than one would otherwise spin.
+        # poll and not select, which takes no descriptor beyond 1023; engines have more.
         poller = select.poll()
         try:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         except ValueError:
             return 0
-        events = poller.poll(math.ceil(wait_s * 1e3))
+        events = poller.poll(poll_ms(wait_s))
         return events[0][1] if events else 0
 
     def _read(self) -> None:

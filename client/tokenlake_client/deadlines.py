@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake_client.arguments import seconds
+
 __all__ = ["DEFAULT_DEADLINES", "Deadlines"]
 
 
@@ -14,7 +16,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     A call that misses its deadline raises `DeadlinePassed`. Further calls then raise it at once until the daemon sends
     something (`tokenlake.liveness`), so that a frozen daemon costs an engine one deadline and not one per call. Longer
     deadlines are needed where the daemon shares its processors with other programs, and may be off the processor for
-    longer than the defaults.
+    longer than the defaults. Raises `ValueError` for a value that is no number of seconds.
     """
 
     connect_s: float = 5.0
@@ -45,6 +47,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     wakeup_s: float = 0.1
     """Seconds that a caller waits beyond its deadline when the answer lies in the socket and another thread is about to
     read it: the threads of a busy process are scheduled late."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            seconds(name, getattr(self, name))
 
 
 DEFAULT_DEADLINES = Deadlines()

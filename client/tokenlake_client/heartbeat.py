@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import threading
@@ -18,6 +17,7 @@ import weakref
 from tokenlake.errors import DeadlinePassed, ListenerUntrusted, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import SessionId
 from tokenlake.wire import engine
+from tokenlake_client.arguments import poll_ms
 from tokenlake_client.channel import Channel
 from tokenlake_client.grants import Grants
 from tokenlake_client.link import Connector, Link
@@ -53,7 +53,7 @@ class Wake:
         with contextlib.suppress(ValueError):
             # The socket is closed, and has no number, once the channel is broken.
             poller.register(channel, select.POLLRDHUP | (select.POLLOUT if channel.unsent else 0))
-        poller.poll(math.ceil(limit_s * 1e3))
+        poller.poll(poll_ms(limit_s))
         channel.flush()
 
     def forget(self) -> None:

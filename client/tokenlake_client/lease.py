@@ -30,6 +30,7 @@ from tokenlake.wire.engine import (
 )
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import slot_array
+from tokenlake_client.arguments import seconds
 from tokenlake_client.channel import Pending
 from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.grants import LeaseHold
@@ -225,7 +226,8 @@ class Lease:
     def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
         afterwards, or `stop`."""
-        limit_s = self.link.deadlines.fetch_s if deadline_s is None else deadline_s
+        limit_s = self.link.deadlines.fetch_s if deadline_s is None else seconds("deadline_s", deadline_s)
+        seconds("at_most_s", at_most_s)
         began = time.monotonic()
         at = start
         while at < stop:

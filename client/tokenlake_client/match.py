@@ -14,6 +14,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
 from tokenlake.wire.slots import join_keys
+from tokenlake_client.arguments import index, seconds
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 
@@ -44,6 +45,11 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A second limit of the wait for another engine: this many seconds for each missing segment, and not more than
     `in_flight_wait_s`; 0: only `in_flight_wait_s` limits the wait."""
 
+    def __post_init__(self) -> None:
+        index("prompt_tokens", self.prompt_tokens)
+        seconds("in_flight_wait_s", self.in_flight_wait_s)
+        seconds("in_flight_wait_per_segment_s", self.in_flight_wait_per_segment_s)
+
 
 DEFAULT_MATCH = MatchOptions()
 
@@ -61,12 +67,12 @@ class PendingMatch:
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
         """Sends the match of the first keys. `request`: the name of the request, which the caller made up where
-        `options` has none. Raises `Unreachable`."""
+        `options` has none. Raises `Unreachable`; `ValueError` for a `deadline_s` that is no number of seconds."""
         self._state = state
         self._keys = keys
         self._request = request
         self._options = options
-        self._deadline_s = deadline_s
+        self._deadline_s = seconds("deadline_s", deadline_s)
         self._began = time.monotonic()
         self._parts: list[Matched] = []
         self._lease: Lease | None = None

@@ -23,6 +23,8 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.slots import join_keys
+from tokenlake_client.arguments import index
+from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.grants import Grants
 from tokenlake_client.heartbeat import HeartbeatThread, PendingHeartbeat, Wake
@@ -154,7 +156,8 @@ class Pool:
         `Deadlines.call_s`. Raises `Unreachable`."""
         if not parts:
             raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
-        until = time.monotonic() + (self.deadlines.call_s if deadline_s is None else deadline_s)
+        deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
+        until = time.monotonic() + deadline_s
         with contextlib.ExitStack() as attached:
             granted: list[engine.Matched] = []
             for part in parts:
@@ -180,11 +183,12 @@ class Pool:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit them. A
         segment that the pool has already, or refuses, gets no slot. `patience`: seconds to try again while the write
         budget alone prevents the store. `request`, `hints`: as of `MatchOptions`. Raises `Unreachable`."""
+        index("first", first)
+        until = time.monotonic() + check_seconds("patience", patience)
         self._grants.sweep()
         name = self._request_name(request)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: store of %d segments", name, len(keys))
-        until = time.monotonic() + patience
         pause = RETRY_S
         packed = join_keys(keys[:MAX_KEYS])
         while True:
@@ -217,6 +221,7 @@ class Pool:
         is used up, tries again for at most `patience` seconds without progress. `request`, `hints`: as of
         `MatchOptions`. Raises `Unreachable` and the errors of `fill`.
         """
+        check_seconds("patience", patience)
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
@@ -242,6 +247,8 @@ class Pool:
     ) -> Reservation:
         """Reserve slots, as `store` does, that other processes of this session fill. `deadline_s`: by default
         `Deadlines.call_s`. Raises `Unreachable`."""
+        index("first", first)
+        deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._grants.sweep()
         link, packed, name = self.link, join_keys(keys[:MAX_KEYS]), self._request_name(request)
         reply = link.call(
@@ -270,6 +277,7 @@ class Pool:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
         `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. The marker of the first
         segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
+        check_seconds("seconds", seconds)
         with contextlib.suppress(TokenLakeError):
             # A process has at most so many markers.
             self.link.channel.tell(engine.Claim(join_keys(keys[:MAX_KEYS]), seconds))
@@ -280,7 +288,7 @@ class Pool:
         """A view of the first 1,024 segments of `lease`, for queries of `heads` heads; logits are `scale` x query .
         key. The view takes the lease over, unless this call raises `Unreachable` or the refusal of the query engine.
         `deadline_s`: by default `Deadlines.view_s`."""
-        deadline_s = self.deadlines.view_s if deadline_s is None else deadline_s
+        deadline_s = self.deadlines.view_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         return self._queries.open_view(lease, heads, scale, deadline_s)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import socket
@@ -25,6 +24,7 @@ from tokenlake.liveness import Liveness
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
+from tokenlake_client.arguments import poll_ms
 
 __all__ = ["Expected", "QueryLink"]
 
@@ -193,11 +193,10 @@ class QueryLink:
     def _ready(self, wait_s: float) -> int:
         """Wait at most `wait_s` until the socket can be read, or written where bytes are unsent. Returns poll's events;
         0: none."""
-        # poll and not select, which takes no descriptor beyond 1023. The time is rounded up to whole milliseconds,
-        # because a caller that waits for less than one would otherwise spin.
+        # poll and not select, which takes no descriptor beyond 1023.
         poller = select.poll()
         poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        events = poller.poll(math.ceil(wait_s * 1e3))
+        events = poller.poll(poll_ms(wait_s))
         return events[0][1] if events else 0
 
     def _read(self) -> None:

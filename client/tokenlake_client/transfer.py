@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import Any
 
@@ -53,7 +53,8 @@ class Transfer:
         for part, write in zip(parts, self._writes, strict=True):
             self._check(part, len(write.keys) * self._layout.segment_tokens)
         self._missing.discard(layer)
-        self._copies.append(self._executor.submit(self._copy, layer, parts, last=not self._missing))
+        last = not self._missing
+        self._submit(lambda: self._copy(layer, parts, last=last))
 
     def copied(self, timeout_s: float | None = 0.0) -> bool:
         """Wait at most `timeout_s` (None: without limit) until all layers that were put are copied. Returns whether
@@ -74,7 +75,15 @@ class Transfer:
     def abort(self) -> None:
         """Give the slots that are not committed back to the daemon. Idempotent; never raises."""
         self._missing.clear()
-        self._copies.append(self._executor.submit(self._abort))
+        self._submit(self._abort)
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        """Run `task` in the thread that copies. Once the pool is closed that thread has ended, and the segments have
+        failed."""
+        try:
+            self._copies.append(self._executor.submit(task))
+        except RuntimeError:
+            self._abort()
 
     def _check(self, part: LayerCache, tokens: int) -> None:
         layout = self._layout

@@ -81,9 +81,9 @@ class BulkSender:
             # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
             sock.close()
             return
-        for former in others:
-            if former.hello.incarnation != hello.incarnation:
-                former.end()
+        for earlier in others:
+            if earlier.hello.incarnation != hello.incarnation:
+                earlier.end()
         try:
             sock.settimeout(None)
             size_buffer(sock, socket.SO_SNDBUF, encrypted=keys is not None)

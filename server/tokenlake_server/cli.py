@@ -24,7 +24,7 @@ from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.event_log import replay as replay_log
 from tokenlake_server.watchdog import new_event_loop
 
-__all__ = ["config", "replay", "run_daemon", "serve", "with_settings"]
+__all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     return option(command)
 
 
-def _load(file: Path | None, flags: Mapping[str, object]) -> Settings:
+def load(file: Path | None, flags: Mapping[str, object]) -> Settings:
+    """The settings of a daemon from its file, the environment and flags. Raises `ConfigurationError`."""
     text = None if file is None else read_config_file(file)
     return load_config(toml_text=text, environ=os.environ, flags=flags, uid=os.geteuid(), file=str(file))
 
@@ -64,7 +65,7 @@ def run_daemon(
     `click.ClickException`."""
     set_up_log("%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = _load(file, flags)
+        settings = load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())
         if settings.ignored:
             log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
@@ -125,7 +126,7 @@ def config() -> None:
 def show(file: Path | None, **flags: object) -> None:
     """Print each setting, its value and its source."""
     try:
-        settings = _load(file, flags)
+        settings = load(file, flags)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     table = Table("setting", "value", "source")

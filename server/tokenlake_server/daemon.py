@@ -9,16 +9,17 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tokenlake.config import Address, RuleSettings, ServerConfig, parse_address
+from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import GOSSIP_S
+from tokenlake.core.context import GOSSIP_S, ring_of
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import ReplaceRegion, Stamp
+from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
 from tokenlake.wire.fields import RecordKeys
@@ -35,9 +36,10 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.membership import open_membership, static_members
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
+from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.started_threads import started_threads
@@ -57,16 +59,15 @@ REPLACE_S = 0.5
 """Seconds between two attempts to allocate memory for a region that changes its tenant."""
 
 
-def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
-    """The configuration of the rules that follows from the settings. Without sizes in 'peers' all nodes have the same
-    weight on the ring. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
-    sized = any(peer.memory for peer in config.peers)
-    members = {config.node: config.memory if sized else 1}
-    members |= {peer.name: peer.memory or 1 for peer in config.peers}
+def core_config(
+    config: ServerConfig, incarnation: int, speed: float = 1.0, record: RingRecord | None = None
+) -> CoreConfig:
+    """The configuration of the rules that follows from the settings. `speed`: see `Driver`; reports are sent at least
+    `LEAST_REPORT_S` of the real clock apart. `record`: the members at the start, without it those of `peers`."""
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
-        members=members,
+        ring=record or static_members(config).record,
         regions=config.memory // config.region_size,
         region_bytes=config.region_size,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
@@ -92,7 +93,8 @@ class Daemon:
         """`speed`: see `Driver`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
-        rules = core_config(config, incarnation, speed)
+        self.membership = open_membership(config, incarnation, loop)
+        rules = core_config(config, incarnation, speed, self.membership.members.record)
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
@@ -106,26 +108,30 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
+        self.on_read_ring: Callable[[], None] = lambda: None
+        """Called when another node knows a newer ring record, or is no member that this node knows: the membership is
+        to be read soon. It may be called many times a second."""
+        self.on_drained: Callable[[], None] = lambda: None
+        """Called when this node, which drains, has handed over its segments, or its time for that is over."""
+        self.driver.carry_out(ReadRing, lambda order: self.on_read_ring())
+        self.driver.carry_out(Drained, lambda order: self.on_drained())
+        self._changing_ring = asyncio.Lock()
         certificates = _certificates(config)
-        identity = PeerIdentity(
-            config.node,
-            incarnation,
-            core.ring.epoch,
-            ring_members(core.ring, rules.members),
-            tuple(core.ring.members),
-            () if certificates else config.cluster_secret,
-            config.cluster,
-        )
-        addresses = PeerAddresses({peer.name: Address(peer.host, peer.port) for peer in config.peers})
+        secrets = () if certificates else config.cluster_secret
+        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
+        addresses = PeerAddresses(self.membership.members.addresses)
         self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
             identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
         )
+        self.peers.on_stranger = lambda node: self.on_read_ring()
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
         self.metrics = (
-            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
+            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
+            if config.metrics
+            else None
         )
         recorder = _recorder(config.record, rules, started)
         tenants = Tenants(config)
@@ -162,9 +168,22 @@ class Daemon:
         if learned is not None:
             self.driver.handle(events.StatisticsLoaded(learned))
 
+    async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
+        """Follow a ring record of the membership, with the address of each member: the rules first, then the
+        connections. A record that is not newer than that of the rules changes the addresses of its members only."""
+        node = self.driver.core.config.node
+        async with self._changing_ring:
+            # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
+            await asyncio.to_thread(ring_of, record, NodeId(node))
+            self.driver.handle(events.RingChanged(record))
+            members = self.driver.core.record.members
+            others = (name for name in addresses if name in members and name != node and node in members)
+            self.peers.set_peers({name: addresses[name] for name in others})
+
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
-        snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, self.query_engine)
+        peers, membership = self.peers.states.all(), self.membership.state
+        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
 
@@ -254,6 +273,13 @@ class Daemon:
                 if segment.pins:
                     used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
         return used
+
+
+def _aliases(config: ServerConfig) -> dict[str, str]:
+    """The names that the metrics page shows in place of tenants' names; none where it may show these."""
+    if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
+        return {}
+    return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
 
 
 def _certificates(config: ServerConfig) -> Certificates | None:

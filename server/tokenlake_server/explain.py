@@ -160,7 +160,7 @@ def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
     if answer.funnel is not None:
         return answer.funnel
     if answer.names:
-        names = "\n  ".join(answer.names)
+        names = "\n  ".join(map(_printable, answer.names))
         raise click.ClickException(
             f"several requests begin with {request_id!r}; give more of the name of one:\n  {names}"
         )
@@ -175,11 +175,18 @@ def _print(funnel: Funnel, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(funnel)))
         return
-    table = Table("request", "tokens", "", title=escape(f"{funnel.request}, {funnel.age_s:.1f} s ago"), box=SIMPLE)
+    title = escape(f"{_printable(funnel.request)}, {funnel.age_s:.1f} s ago")
+    table = Table("request", "tokens", "", title=title, box=SIMPLE)
     table.columns[1].justify = "right"
     for name, tokens, detail in _rows(funnel):
-        table.add_row(name, f"{tokens:,}", escape(detail))
+        table.add_row(name, f"{tokens:,}", escape(_printable(detail)))
     Console().print(table)
+
+
+def _printable(text: str) -> str:
+    """`text` with escapes in place of control characters: engines choose the names of requests, and a terminal would
+    execute the sequences in them."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _plain(funnel: Funnel) -> dict[str, object]:

@@ -5,14 +5,12 @@
     dialler                                        acceptor
        | PeerHello: name, incarnation, nonce ------>|
        |<------ PeerChallenge: the same, and a proof|
-       | PeerProof: ring, and a proof ------------->|
+       | PeerProof: a proof ----------------------->|
        |<------ PeerWelcome, or PeerRefused         |
 
 A proof is blake2b, keyed with the secret, over all earlier messages of the handshake and the name of the proving side.
 It covers both nonces, so that a recorded handshake is not accepted again, and the purpose of the connection, so that
-the proof of a control connection does not open a bulk connection. The acceptor proves itself first. The dialler
-therefore sends its ring only to a node that knows the secret, and the acceptor describes its own ring only to such a
-node.
+the proof of a control connection does not open a bulk connection. The acceptor proves itself first.
 
 This module does no I/O; nonces are passed in. The frames after the handshake are neither encrypted nor authenticated.
 """
@@ -45,11 +43,6 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 
     node: str
     incarnation: int
-    epoch: int
-    members: tuple[str, ...]
-    """The members of the hash ring in the form that error texts show (`ring_members`)."""
-    names: tuple[str, ...]
-    """The names of the nodes on the hash ring."""
     secrets: tuple[Secret, ...] = ()
     """The setting `cluster_secret`: the first one proves this node, and each proves another one. Empty where there is
     none, or where certificates prove the nodes."""
@@ -90,9 +83,7 @@ class Dialler:
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
         self.incarnation = challenge.incarnation
-        ring = peer.PeerProof(self._identity.epoch, self._identity.members, bytes(PROOF_BYTES))
-        proof = dialler_proof(self._identity.secret, self.hello, challenge, ring)
-        return msgspec.structs.replace(ring, proof=proof)
+        return peer.PeerProof(dialler_proof(self._identity.secret, self.hello, challenge))
 
 
 class Acceptor:
@@ -112,14 +103,13 @@ class Acceptor:
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""
 
     def check(self, message: peer.PeerProof) -> None:
-        """Check the dialler's proof, then its ring. Raises `CredentialRefused`, whose text does not describe the ring,
-        or `RingRefused`, whose text names the difference."""
-        if not self._identity.accepts(
-            message.proof, lambda secret: dialler_proof(secret, self.hello, self.challenge, message)
-        ):
+        """Check the dialler's proof, then its cluster and its name. Raises `CredentialRefused`, `ClusterRefused` or
+        `RingRefused`. The caller checks that the dialler is a member."""
+        if not self._identity.accepts(message.proof, lambda secret: dialler_proof(secret, self.hello, self.challenge)):
             raise _not_proven(self.hello.node, self._identity)
         _check_cluster(self._identity, self.hello.node, self.hello.cluster)
-        _check_ring(self._identity, self.hello.node, message)
+        if self.hello.node == self._identity.node:
+            raise RingRefused(f"two daemons are called '{self.hello.node}'; every node needs a name of its own")
 
 
 def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
@@ -128,10 +118,10 @@ def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerCha
     return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
 
 
-def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, ring: peer.PeerProof) -> bytes:
-    """The dialler's proof, to be sent as the `proof` of `ring`: blake2b, keyed with the secret, over the messages of
-    the handshake."""
-    return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(ring, proof=bytes(PROOF_BYTES)))
+def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
+    """The dialler's proof, to be sent as `PeerProof`: blake2b, keyed with the secret, over the messages of the
+    handshake."""
+    return _keyed(secret, b"dialler", hello, challenge)
 
 
 def _keyed(secret: bytes, side: bytes, *messages: msgspec.Struct) -> bytes:
@@ -152,16 +142,3 @@ def _check_cluster(identity: PeerIdentity, node: str, cluster: str) -> None:
             f"node '{node}' belongs to the cluster '{cluster}', and '{identity.node}' to '{identity.cluster}'; nodes "
             "of one cluster have the same setting 'cluster'"
         )
-
-
-def _check_ring(identity: PeerIdentity, node: str, ring: peer.PeerProof) -> None:
-    if node == identity.node:
-        raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
-    mine, theirs = ", ".join(identity.members), ", ".join(ring.members)
-    if ring.epoch != identity.epoch:
-        raise RingRefused(
-            f"node '{node}' has another ring: its members are {theirs}; those of '{identity.node}' are {mine}. "
-            "Give all daemons the same 'peers' (with the same sizes)"
-        )
-    if node not in identity.names:
-        raise RingRefused(f"node '{node}' is not one of the members {mine}")

@@ -1,4 +1,7 @@
-"""The pages /metrics (for Prometheus) and /health, over HTTP on loopback.
+"""The pages /metrics (for Prometheus), /health and /ready, over HTTP. They only read.
+
+`/health` says whether the daemon works, and names the state of its membership and its peers; `/ready` says whether the
+node serves as a member of its cluster. A node that lost its membership is healthy, and a restart would cost its cache.
 
 Counters are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state of the rules on
 the control loop, all at one moment, when a page is requested.
@@ -16,7 +19,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -30,6 +33,8 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
 from tokenlake.wire import supervision
+from tokenlake_server.membership import MembershipState
+from tokenlake_server.peer_states import PEER_STATES, PeerState
 from tokenlake_server.query_engine import QueryEngine
 
 __all__ = ["MetricsServer", "Snapshot"]
@@ -60,14 +65,32 @@ _QUERY_ENGINE_HELP = {
 class Snapshot:
     """All counters and gauges of the daemon at one moment. Made on the control loop."""
 
-    def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
+    def __init__(
+        self,
+        core: NodeCore,
+        processes: int,
+        peers: Mapping[str, PeerState],
+        membership: MembershipState,
+        query_engine: QueryEngine | None,
+    ) -> None:
+        self.peers = peers
+        self.membership = membership
+        connected = sum(each.state in ("connected", "other ring") for each in peers.values())
         self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
         self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Processes of engines that may access the arena", {}, processes),
-            ("tokenlake_peers_connected", "Other nodes that are connected", {}, len(peers)),
+            ("tokenlake_peers_connected", "Other nodes that are connected", {}, connected),
             ("tokenlake_spare_regions", "Regions that no tenant has", {}, core.store.regions.spare),
+            ("tokenlake_membership_known", "1 while this node is a member of its cluster", {}, membership.known),
+            ("tokenlake_membership_problem", "1 while the members cannot be read", {}, bool(membership.problem)),
+            ("tokenlake_members_absent", "Members that are not registered in etcd", {}, len(membership.absent)),
+            ("tokenlake_ring_epoch", "Epoch of the ring record", {}, membership.epoch),
         ]
+        for name, peer in peers.items():
+            for state in PEER_STATES:
+                labels = {"peer": name, "state": state}
+                self._gauge("tokenlake_peer_state", "1 for the state of a peer", labels, peer.state == state)
         if query_engine is not None:
             self._add_query_engine(query_engine)
         for name, entries in core.census().items():
@@ -106,8 +129,13 @@ class Snapshot:
 
 
 class _Collector:
-    def __init__(self, take: Callable[[], Snapshot]) -> None:
+    def __init__(self, take: Callable[[], Snapshot], aliases: Mapping[str, str]) -> None:
+        """`aliases`: the names that are shown in place of tenants' names."""
         self._take = take
+        self._aliases = aliases
+
+    def _shown(self, label: str, value: str) -> str:
+        return self._aliases.get(value, "other") if label == "tenant" and self._aliases else value
 
     def describe(self) -> Iterable[Any]:
         return []
@@ -119,27 +147,35 @@ class _Collector:
         for metric, counted in snapshot.labelled.items():
             labelled = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=[metric.label])
             for label, value in counted.items():
-                labelled.add_metric([label], value)
+                labelled.add_metric([self._shown(metric.label, label)], value)
             yield labelled
         families: dict[str, Any] = {}
         for name, help, labels, level in snapshot.gauges:
             family = families.setdefault(name, GaugeMetricFamily(name, help, labels=list(labels)))
-            family.add_metric(list(labels.values()), level)
+            family.add_metric([self._shown(label, value) for label, value in labels.items()], level)
         yield from families.values()
 
 
 class MetricsServer:
-    """Serves the pages /metrics and /health, with a thread per request."""
+    """Serves the pages, with a thread per request."""
 
-    def __init__(self, address: Address, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot], node: str):
+    def __init__(
+        self,
+        address: Address,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[], Snapshot],
+        node: str,
+        aliases: Mapping[str, str],
+    ) -> None:
+        """`aliases`: the names that are shown in place of tenants' names; empty to show these."""
         self._loop = loop
         self._take_now = take
         self._node = node
         registry = CollectorRegistry()
-        registry.register(_Collector(self.take))
+        registry.register(_Collector(self.take, aliases))
         self._metrics = make_wsgi_app(registry)
         try:
-            self._server = make_server(address.host, address.port, self._serve, _Server, _Quiet)
+            self._server = make_server(address.host, address.port, self._serve, _server_of(address), _Quiet)
         except OSError as error:
             raise ConfigurationError(
                 "metrics",
@@ -161,26 +197,46 @@ class MetricsServer:
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "/")
-        if path == "/metrics":
+        status, body = "", dict[str, object]()
+        headers = [("Content-Type", "application/json")]
+        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", {"error": "the pages can only be read"}
+            headers.append(("Allow", "GET, HEAD"))
+        elif path == "/metrics":
             return self._metrics(environ, start_response)  # type: ignore[no-any-return]
-        if path in ("/", "/health"):
-            status, body = self._health()
+        elif path in ("/", "/health"):
+            status, body = self._answer(self._health)
+        elif path == "/ready":
+            status, body = self._answer(self._ready)
         else:
-            status, body = "404 Not Found", {"error": "unknown page; expected /metrics or /health"}
-        start_response(status, [("Content-Type", "application/json")])
+            status, body = "404 Not Found", {"error": "unknown page; expected /metrics, /health or /ready"}
+        start_response(status, headers)
         return [json.dumps(body).encode() + b"\n"]
 
-    def _health(self) -> tuple[str, dict[str, object]]:
+    def _answer(self, describe: Callable[[Snapshot], tuple[bool, dict[str, object]]]) -> tuple[str, dict[str, object]]:
         try:
-            snapshot = self.take()
+            good, body = describe(self.take())
         except (TimeoutError, concurrent.futures.TimeoutError):
-            return "503 Service Unavailable", {
-                "node": self._node,
-                "healthy": False,
-                "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s",
-            }
+            good, body = (
+                False,
+                {"healthy": False, "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s"},
+            )
+        return "200 OK" if good else "503 Service Unavailable", {"node": self._node, **body}
+
+    def _health(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
         gauges = {name: value for name, _, labels, value in snapshot.gauges if not labels}
-        return "200 OK", {"node": self._node, "healthy": True, **gauges}
+        now = self._loop.time()
+        peers = {
+            name: {"state": state, "for_s": round(now - since, 1)} | ({"reason": reason} if reason else {})
+            for name, (state, reason, since) in snapshot.peers.items()
+        }
+        membership = msgspec.to_builtins(snapshot.membership)
+        return True, {"healthy": True, **gauges, "membership": membership, "peers": peers}
+
+    def _ready(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
+        if snapshot.membership.known:
+            return True, {"ready": True}
+        return False, {"ready": False, "reason": f"it serves its engines alone: {snapshot.membership.problem}"}
 
     def close(self) -> None:
         """Stop serving the pages and close the port."""
@@ -199,6 +255,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self._room = threading.BoundedSemaphore(MAX_THREADS)
         super().__init__(*args)
 
+    def server_bind(self) -> None:
+        """Bind, without a question to a name server for the name of this machine."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
@@ -214,6 +276,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
+
+
+def _server_of(address: Address) -> type[_Server]:
+    class Server(_Server):
+        address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+
+    return Server
 
 
 class _Until(io.RawIOBase):

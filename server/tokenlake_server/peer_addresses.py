@@ -53,6 +53,10 @@ class PeerAddresses:
         """The names of the other nodes."""
         return tuple(self._configured)
 
+    def text(self, node: str) -> str:
+        """The address of a node as it was configured, for people."""
+        return str(self._configured.get(node, "no address"))
+
     def change(self, addresses: Mapping[str, Address]) -> None:
         """Replace all addresses. Nodes whose address changed are resolved anew."""
         kept = {name for name, address in addresses.items() if self._configured.get(name) == address}

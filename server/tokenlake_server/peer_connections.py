@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import os
 import random
 import secrets
 import socket
@@ -30,7 +31,6 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
-from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -40,10 +40,11 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.peer_states import PeerStates
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.tls import TlsSession, is_tls
 
-__all__ = ["Adopt", "PeerConnections", "ring_members"]
+__all__ = ["Adopt", "PeerConnections"]
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +113,6 @@ class _Handshake:
         return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
-def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
-    """The ring's members as error texts show them: `name`, or `name/weight` where the setting 'peers' gives the node a
-    size."""
-    return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
-
-
 class PeerConnections:
     """The connections with other daemons. Used on the control loop only. Owns the listening socket, the handshakes and
     the control connections."""
@@ -151,7 +146,11 @@ class PeerConnections:
         self._resolving: set[asyncio.Task[None]] = set()
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
+        self.on_stranger: Callable[[str], None] = lambda node: None
+        """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
+        knows: the membership may have a newer record."""
         self._closing = False
+        self.states = PeerStates(addresses.names, loop)
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
@@ -159,6 +158,17 @@ class PeerConnections:
         driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
             self._dial_soon(name)
+
+    def set_peers(self, addresses: Mapping[str, Address]) -> None:
+        """Follow a change of the other nodes, after the rules have: dial those that came, end the connections with
+        those that left, and use the new addresses from the next attempt on. The bulk and query connections share the
+        addresses."""
+        self._addresses.change(addresses)
+        for name in [name for name in self._connections if name not in self._addresses]:
+            self._drop(name, "it is not a member any more")
+        for name in self._addresses.names:
+            if name not in self._connections:
+                self._dial_soon(name)
 
     # -- dialling
 
@@ -170,11 +180,11 @@ class PeerConnections:
         """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
         pause_s = REDIAL_S
         try:
-            while name not in self._connections and not self._closing:
+            while name in self._addresses and name not in self._connections and not self._closing:
                 try:
                     await self._attempt(name)
-                except OSError:
-                    pass
+                except OSError as error:
+                    self.states.unreachable(name, f"{self._addresses.text(name)}: {_reason(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
@@ -372,7 +382,7 @@ class PeerConnections:
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
                     assert handshake.dialled is not None
                     self._established(connection, handshake.dialled, incarnation)
-                    if handshake.ended is not None:
+                    if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
                     raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
@@ -385,7 +395,13 @@ class PeerConnections:
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """Complete the handshake of a connection whose dialling side has proven that it is a member of the ring."""
+        """Complete the handshake of a connection whose dialling side has proven that it belongs to the cluster."""
+        if hello.node not in self._addresses:
+            self.on_stranger(hello.node)
+            raise RingRefused(
+                f"node '{hello.node}' is not a member yet: the members that '{self._identity.node}' knows are "
+                f"{', '.join(sorted((self._identity.node, *self._addresses.names)))}"
+            )
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
@@ -429,6 +445,7 @@ class PeerConnections:
             name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
         node = handshake.node if handshake.node in self._addresses else ""
+        self.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
         if line != last and now - logged_at >= REFUSAL_S:
@@ -438,9 +455,13 @@ class PeerConnections:
     # -- established
 
     def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+        if node not in self._addresses:
+            connection.close("it is not a member any more")
+            return
         self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
+        self.states.connected(node)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
         connection.max_frame = peer.MAX_FRAME
@@ -481,6 +502,10 @@ class PeerConnections:
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
+        if node not in self._addresses:
+            # The rules have dropped this member already.
+            return
+        self.states.unreachable(node, f"the connection ended: {reason}")
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)
 
@@ -509,6 +534,7 @@ class PeerConnections:
     async def close(self) -> None:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
+        self.states.close()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         tasks = [*self._dialling.values(), *self._resolving]
@@ -519,6 +545,11 @@ class PeerConnections:
             connection.close("the daemon stops")
         if self._tls_threads is not None:
             self._tls_threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection. asyncio's own text names the call in place of the reason."""
+    return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
 def _listen(address: Address) -> socket.socket:

@@ -8,11 +8,12 @@ import pytest
 
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
 
-MEMBERS = {"a": 1 << 20, "b": 1 << 20}
+MEMBERS = RingRecord.of({"a": 1 << 20, "b": 1 << 20})
 
 
 @dataclass

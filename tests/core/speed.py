@@ -18,6 +18,7 @@ from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, SendToPeer
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Segment
 from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.wire import Code, engine, peer
@@ -28,7 +29,7 @@ KEYS = 128
 TURNS = 500
 LATER = 10.0
 """Directories count as complete."""
-NODES = {"a": 1, "b": 1}
+NODES = RingRecord.of({"a": 1, "b": 1})
 HELD = join_keys(prompt("turn 7", KEYS))
 """Keys of a prompt that the local core holds."""
 

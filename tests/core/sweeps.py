@@ -13,6 +13,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys
@@ -28,7 +29,7 @@ class Longest:
 
     def __init__(self, count: int, regions: int = 1) -> None:
         per_region = -(-count // regions)
-        members = {A: 1, B: 1, "c": 1}
+        members = RingRecord.of({A: 1, B: 1, "c": 1})
         config = CoreConfig(A, 1, members, regions + 1, (per_region + 64) * (SLOT_BYTES + 8) + 65536)
         self.core = NodeCore(config)
         self.core.start(0.0)

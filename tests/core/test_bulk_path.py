@@ -153,7 +153,7 @@ def test_nothing_is_taken_over_from_a_silent_node() -> None:
 
 
 def test_the_assumed_rate_has_a_floor() -> None:
-    peers = Peers(Context(calm(2).core(0).config), *3 * [lambda lost: None])
+    peers = Peers(Context(calm(2).core(0).config), *4 * [lambda lost: None])
     node, nbytes = NodeId("n1"), 16 << 20
     for _ in range(20):
         peers.missed(node, nbytes, 3600.0)

@@ -13,12 +13,14 @@ from tests.core.scenes import calm, copies, kinds, match, placed, store
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, directory_node, events, instructions
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
-MEMBERS = dict.fromkeys(("n0", "n1", "n2"), 1 << 16)
+MEMBERS = RingRecord.of(dict.fromkeys(("n0", "n1", "n2"), 1 << 16))
 SYNC_GRACE_S = 5.0
+RING = (MEMBERS.epoch, MEMBERS.digest())
 
 
 class Node:
@@ -138,7 +140,7 @@ def test_an_owner_that_handed_over_is_replaced() -> None:
     assert node.say("n2", peer.Owned("red", key, "n1")) == []
     assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
     # The earlier owner evicts its copy later.
-    node.say("n1", peer.Evicted("red", key, "n1", "lru"))
+    node.say("n1", peer.Evicted("red", key, "lru"))
     assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
     node.say("n1", peer.Owned("red", other))
     assert node.say("n2", peer.Owned("red", other, "n0")) == [peer.Redundant("red", other, ("n1",))]
@@ -177,16 +179,44 @@ def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
 
 
-def test_an_eviction_ends_the_entry() -> None:
-    """Also where a reader reports it, that found no copy; never the entry of another node."""
+def test_an_eviction_ends_the_entry_of_its_sender_only() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    for reporter in ("n1", "n2"):
-        node.say("n1", peer.Owned("red", key))
-        node.say(reporter, peer.Evicted("red", key, "n2"))
-        assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-        node.say(reporter, peer.Evicted("red", key, "n1", "lru"))
-        assert node.lookup("n2", key) == (Code.MISSING, ())
+    node.say("n1", peer.Owned("red", key))
+    node.say("n2", peer.Evicted("red", key, "lru"))
+    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
+    node.say("n1", peer.Evicted("red", key, "lru"))
+    assert node.lookup("n2", key) == (Code.MISSING, ())
+
+
+def test_the_report_of_a_reader_is_a_question_to_the_owner() -> None:
+    """The entry stays until the owner confirms that it has no copy."""
+    node = Node()
+    (key,) = keys_of(node, "n0", "n1")
+    node.say("n1", peer.Owned("red", key))
+    report = peer.Unfound("red", key, "n1")
+    assert node.handle(events.PeerSent("n2", report)) == [("n1", report)]
+    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
+    assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "n2"))) == [], "not the owner of the entry"
+    assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "stranger"))) == []
+
+
+def test_the_owner_answers_for_what_it_does_not_have() -> None:
+    node = Node()
+    here, gone = keys_of(node, "n1", "n0", 2)
+    node.own(here)
+    assert node.say("n1", peer.Unfound("red", join_keys((here, gone)), "n0")) == [peer.Evicted("red", gone)]
+    assert node.say("n1", peer.Unfound("red", here, "n0")) == []
+
+
+def test_only_a_candidate_of_a_key_says_that_another_node_owns_it() -> None:
+    node = Node()
+    (key,) = keys_of(node, "n1", "n2")
+    (other,) = keys_of(node, "n1", "n0")
+    mine, theirs = node.own(key), node.own(other)
+    node.say("n2", peer.Redundant("red", join_keys((key, other)), ("n1", "n1")))
+    assert (mine.kind, theirs.kind) == (Kind.CACHED, Kind.PRIMARY)
+    assert node.core.counters.by_label(directory_node.REFUSED_CLAIMS) == {"n2": 1}
 
 
 # -- advertising
@@ -208,7 +238,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
     while node.core.census()["walks"] and node.now < 0.2:
         sent += node.run_until(node.now + 0.005)
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
-    assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone()]
+    assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone(RING)]
 
 
 def test_owned_segments_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +277,11 @@ def test_the_stand_in_answers_for_a_directory_node_that_cannot_be_reached() -> N
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n2",))
     node.handle(events.PeerUp("n1", 2))
     assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
-    # A node that is no candidate keeps no entry that other nodes could ask for.
+    # A node that is told of a key of which it is no candidate names the owner: the sender may have a newer ring.
     (foreign,) = keys_of(node, "n1", "n2")
-    node.say("n1", peer.Owned("red", foreign))
     assert node.lookup("n2", foreign) == (Code.MISSING, ())
+    node.say("n1", peer.Owned("red", foreign))
+    assert node.lookup("n2", foreign) == (Code.ELSEWHERE, ("n1",))
 
 
 @pytest.mark.parametrize("fault", ["down", "suspect"])
@@ -304,7 +335,7 @@ def test_a_directory_node_that_is_back_is_told_again(monkeypatch: pytest.MonkeyP
     sent += node.run_until(node.now + 0.2)
     assert owned(sent, "n2") == []
     assert owned(sent, "n1") == list(keys)
-    assert [each for each in sent if each[0] == "n1"][-1] == ("n1", peer.AdvertisingDone())
+    assert [each for each in sent if each[0] == "n1"][-1] == ("n1", peer.AdvertisingDone(RING))
     assert node.core.census()["walks"] == 0
 
 
@@ -355,3 +386,23 @@ def test_a_stand_in_that_restarts_is_told_again() -> None:
     cluster.node(2).start()
     cluster.run_for(1.0)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_report_that_came_late_leaves_the_entry_of_a_segment_that_is_back() -> None:
+    """A reader did not find the segment at its owner, where it has been computed again since."""
+    cluster = calm(3)
+    writer, reader = cluster.join(1), cluster.join(2)
+    (key,) = placed(cluster, 0, 2)
+    store(cluster, writer, [key])
+    core = cluster.core(0)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
+    assert match(cluster, reader, [key]).hits == 1
+    owner = cluster.core(1)
+    owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
+    owner.store.evicted.clear()
+    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
+    cluster.run_for(0.1)
+    assert core._directory_node.recorded_owner(TenantId("red"), key) is None

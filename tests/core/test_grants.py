@@ -16,6 +16,7 @@ from tokenlake.core.instructions import SendToPeer
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code, engine, peer
 
@@ -32,8 +33,8 @@ class Scene:
     """A node with eight slots and one session of `processes`."""
 
     def __init__(self) -> None:
-        self.context = Context(CoreConfig("a", 1, {"a": 1, "b": 1}, 1, 4096 + 8 * SLOT_BYTES))
-        peers = Peers(self.context, *3 * [lambda peer_: None])
+        self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 4096 + 8 * SLOT_BYTES))
+        peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
         self.withdrawn: list[SegmentKey] = []
         touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)
@@ -205,7 +206,7 @@ def test_processes_of_a_lease_and_of_a_write_are_bounded_in_bytes(monkeypatch: p
     lease = match(cluster, engine_, keys).lease
     write = prepare(cluster, engine_, prompt("q", 2)).write
     kept = 2 * grants.GRANT_BYTES + 4 * grants.ITEM_BYTES
-    more = 2 * grants.HOLDER_BYTES + 2 * (grants.HELD_BYTES + grants.WRITER_BYTES)
+    more = 2 * grants.PROCESS_BYTES + 2 * (grants.HELD_BYTES + grants.WRITER_BYTES)
     monkeypatch.setattr(grants, "MAX_SESSION_BYTES", kept + more)
     attached = [answer(cluster, process, engine.Attach, at) for process in (second, third) for at in (lease, write)]
     assert [reply.codes for reply in attached] == [

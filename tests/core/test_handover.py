@@ -328,3 +328,20 @@ def ready(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[Segme
     """The READY copies of these segments at a node."""
     found = cluster.core(node)._context.ready(TenantId("red"), keys)
     return [segment for segment in found if segment is not None]
+
+
+def test_an_answer_after_the_deadline_leaves_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The giver has given up the offer when it learns that the segments were taken."""
+    cluster = calm(4)
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 3, 2)
+    store(cluster, writer, keys)
+    with monkeypatch.context() as patch:
+        # The giver waits for less than a round trip.
+        patch.setattr(handover, "GRACE_S", -0.0499)
+        offer(cluster, 0, 2, keys)
+    cluster.run_for(0.5)
+    assert cluster.core(0).counters[HANDED_OVER] == 0
+    assert [kinds(cluster, key) for key in keys] == [{0: Kind.CACHED, 2: Kind.PRIMARY}] * 2
+    cluster.settle()
+    cluster.check_settled()

@@ -14,6 +14,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Budgets, Kind, PoolId, Segment, SegmentStore
 from tokenlake.store import store as store_module
 from tokenlake.store.eviction import Forecast
@@ -24,7 +25,7 @@ SLOT_BYTES = 1024
 
 
 def core_of(learned: bytes | None = None) -> NodeCore:
-    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, 2, 4096 + 8 * SLOT_BYTES))
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 2, 4096 + 8 * SLOT_BYTES))
     core.start(0.0)
     if learned is not None:
         core.handle(events.StatisticsLoaded(learned), 0.0)
@@ -128,8 +129,8 @@ def test_malformed_statistics_of_another_node_are_not_used() -> None:
 
 
 def test_every_peer_is_sent_every_pool() -> None:
-    context = Context(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
-    peers = Peers(context, *3 * [lambda peer_: None])
+    context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 4096 + 8 * SLOT_BYTES))
+    peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
     context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
     sent: dict[str, set[str]] = {"b": set(), "c": set()}

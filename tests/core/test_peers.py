@@ -210,7 +210,7 @@ def test_nothing_is_fetched_from_a_suspect_node() -> None:
 
 
 def test_missed_deadlines_lengthen_the_next_ones() -> None:
-    peers = Peers(Context(calm(2).core(0).config), *3 * [lambda lost: None])
+    peers = Peers(Context(calm(2).core(0).config), *4 * [lambda lost: None])
     node, nbytes = NodeId("n1"), 16 << 20
     slow_s = nbytes / 10e6
     missed = 0

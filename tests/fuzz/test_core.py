@@ -29,6 +29,7 @@ from tokenlake.core.instructions import (
 )
 from tokenlake.hints import AccessRecord
 from tokenlake.keys import KEY_BYTES
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
 
 SLOT_BYTES, SHARDS = 512, 2
@@ -42,7 +43,7 @@ class Node:
 
     def __init__(self) -> None:
         config = CoreConfig(
-            "n0", 1, dict.fromkeys(("n0", *PEERS), MEMORY), 2, MEMORY, max_sessions=2, directory_limit=16
+            "n0", 1, RingRecord.of(dict.fromkeys(("n0", *PEERS), MEMORY)), 2, MEMORY, max_sessions=2, directory_limit=16
         )
         self.core = NodeCore(config)
         self.now = 100.0

@@ -25,6 +25,7 @@ from tokenlake.config import ServerConfig, load_config
 from tokenlake.core import CoreConfig, events
 from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake.layout import Layout
+from tokenlake.ring_record import RingRecord
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.event_log import Recorder, replay
@@ -202,7 +203,7 @@ LAYOUT_VERSION, LAYOUT_PAIRS = msgspec.msgpack.decode(LAYOUT.encode())
 
 def recorded(path: Path) -> bytes:
     """A short log."""
-    config = CoreConfig("n0", 1, {"n0": 1 << 20, "n1": 1 << 20}, 1, 1 << 20)
+    config = CoreConfig("n0", 1, RingRecord.of({"n0": 1 << 20, "n1": 1 << 20}), 1, 1 << 20)
     recorder = Recorder(path, config, 1.0)
     recorder.add(2.0, events.Tick(), [])
     recorder.close()

@@ -472,3 +472,16 @@ def test_waiting_tasks_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     worker.thread.start()
     assert set(worker.wait(5)) == {"red 0", "red 1", "red 2", "red 3", "blue"}
     assert worker.done["blue"] is not None
+
+
+def test_a_slice_that_does_not_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process then sends no more reports, and its daemon replaces it."""
+    worker = Worker(monkeypatch)
+    assert worker.thread.slice_lasts() == 0
+    worker.kernel.proceed.clear()
+    worker.submit("stuck", "red")
+    worker.thread.start()
+    wait_until(lambda: worker.thread.slice_lasts() > 0.1, "the slice lasts")
+    worker.kernel.proceed.set()
+    worker.wait(1)
+    wait_until(lambda: worker.thread.slice_lasts() == 0, "the slice has ended")

@@ -94,6 +94,9 @@ class FakePeer:
     def _trickle(self, sock: socket.socket, message: peer.Pull) -> None:
         assert self._layout is not None
         count = len(message.keys) // 32
+        if not count:
+            sock.sendall(pack_frame(peer.Pulled(peer.PROBE_BYTES, b"", b"")) + bytes(peer.PROBE_BYTES))
+            return
         checksums = bytes(8 * self._layout.shards * count)
         codes = bytes([Code.LOCAL]) * count
         sock.sendall(pack_frame(peer.Pulled(self._layout.segment_bytes, codes, checksums)))

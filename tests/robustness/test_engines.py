@@ -188,8 +188,9 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
             wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the peer is connected")
             prompt = Prompt(22, 5)
             peer.serves(pool.prefix(prompt.tokens).keys, LAYOUT)
-            wait_until(lambda: match(pool, prompt).hits == 5, "the peer's segments are found")
             for attempt in range(5):
+                # After a fetch without a byte of a segment the peer is not asked until it has answered a probe.
+                wait_until(lambda: match(pool, prompt).hits == 5, "the peer's segments are found")
                 with match(pool, prompt) as lease:
                     # The deadline is long enough for the handshake and the Pull on a busy machine, and too short for a
                     # segment.
@@ -204,6 +205,5 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
                 wait_until(lambda attempt=attempt: peer.cut == attempt + 1, "the transfer was cut")  # type: ignore[misc]
                 for other in kept:
                     read(pool, other)
-                assert total(node, "tokenlake_aborted_fetches_total") == attempt + 1
             wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 0, "receivers returned")
             assert total(node, "tokenlake_received_segments_total") == 0

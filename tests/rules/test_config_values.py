@@ -39,7 +39,6 @@ from tokenlake.errors import ConfigurationError
         ("listen", "example.com:7440"),
         ("listen", ""),
         ("listen", 7440),
-        ("metrics", "0.0.0.0:9090"),
         ("metrics", "127.0.0.1:7440"),
         ("cluster", ""),
         ("cluster", "Lake"),

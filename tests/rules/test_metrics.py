@@ -16,6 +16,7 @@ UNITS = {
     "bytes",
     "callbacks",
     "calls",
+    "changes",
     "claims",
     "commits",
     "demotions",

@@ -87,3 +87,15 @@ def test_cancelled_timers_do_not_pile_up() -> None:
 def _timers_in_memory() -> int:
     # isinstance() reads the attribute __class__ of each object, and torch's deprecated objects warn when it is read.
     return sum(type(each) is Timer for each in gc.get_objects())
+
+
+def test_one_timer_at_a_time() -> None:
+    timers, called = Timers(), []
+    for number, deadline in enumerate((2.0, 1.0, 1.0, 3.0)):
+        timers.at(deadline, lambda number=number: called.append(number))  # type: ignore[misc]
+    timers.at(0.5, lambda: called.append(9)).cancel()
+    for _ in range(4):
+        timers.fire_next(2.0)
+    assert called == [1, 2, 0]
+    assert timers.next() == 3.0
+    assert len(timers) == 1

@@ -14,13 +14,10 @@ import msgspec
 
 from tests.robustness.live import LAYOUT
 from tokenlake.config import load_config
-from tokenlake.core import NodeCore
 from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.daemon import core_config
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
-from tokenlake_server.peer_connections import ring_members
 from tokenlake_testing.cluster import Node
 
 LIMIT_S = 20.0
@@ -119,17 +116,7 @@ def identity_of(node: Node) -> PeerIdentity:
     file = flags.pop("config", None)
     text = Path(file).read_text() if file else None
     config = load_config(toml_text=text, environ={}, flags=flags, uid=os.geteuid()).config
-    rules = core_config(config, incarnation)
-    ring = NodeCore(rules).ring
-    return PeerIdentity(
-        config.node,
-        incarnation,
-        ring.epoch,
-        ring_members(ring, rules.members),
-        tuple(ring.members),
-        config.cluster_secret,
-        config.cluster,
-    )
+    return PeerIdentity(config.node, incarnation, config.cluster_secret, config.cluster)
 
 
 def introduce(raw: Raw, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> peer.Handshake:

@@ -67,7 +67,7 @@ def silent(backlog: int) -> Iterator[Address]:
 def receiver(addresses: dict[str, Address]) -> Iterator[Rules]:
     rules: Any = Rules()
     arena: Any = None
-    identity = PeerIdentity("here", 1, 1, ("here",), ("here", *addresses))
+    identity = PeerIdentity("here", 1)
     made = BulkReceiver(identity, PeerAddresses(addresses), arena, rules)
     try:
         yield rules

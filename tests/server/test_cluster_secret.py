@@ -140,7 +140,7 @@ def refused(raw: Raw, kind: str) -> None:
 
 
 def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
-    """Send a hello. Returns the daemon's challenge, which has no facts about the ring."""
+    """Send a hello. Returns the daemon's challenge, which does not name its cluster."""
     raw.send(hello)
     challenge = raw.answer()
     assert isinstance(challenge, peer.PeerChallenge)
@@ -165,13 +165,12 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
     for secret in (Secret(b"guess" * 4), Secret()):
         with Raw(address) as raw:
             challenge = challenged(raw, replace(hello, nonce=secrets.token_bytes(32)))
-            ring = peer.PeerProof(posing.epoch, posing.members, bytes(32))
-            raw.send(replace(ring, proof=dialler_proof(secret, hello, challenge, ring)))
+            raw.send(peer.PeerProof(dialler_proof(secret, hello, challenge)))
             refused(raw, "CredentialRefused")
     # 3. It returns the node's own proof.
     with Raw(address) as raw:
         challenge = challenged(raw, hello)
-        raw.send(peer.PeerProof(posing.epoch, posing.members, challenge.proof))
+        raw.send(peer.PeerProof(challenge.proof))
         refused(raw, "CredentialRefused")
     # 4. It sends no proof, before and after the hello.
     for said in ((), (hello,)):

@@ -15,6 +15,7 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.node import HandlerFailed
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
 from tokenlake_server.event_log import Recorder, replay
@@ -54,7 +55,9 @@ def test_an_answer_between_alarm_and_tick() -> None:
 
     async def scene() -> None:
         # No node pings for 5 s, so that the next deadline is that of the match.
-        core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, regions=1, region_bytes=1 << 20, gossip_s=5.0))
+        core = NodeCore(
+            CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), regions=1, region_bytes=1 << 20, gossip_s=5.0)
+        )
         core.start(0.0)
         driver = Driver(core, loop, failed)
         driver.carry_out(SendToPeer, lambda say: said.append(say.message))
@@ -108,7 +111,7 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
         raise AssertionError(event) from error
 
     async def scene() -> None:
-        core = NodeCore(CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20, lease_s=20.0))
+        core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20, lease_s=20.0))
         driver = Driver(core, loop, failed, speed=10.0)
         core.start(driver.now)
         for kind in (Answer, Welcomed, Stamp):
@@ -138,7 +141,7 @@ def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkey
     """The test's failed handler had given a slot to a new segment: without its instructions the slot keeps the previous
     generation."""
     loop = SteppedLoop()
-    config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
+    config = CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20)
     core = NodeCore(config)
     core.start(0.0)
     failures: list[tuple[type[Event], type[Exception]]] = []
@@ -188,7 +191,7 @@ class DueTimers(NodeCore):
 def test_timers_leave_the_loop_to_others() -> None:
     """Timers that are due at once, and take 20 ms together, are called in several iterations of the loop."""
     loop = asyncio.SelectorEventLoop()
-    core = DueTimers(CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20))
+    core = DueTimers(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
     driver = Driver(core, loop, lambda event, error: None)
     called: list[int] = []
 

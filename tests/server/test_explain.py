@@ -142,6 +142,18 @@ def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> No
     assert "remembers no request of this tenant" in command(socket, "--last", "2").stderr
 
 
+def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
+        names = [f"\x1b]0;title\x07\x9b31m-{number}" for number in (1, 2)]
+        for name in names:
+            pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request=name)).release()
+        one = command(cluster.nodes[0].socket, names[0], token=RED)
+        both = command(cluster.nodes[0].socket, "\x1b]0", token=RED)
+        for text in (one.stdout, both.stderr):
+            assert r"\x1b]0;title\x07\x9b31m-1" in text
+            assert not {"\x1b", "\x07", "\x9b"} & set(text)
+
+
 def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
     with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
         pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()

@@ -13,8 +13,7 @@ from tokenlake.wire import peer
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
-MEMBERS = ("a", "b", "c-of-the-ring")
-A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, (SECRET,))
+A = PeerIdentity("a", 5, (SECRET,))
 B = replace(A, node="b", incarnation=6)
 NONCE_A, NONCE_B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
 
@@ -35,18 +34,13 @@ def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose
 
 
 @pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()])
-def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> None:
+def test_another_secret_is_refused(other: Secret) -> None:
     dialler, acceptor = half_way(replace(A, secrets=(other,)))
-    with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'") as refused:
+    with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'"):
         dialler.answer(acceptor.challenge)
-    assert "c-of-the-ring" not in str(refused.value)
     assert dialler.incarnation is None
-    ring = peer.PeerProof(A.epoch, A.members, bytes(32))
-    proof = dialler_proof(other, dialler.hello, acceptor.challenge, ring)
-    with pytest.raises(CredentialRefused, match="'a' did not prove.*'cluster_secret'") as refused:
-        acceptor.check(replace(ring, proof=proof))
-    assert "c-of-the-ring" not in str(refused.value)
-    assert "77" not in str(refused.value)
+    with pytest.raises(CredentialRefused, match="'a' did not prove.*'cluster_secret'"):
+        acceptor.check(peer.PeerProof(dialler_proof(other, dialler.hello, acceptor.challenge)))
 
 
 NEW = Secret(b"n" * 16)
@@ -74,11 +68,8 @@ def test_another_cluster_is_refused_by_both_sides() -> None:
     dialler, acceptor = half_way(b=other)
     with pytest.raises(ClusterRefused, match="'b' belongs to the cluster 'staging', and 'a' to 'tokenlake'"):
         dialler.answer(acceptor.challenge)
-    ring = peer.PeerProof(A.epoch, A.members, bytes(32))
-    proof = replace(ring, proof=dialler_proof(SECRET, dialler.hello, acceptor.challenge, ring))
-    with pytest.raises(ClusterRefused, match="'a' belongs to the cluster 'tokenlake'") as refused:
-        acceptor.check(proof)
-    assert "c-of-the-ring" not in str(refused.value)
+    with pytest.raises(ClusterRefused, match="'a' belongs to the cluster 'tokenlake'"):
+        acceptor.check(peer.PeerProof(dialler_proof(SECRET, dialler.hello, acceptor.challenge)))
 
 
 @pytest.mark.parametrize(
@@ -115,12 +106,11 @@ def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
         dialler.answer(replace(acceptor.challenge, **change))
 
 
-@pytest.mark.parametrize("change", [{"epoch": 78}, {"members": ("a", "b")}, {"proof": bytes(32)}], ids=str)
-def test_a_changed_proof_is_refused(change: dict[str, Any]) -> None:
+def test_a_changed_proof_is_refused() -> None:
     dialler, acceptor = half_way()
-    proof = dialler.answer(acceptor.challenge)
+    dialler.answer(acceptor.challenge)
     with pytest.raises(CredentialRefused):
-        acceptor.check(replace(proof, **change))
+        acceptor.check(peer.PeerProof(bytes(32)))
 
 
 def test_a_recorded_handshake_is_refused() -> None:
@@ -137,21 +127,16 @@ def test_the_proof_of_one_side_is_not_that_of_the_other() -> None:
     """A stranger that gets a proof from a node cannot return it to the node as its own."""
     dialler, acceptor = half_way()
     with pytest.raises(CredentialRefused):
-        acceptor.check(peer.PeerProof(A.epoch, A.members, acceptor.challenge.proof))
+        acceptor.check(peer.PeerProof(acceptor.challenge.proof))
     ring = dialler.answer(acceptor.challenge)
     with pytest.raises(CredentialRefused):
         dialler.answer(replace(acceptor.challenge, proof=ring.proof))
 
 
-def test_rings_are_compared_after_the_proof() -> None:
-    for changes, reason in (
-        ({"epoch": 78, "members": ("a", "b")}, "its members are a, b; those of 'b' are a, b, c-of-the-ring"),
-        ({"node": "z"}, "'z' is not one of the members"),
-        ({"node": "b"}, "two daemons are called 'b'"),
-    ):
-        dialler, acceptor = half_way(replace(A, **changes))
-        with pytest.raises(RingRefused, match=reason):
-            acceptor.check(dialler.answer(acceptor.challenge))
+def test_two_nodes_of_one_name_refuse_each_other() -> None:
+    dialler, acceptor = half_way(replace(A, node="b"))
+    with pytest.raises(RingRefused, match="two daemons are called 'b'"):
+        acceptor.check(dialler.answer(acceptor.challenge))
 
 
 def test_another_node_at_the_address_and_versions() -> None:

@@ -34,9 +34,10 @@ from tests.robustness.live import (
 from tests.server.raw import Raw, hello
 from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
-from tokenlake.identity import NodeId, SessionId
+from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake.ring import Ring
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
 from tokenlake_client import Pool
@@ -59,7 +60,7 @@ def cluster() -> Iterator[Cluster]:
 
 def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
     """Keys whose directory node is this one, without end."""
-    ring, draw = Ring({NodeId(each.name): 1 for each in cluster.nodes}), random.Random(2)
+    ring, draw = Ring(RingRecord.of({each.name: 1 for each in cluster.nodes})), random.Random(2)
     drawn = (draw.randbytes(32) for _ in itertools.count())
     return (key for key in drawn if ring.candidates(key)[0][0] == cluster.nodes[node].name)
 

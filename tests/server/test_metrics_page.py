@@ -11,21 +11,23 @@ import pytest
 
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
+from tokenlake.ring_record import RingRecord
 from tokenlake_server import metrics_page
+from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 
 
 def test_a_request_sent_byte_by_byte_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_page, "REQUEST_S", 0.5)
-    core = NodeCore(CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20))
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     def take() -> Snapshot:
-        return Snapshot(core, 0, [], None)
+        return Snapshot(core, 0, {}, MembershipState("peers", known=True, epoch=0), None)
 
-    pages = MetricsServer(Address("127.0.0.1", 0), loop, take, "a")
+    pages = MetricsServer(Address("127.0.0.1", 0), loop, take, "a", {})
     try:
         with socket.create_connection(("127.0.0.1", pages.address.port), 5.0) as slow:
             slow.settimeout(0.05)

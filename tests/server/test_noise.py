@@ -106,7 +106,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Pull("default", keys),
         peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
         peer.Redundant("default", keys, ("nobody",)),
-        peer.Evicted("default", keys[:31], "nobody"),
+        peer.Evicted("default", keys[:31]),
         peer.Corrupt("default", keys[:31]),
         peer.Corrupt("default", keys),
         peer.Touched("nobody", keys),
@@ -116,7 +116,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         pack_frame(peer.PeerHello(1, 1, "tokenlake", "stranger", 1, "control", bytes(32))),
         pack_frame(peer.PeerHello(1, 1, "tokenlake", "node1", 1, "bulk", bytes(32))),
         pack_frame(peer.PeerChallenge(1, "tokenlake", "node1", 1, bytes(32), bytes(32))),
-        pack_frame(peer.PeerProof(1, ("node0", "node1"), bytes(32))),
+        pack_frame(peer.PeerProof(bytes(32))),
         pack_frame(peer.PeerWelcome()),
     ]
     return first, [pack_frame(message) for message in messages]

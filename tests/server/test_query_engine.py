@@ -68,7 +68,7 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
-        identity = PeerIdentity("a", 1, 1, ("a",), ("a",))
+        identity = PeerIdentity("a", 1)
         query_engine = QueryEngine(Start("", "a", "", 1), identity, PeerAddresses({}), loop)
         assert await asyncio.to_thread(started.wait, LIMIT_S)
         await query_engine.close()

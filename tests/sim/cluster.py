@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 
+from tests.sim.arena import REGION_BYTES
 from tests.sim.engine import Engine, Reading
 from tests.sim.link import Link
 from tests.sim.node import SimNode
@@ -13,6 +15,7 @@ from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
 from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, State
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
@@ -31,8 +34,45 @@ class Cluster(World):
         self.nodes = {name: SimNode(self, name) for name in self._names}
         pairs = itertools.combinations(self._names, 2)
         self._links = {frozenset(pair): Link(*(self.nodes[name] for name in pair)) for pair in pairs}
+        self._know_links()
+
+    def _know_links(self) -> None:
         for node in self.nodes.values():
             node.links = {other: self.link(node.name, other) for other in self.nodes if other != node.name}
+
+    # -- changes of the ring
+
+    def change(self, record: RingRecord, spread_s: float = 0.0, missed: Container[str] = ()) -> None:
+        """The membership stores `record`. Each node reads it within `spread_s`; the nodes in `missed` do not, and hear
+        of it from others."""
+        self.record = record
+        for name, node in self.nodes.items():
+            if name not in missed:
+                self.clock.after(self.clock.random.uniform(0.0, spread_s), node.follow)
+
+    def add(self, spread_s: float = 0.0, missed: Container[str] = ()) -> SimNode:
+        """Start another node, as large as the others."""
+        name = f"n{len(self.nodes)}"
+        self.change(self.record.with_member(name, self.regions * REGION_BYTES), spread_s, missed)
+        node = self.nodes[name] = SimNode(self, name)
+        for other in self.nodes.values():
+            if other is not node:
+                self._links[frozenset((name, other.name))] = Link(other, node)
+        self._know_links()
+        return node
+
+    def drain(self, name: str, spread_s: float = 0.0, missed: Container[str] = ()) -> None:
+        """A node begins to drain. When it has drained it leaves."""
+        self.change(self.record.draining(name), spread_s, missed)
+
+    def leave(self, name: str) -> None:
+        """Take a node out of the ring record, and end it."""
+        node = self.nodes[name]
+        if name in self.record.members:
+            self.change(self.record.without(name))
+        if node.core is not None:
+            node.crash()
+        node.retired = True
 
     # -- parts
 
@@ -49,8 +89,9 @@ class Cluster(World):
         return [link for link in self._links.values() if name in link.ends]
 
     def node(self, index: int) -> SimNode:
-        """A node by its position."""
-        return self.nodes[self._names[index]]
+        """A node by its position among those that have not left."""
+        present = [node for node in self.nodes.values() if not node.retired]
+        return present[index % len(present)]
 
     def core(self, index: int) -> NodeCore:
         """The rules of a live node."""
@@ -105,6 +146,7 @@ class Cluster(World):
             node.speak()
             if node.core is None:
                 node.start()
+            node.follow()
         for link in self._links.values():
             link.heal()
         for engine in self.engines:
@@ -121,7 +163,10 @@ class Cluster(World):
         self.check()
         for name, node in self.nodes.items():
             core = node.core
+            if node.retired:
+                continue
             assert core is not None
+            assert core.record == self.record
             assert core.idle(), f"{name} is not idle: {core.census()}"
             census = core.census()
             assert census.pop("calls") <= len(self.nodes) - 1
@@ -171,7 +216,7 @@ class Cluster(World):
         only segments that stay must be found."""
         self.calm()
         for tenant in dict.fromkeys(tenant for tenant, _ in kept):
-            engines = [self.join(node, tenant) for node in range(len(self.nodes))]
+            engines = [self.join(node, tenant) for node in range(sum(not each.retired for each in self.nodes.values()))]
             self.run_for(0.1)
             for key in (key for owner, key in kept if owner == tenant):
                 for engine in engines:

@@ -37,7 +37,7 @@ class Link:
     def _connect(self, life: int) -> None:
         if life != self._life:
             return
-        able = all(node.core is not None and not node.frozen for node in self.ends.values())
+        able = all(node.knows(self._other(name).name) and not node.frozen for name, node in self.ends.items())
         if not able or self._clock.now < self.blocked_until:
             self._clock.after(RETRY_S, lambda: self._connect(life))
             return
@@ -70,7 +70,8 @@ class Link:
             for name, node in self.ends.items():
                 self._to[name].cut()
                 other = self._other(name)
-                node.deliver(events.PeerDown(other.name, other.incarnation))
+                if node.knows(other.name):
+                    node.deliver(events.PeerDown(other.name, other.incarnation))
                 for transfer in list(node.life.receives.values()):
                     if isinstance(transfer, Transfer) and transfer.source is other:
                         transfer.fail()

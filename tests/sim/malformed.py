@@ -28,6 +28,7 @@ NEVER_MALFORMED = (
     events.ProcessGone,
     events.SendDone,
     events.SlotChecked,
+    events.RingChanged,
     *(
         engine.Attach,
         engine.Fetch,
@@ -46,7 +47,6 @@ KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
 _MORE = ("depths", "nodes", "rules", "ago_s")
 """Fields with an entry for each key, or each that has a certain code."""
-_NAMES = ("node", "previous", "redirect")
 _RIGHT: dict[type, dict[str, Any]] = {
     peer.LookupReply: {"codes": bytes([Code.MISSING])},
     peer.OfferReply: {"codes": bytes([Code.COMMITTED])},
@@ -119,10 +119,6 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
         elif name in _MORE:
             more = 0 if name == "depths" else 1.0 if name == "ago_s" else "n0"
             wrong = [(*value, more)]
-            if "nodes" in name and kind is peer.Redundant:
-                wrong += [(STRANGER,)]
-        elif name in _NAMES:
-            wrong = [STRANGER]
         elif name == "known_depth":
             wrong = [2]
         for each in wrong:

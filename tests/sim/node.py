@@ -10,7 +10,6 @@ from tests.sim.clock import Channel
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.core.context import CoreConfig
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
@@ -38,7 +37,8 @@ class Connection(Protocol):
         """Send a frame from `sender` to the other end."""
 
     def cut(self, seconds: float = 0.0) -> None:
-        """Lose all frames and transfers under way; connect again after `seconds` at the earliest."""
+        """Lose all frames and transfers under way; connect again after `seconds` at the earliest, if both ends are
+        members for each other."""
 
 
 class SimNode:
@@ -48,6 +48,8 @@ class SimNode:
         self.cluster = cluster
         self.name = name
         self.incarnation = 0
+        self.retired = False
+        """It left the cluster and does not start again."""
         self.processes: dict[int, Process] = {}
         """By connection."""
         self.links: Mapping[str, Connection] = {}
@@ -61,9 +63,12 @@ class SimNode:
     # -- life
 
     def start(self) -> None:
-        """Begin a new life, empty."""
+        """Begin a new life, empty. A node that left the cluster stays down."""
+        if self.retired:
+            return
         self.incarnation += 1
-        config = self.config
+        self.config = config = self.cluster.config(self.name, self.incarnation)
+        self.started = self.cluster.clock.now
         self.arena = Arena(config.regions)
         self.log: list[tuple[float, events.Event]] = []
         """Every event of this life with its time, when the cluster records."""
@@ -72,14 +77,15 @@ class SimNode:
         self.found_wrong: set[SlotRef] = set()
         """Slots of this life whose bytes a check found wrong: no process may be given one any more."""
         self.life = NodeDriver(
-            NodeCore(config), self.cluster.clock, engines=self, network=self, memory=self, observer=self._observe
+            NodeCore(config),
+            self.cluster.clock,
+            engines=self,
+            network=self,
+            memory=self,
+            membership=self,
+            observer=self._observe,
         )
         self.life.start()
-
-    @property
-    def config(self) -> CoreConfig:
-        """The configuration of this life."""
-        return self.cluster.config(self.name, self.incarnation)
 
     @property
     def core(self) -> NodeCore | None:
@@ -162,6 +168,33 @@ class SimNode:
     def pull(self, order: instructions.StartFetch) -> Pull:
         """Begin a transfer of segments from a peer; see `tokenlake_testing.driver.Network`."""
         return Transfer(self, self.links[order.node].ends[order.node], order, self.cluster.next_id())
+
+    # -- membership
+
+    def knows(self, other: str) -> bool:
+        """The node lives, and its ring record has the other node."""
+        core = self.core
+        return core is not None and {self.name, other} <= core.record.members.keys()
+
+    def follow(self) -> None:
+        """The node reads the ring record; it waits with that while it is suspended."""
+        core, record = self.core, self.cluster.record
+        if self.frozen:
+            self.cluster.clock.after(FROZEN_POLL_S, self.follow)
+        elif core is not None and record.epoch > core.record.epoch:
+            self.deliver(events.RingChanged(record))
+            for other, link in self.links.items():
+                if not self.knows(other):
+                    link.cut()
+
+    def read(self, order: instructions.ReadRing) -> None:
+        """Read the ring record soon; see `tokenlake_testing.driver.Membership`."""
+        self.cluster.clock.after(self.cluster.clock.delay_s(), self.follow)
+
+    def drained(self, order: instructions.Drained) -> None:
+        """Leave the ring record, then end; see `tokenlake_testing.driver.Membership`."""
+        # Not within the event that led here.
+        self.cluster.clock.after(0.0, self.cluster.leave, self.name)
 
     # -- memory
 

@@ -115,7 +115,7 @@ def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
     """A second process that fills shards of a write is not counted as its owner."""
-    patch.setattr(Grants, "attach", lambda self, write, connection: None)
+    patch.setattr(Grants, "attach", lambda self, session, write, connection: True)
 
 
 def expired_write_reused(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
+from tokenlake.ring_record import RingRecord
 
 __all__ = ["World"]
 
@@ -20,6 +21,8 @@ SHORT_RULES = {
     "dirty_share": 0.4,
     "cached_share": 0.2,
     "session_reserve_share": 0.6,
+    "previous_ring_s": 1.2,
+    "drain_s": 2.0,
 }
 """Deadlines that a short run reaches, and shares of at least one slot in an arena of a dozen."""
 REMEMBERED = 64
@@ -40,14 +43,18 @@ class World:
         self.refusals: list[str] = []
         """Reasons of refused joins."""
         self._names = list(names)
+        self.record = RingRecord.of(dict.fromkeys(self._names, regions * REGION_BYTES))
+        """The ring record, as the membership stores it."""
         self._ids = itertools.count(1000)
         self._copies: deque[View] = deque(maxlen=REMEMBERED)
 
     def config(self, name: str, incarnation: int) -> CoreConfig:
-        """The configuration of one life of a node."""
-        memory = self.regions * REGION_BYTES
-        members = dict.fromkeys(self._names, memory)
-        return CoreConfig(name, incarnation, members, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+        """The configuration of a life of a node that begins now."""
+        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+
+    def leave(self, name: str) -> None:
+        """Take a node out of the ring record, and end it."""
+        raise NotImplementedError
 
     def next_id(self) -> int:
         """An id that is never used twice in this cluster."""

@@ -30,12 +30,14 @@ __all__ = [
     "PAGE",
     "Kind",
     "address",
+    "endpoints",
     "cluster",
     "is_loopback",
     "loopback",
     "name",
     "one_of",
     "optional",
+    "password",
     "path",
     "peers",
     "real",
@@ -210,11 +212,13 @@ def one_of(*words: str) -> Kind:
     return Kind(expected, parse)
 
 
-def address() -> Kind:
-    """Returns the kind of `HOST:PORT`, with an IPv6 address in brackets."""
-    expected = "HOST:PORT, or [IPv6]:PORT"
+def address(*, optional: bool = False) -> Kind:
+    """Returns the kind of `HOST:PORT`, with an IPv6 address in brackets. Empty is accepted only if `optional`."""
+    expected = "HOST:PORT, or [IPv6]:PORT" + (", or nothing" if optional else "")
 
     def parse(value: object) -> str:
+        if optional and value == "":
+            return ""
         try:
             return str(parse_address(value))
         except ValueError:
@@ -237,6 +241,23 @@ def loopback(*, optional: bool = False) -> Kind:
 
     expected = "HOST:PORT of this machine: 127.0.0.1, localhost or [::1]"
     return Kind(f"{expected}, or nothing" if optional else expected, parse)
+
+
+def endpoints() -> Kind:
+    """A list of `HOST:PORT`, each once, of servers on any machine."""
+    expected = "a list of HOST:PORT"
+
+    def parse(value: object) -> tuple[Address, ...]:
+        try:
+            found = tuple(parse_address(item) for item in _items(value, expected))
+        except ValueError:
+            raise ValueError(expected) from None
+        if any(not each.port for each in found):
+            raise ValueError(f"{expected} with ports from 1 to 65535")
+        _require_unique(map(str, found), "each endpoint once; given twice:")
+        return found
+
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 
 
 def is_loopback(host: str) -> bool:
@@ -284,6 +305,18 @@ def tenants() -> Kind:
         return found
 
     return Kind(expected, parse, lambda value: ", ".join(map(repr, value)))
+
+
+def password() -> Kind:
+    """A text, shown masked; the empty text for none."""
+    expected = "a text"
+
+    def parse(value: object) -> Secret:
+        if not isinstance(value, str):
+            raise ValueError(expected)
+        return Secret(value.encode(errors="surrogateescape"))
+
+    return Kind(expected, parse, lambda value: MASK if value else "")
 
 
 def secrets() -> Kind:

@@ -61,11 +61,11 @@ def load_config(
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
-    if config.peers and config.tenants and not config.cluster_secret and not config.certificate:
+    if (config.peers or config.etcd) and config.tenants and not config.cluster_secret and not config.certificate:
         expected = (
-            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' and 'tenants': without it "
-            "any process of this machine could pose as a node and obtain a tenant's cache; set it in the "
-            f"configuration file or as {PREFIX}CLUSTER_SECRET"
+            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' (or 'etcd') and "
+            "'tenants': without it any process of this machine could pose as a node and obtain a tenant's cache; set "
+            f"it in the configuration file or as {PREFIX}CLUSTER_SECRET"
         )
         raise ConfigurationError("cluster_secret", "", expected)
     ignored = [name for name in sorted(environ) if name.startswith(PREFIX) and is_service_link(name, environ[name])]
@@ -101,6 +101,13 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
+    if config.etcd and config.peers:
+        raise refuse("peers", "nothing, because 'etcd' stores the members")
+    for name, needed in (("etcd_certificate", "etcd_key"), ("etcd_key", "etcd_certificate"), ("etcd_key", "etcd_ca")):
+        if getattr(config, name) and not getattr(config, needed):
+            raise refuse(name, f"also the setting '{needed}'")
+    if config.drain_s and not config.etcd:
+        raise refuse("drain_s", "0, because a node can leave the ring only where 'etcd' stores the members")
     files = {name: getattr(config, name) for name in ("certificate", "key", "ca")}
     missing = [name for name, file in files.items() if not file]
     for name, file in files.items():

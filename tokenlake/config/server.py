@@ -5,7 +5,7 @@ from typing import Annotated
 from tokenlake.config import kinds
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.setting import Setting
-from tokenlake.config.values import Peer, Secret, Tenant
+from tokenlake.config.values import Address, Peer, Secret, Tenant
 from tokenlake.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
 
 __all__ = ["ServerConfig"]
@@ -62,14 +62,93 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             default="none",
         ),
     ] = ()
+    advertise: Annotated[
+        str,
+        Setting(
+            kinds.address(optional=True),
+            "address at which other nodes reach this one, where it differs from `listen` (NAT, containers); other "
+            "nodes read it from etcd",
+            why="most nodes are reached where they listen",
+            default="`listen`",
+        ),
+    ] = ""
+    etcd: Annotated[
+        tuple[Address, ...],
+        Setting(
+            kinds.endpoints(),
+            "endpoints of the etcd that stores the members, in place of `peers`; needs `pip install "
+            "'tokenlake[etcd]'` and etcd 3.5.13 or later",
+            why="a laptop needs no etcd",
+            default="none",
+        ),
+    ] = ()
+    etcd_ca: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True),
+            "file with the certificates that may sign etcd's, in PEM; with it connections to etcd use TLS",
+            why="etcd on loopback needs none",
+        ),
+    ] = ""
+    etcd_certificate: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True),
+            "file with the certificate by which etcd knows this node, in PEM",
+            why="etcd asks for one only with `--client-cert-auth`",
+        ),
+    ] = ""
+    etcd_key: Annotated[
+        str,
+        Setting(
+            kinds.path("a path, or nothing", optional=True), "file with the key of `etcd_certificate`", why="as there"
+        ),
+    ] = ""
+    etcd_user: Annotated[
+        str,
+        Setting(
+            kinds.path("a name, or nothing", optional=True, longest=256),
+            "user of etcd, where its authentication is on; it needs the keys below `/tokenlake/CLUSTER/`",
+            why="etcd has no users at first",
+        ),
+    ] = ""
+    etcd_password: Annotated[
+        Secret,
+        Setting(
+            kinds.password(),
+            "password of `etcd_user`; from the file or the environment",
+            why="as there",
+            default="none",
+            secret=True,
+        ),
+    ] = Secret()
+    drain_s: Annotated[
+        float,
+        Setting(
+            kinds.real(0, 86_400, "seconds"),
+            "time that SIGTERM gives this node to hand its primary copies over and leave the ring; 0: SIGTERM ends the "
+            "daemon at once, and the node stays a member; needs `etcd`",
+            why="most ends of a daemon are restarts, after which the node takes its place again",
+        ),
+    ] = 0.0
     metrics: Annotated[
         str,
         Setting(
-            kinds.loopback(optional=True),
-            "address of the metrics and health pages, another one for each daemon of a machine; empty turns them off",
+            kinds.address(optional=True),
+            "address of the metrics and health pages, another one for each daemon of a machine; empty turns them off. "
+            "The pages can only be read, by everyone who reaches the address",
             why="other machines cannot read the pages; every user of this machine can",
         ),
     ] = "127.0.0.1:7441"
+    metrics_tenants: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "show the names of tenants on the metrics page also where `metrics` is no loopback address; otherwise "
+            "tenants are shown there by their number in the list",
+            why="names of tenants may be names of customers",
+        ),
+    ] = False
     region_size: Annotated[
         int,
         Setting(

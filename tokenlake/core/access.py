@@ -195,7 +195,7 @@ class Touches:
             absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
             unknown = self._relay(tenant, absent, report)
             if unknown:
-                self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown), self._context.node))
+                self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown)))
 
     def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
         """Queue a report about segments that this node lacks, for the owners that its directory records. Returns the

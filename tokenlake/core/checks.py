@@ -4,8 +4,11 @@
 
     event --> its numbers and names exist on this node (here)
           --> its message is consistent by itself (`tokenlake.wire.checks`)
-          --> its message fits the requests of this node, and the ring (here)
+          --> its message fits the requests of this node (here)
           --> the handler, which cannot fail on its input
+
+A message may name a node that is no member, because its sender may have a newer ring, or an older one. Such a name is
+treated as that of a node that is down.
 
 The decoders check the types and bounds of single fields (`tokenlake.wire.fields`).
 """
@@ -13,7 +16,7 @@ The decoders check the types and bounds of single fields (`tokenlake.wire.fields
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import events
@@ -53,7 +56,6 @@ class Checks:
         self._serving = serving
         self._regions = regions
         self._learned = learned
-        self._members = frozenset(context.ring.members)
         self._events: dict[type, Callable[[Any], None]] = {
             events.Joined: self._joined,
             events.Requested: self._requested,
@@ -68,6 +70,7 @@ class Checks:
             events.SlotChecked: _any,
             events.RegionReady: lambda e: self._regions.check_ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.check(e.data),
+            events.RingChanged: _any,
             events.Tick: _any,
         }
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
@@ -75,9 +78,6 @@ class Checks:
             peer.LookupReply: self._lookup_reply,
             peer.OfferReply: lambda node, m: self._reply(node, m, len(m.codes)),
             peer.ExplainMissingReply: lambda node, m: self._reply(node, m, len(m.rules)),
-            peer.Redundant: lambda node, m: self._names(m, m.nodes),
-            peer.Owned: self._owned,
-            peer.Evicted: lambda node, m: self._names(m, (m.node,)),
         }
 
     def check(self, event: events.Event, now: float) -> None:
@@ -131,11 +131,6 @@ class Checks:
         if check is not None:
             check(NodeId(event.node), message)
 
-    def _names(self, message: Any, nodes: Iterable[str]) -> None:
-        if not self._members.issuperset(nodes):
-            stranger = next(node for node in nodes if node not in self._members)
-            raise ValueError(f"a {type(message).__name__} names {stranger!r}, which is not a member of the cluster")
-
     def _reply(self, node: NodeId, message: Any, count: int) -> None:
         """Raise `ValueError` for a reply whose number of entries differs from the number of keys of the call that it
         answers."""
@@ -143,13 +138,6 @@ class Checks:
 
     def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
         self._reply(node, message, len(message.codes))
-        self._names(message, message.nodes)
-        if message.redirect:
-            self._names(message, (message.redirect,))
-
-    def _owned(self, node: NodeId, message: peer.Owned) -> None:
-        if message.previous:
-            self._names(message, (message.previous,))
 
     def _pull_requested(self, event: events.PullRequested) -> None:
         self._peer(event.node)

@@ -16,6 +16,7 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
 from tokenlake.ring import Ring
+from tokenlake.ring_record import UNIT_SHARE, Member, RingRecord
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
@@ -23,7 +24,7 @@ from tokenlake.timers import Timer, Timers
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
-__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess"]
+__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess", "ring_of"]
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
@@ -45,9 +46,8 @@ class CoreConfig(RuleSettings, frozen=True):
 
     node: str
     incarnation: int
-    members: dict[str, int]
-    """Bytes of memory of every node of the cluster, this one included, by name of the node; the weights of the hash
-    ring."""
+    ring: RingRecord
+    """The members of the cluster when the rules of this node start."""
     regions: int
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
@@ -60,9 +60,19 @@ class CoreConfig(RuleSettings, frozen=True):
     """Seconds for which another node may hold a lease on segments of this node before it has to renew the lease. A send
     that outlasts the lease keeps its segments in place by its own pins."""
     sync_grace_s: float = 5.0
-    """Maximum seconds after the start for which this node, as a directory node, answers UNKNOWN instead of MISSING,
-    because not all peers have told it yet which segments they own."""
+    """Maximum seconds after the start, or after a change of the ring, for which this node answers UNKNOWN instead of
+    MISSING for keys of which it is the directory node since then, because not all peers have told it yet which segments
+    they own."""
+    previous_ring_s: float = 10.0
+    """Seconds after a change of the ring for which readers also ask the previous directory nodes of keys that moved,
+    and for which these keep their entries. Longer than `sync_grace_s`, and than a node may miss the change."""
     directory_limit: int = 1 << 20
+
+
+def ring_of(record: RingRecord, node: NodeId) -> Ring:
+    """The ring of `node` at this record: that of the record, or one of `node` alone if it is no member."""
+    alone = RingRecord(record.epoch, 1.0, {str(node): Member(UNIT_SHARE)})
+    return Ring(record if node in record.members else alone)
 
 
 class Context:
@@ -73,7 +83,13 @@ class Context:
         self.config = config
         self.node = NodeId(config.node)
         self.incarnation = Incarnation(config.incarnation)
-        self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()})
+        self.record = config.ring
+        """The newest record of the members. This field and the three below are set by `RingChange` only."""
+        self.ring_version = (config.ring.epoch, config.ring.digest())
+        """(epoch, digest) of the record, by which other nodes know this node's ring."""
+        self.ring = ring_of(config.ring, self.node)
+        self.previous_ring: Ring | None = None
+        """The ring before the last change, for as long as readers ask its directory nodes too."""
         self.counters = Counters()
         self.removals = RemovalLog()
         self.store = SegmentStore(
@@ -89,6 +105,8 @@ class Context:
         self.timers = Timers()
         self._sliced: deque[Callable[[], bool]] = deque()
         """Work that is done in slices and has slices left; the first one's turn is next."""
+        self._slicing = False
+        """True while a timer of the next slice is set, or a slice is under way that will set it."""
         self.now = 0.0
         """Time in seconds of the event that the rules are handling now."""
         self.started = 0.0
@@ -98,6 +116,12 @@ class Context:
         # The ids of each incarnation of the daemon begin at another number, so that an id from before a restart names
         # no object of this incarnation.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
+
+    @property
+    def draining(self) -> bool:
+        """True while the ring record says that this node drains."""
+        member = self.record.members.get(self.node)
+        return member is not None and member.draining
 
     def emit(self, instruction: Instruction) -> None:
         """Add an instruction that the driver of the rules carries out after the event."""
@@ -129,20 +153,21 @@ class Context:
         """Set a timer that calls `callback` in `delay_s` seconds from now; returns the timer."""
         return self.timers.at(self.now + delay_s, callback)
 
-    def in_slices(self, work: Callable[[], bool]) -> None:
+    def in_slices(self, work: Callable[[], bool], *, later: bool = False) -> None:
         """Call `work` now, and again after a pause for as long as it returns True. Each call handles a few hundred
         segments, so that work over all segments of the node delays no other event by more than 1 ms. Several works take
-        turns, one call at a time."""
-        if work():
+        turns, one call at a time. `later`: the first call comes after a pause too."""
+        if later or work():
             self._sliced.append(work)
-            if len(self._sliced) == 1:
+            if not self._slicing:
+                self._slicing = True
                 self.after(PAUSE_S, self._slice)
 
-    def in_turns(self, work: Callable[[], bool]) -> None:
+    def in_steps(self, work: Callable[[], bool]) -> None:
         """Call `work` now, and again in later events, without a pause, for as long as it returns True. For work that an
         engine waits for; the driver handles other events in between."""
         if work():
-            self.after(0.0, lambda: self.in_turns(work))
+            self.after(0.0, lambda: self.in_steps(work))
 
     def _slice(self) -> None:
         work = self._sliced.popleft()
@@ -150,6 +175,7 @@ class Context:
             if work():
                 self._sliced.append(work)
         finally:
+            self._slicing = bool(self._sliced)
             if self._sliced:
                 self.after(max(LEAST_PAUSE_S, PAUSE_S / len(self._sliced)), self._slice)
 

@@ -9,17 +9,22 @@ While the directory node of a key cannot be reached, the other candidate of the 
 
     a peer is down or SUSPECT --> each owner tells the stand-ins the segments that hash to the peer (one walk)
     it can be reached again   --> each owner advertises to it the segments that hash to it (one walk)
+    the ring changes          --> each owner advertises to all new directory nodes what moved to them (one walk)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.directory import Directory, Entry
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.ring import Ring
 from tokenlake.store import Cursor, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -33,42 +38,78 @@ incarnation."""
 WALKED_SLOTS = 512
 """Slots that are examined at once, before other events are handled, while this node tells other nodes which segments it
 owns."""
+TOLD_AT_ONCE = 64
+"""Nodes that are told at once that this node has advertised after a change of the ring."""
+
+REFUSED_CLAIMS = Metric(
+    "tokenlake_refused_claims_total",
+    "Segments of which a node claimed that others own them, without being one of their directory nodes",
+    "node",
+)
+
+_Chooses = Callable[[bytes, Sequence[tuple[NodeId, NodeId]], Sequence[NodeId]], Sequence[bool]]
+"""Function that decides which segments a walk tells: called with (concatenated keys, their candidates, the nodes that
+keep their directory entries)."""
+_CHANGE = NodeId("")
+"""Name of the walk of a change of the ring, which is for all nodes."""
 
 
 class DirectoryNode:
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
-    def __init__(self, context: Context, peers: Peers) -> None:
+    def __init__(self, context: Context, peers: Peers, on_redundant: Callable[[wire.Redundant], None]) -> None:
+        """`on_redundant`: called with the answer of this node's own directory when a walk told it segments that other
+        nodes own."""
         self._context = context
         self._peers = peers
+        self._on_redundant = on_redundant
         self._directory = Directory(context.config.directory_limit)
         self._known: dict[NodeId, Incarnation] = {}
         """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
-        self._advertised: dict[NodeId, Incarnation] = {}
-        """The incarnation of each peer that has told this node all segments that it owns and that hash to this node."""
+        self._advertised: dict[NodeId, tuple[Incarnation, int]] = {}
+        """For each peer that has told this node all segments that it owns and that hash to this node: its incarnation,
+        and the epoch of the ring on which they hash to this node."""
         self._complete = False
+        self._kept: Ring | None = None
+        """While this node is not complete since a change of the ring: the ring before, on which it was complete. None
+        if it was not."""
+        self._changed_at = -math.inf
+        """Time in seconds of the last change of the ring."""
+        self._left: dict[NodeId, None] = {}
+        """Nodes that left the ring record, until their entries are swept."""
+        self._moved = False
+        """True while the directory may have entries of keys that this node keeps no entries of any more."""
         self._walks: dict[NodeId, int] = {}
-        """For each peer that was lost or restored, the id of the walk over this node's segments that is under way
-        because of it."""
+        """For each peer that was lost or restored, and for a change of the ring (`_CHANGE`), the id of the walk over
+        this node's segments that is under way because of it."""
 
     # -- answers
 
     @property
     def complete(self) -> bool:
-        """True once every peer that is up has advertised, or `sync_grace_s` has passed since the start."""
+        """True once every peer has advertised, or `sync_grace_s` has passed since the start or since the last change of
+        the ring. After a change, peers that cannot be reached are not awaited."""
         if not self._complete:
-            waited = self._context.now >= self._context.started + self._context.config.sync_grace_s
-            self._complete = waited or all(
-                peer.up and self._advertised.get(peer.node) == peer.incarnation for peer in self._peers
-            )
+            since = max(self._context.started, self._changed_at)
+            waited = self._context.now >= since + self._context.config.sync_grace_s
+            self._complete = waited or all(map(self._has_advertised, self._peers))
+            if self._complete:
+                self._kept = None
         return self._complete
+
+    def _has_advertised(self, peer: Peer) -> bool:
+        incarnation, epoch = self._advertised.get(peer.node, (None, 0))
+        told = peer.up and incarnation == peer.incarnation and epoch >= self._context.record.epoch
+        return told or (self._kept is not None and not peer.reachable)
 
     def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
         """Returns the directory's answer for each key: ELSEWHERE with the usable node that owns the segment, or
         PENDING, MISSING or UNKNOWN without a node."""
         entries = self._directory.get_all(tenant, keys, self._context.now)
         absent = (Code.MISSING if self.complete else Code.UNKNOWN), None
+        if self._kept is not None and None in entries:
+            return self._ask_kept(keys, entries)
         # A node that has one of the keys usually has many of them: its answer is made once.
         by_node: dict[NodeId, tuple[Code, NodeId | None]] = {}
         answers: list[tuple[Code, NodeId | None]] = []
@@ -82,6 +123,20 @@ class DirectoryNode:
                     by_node[entry.node] = self._answer(entry)
                 answers.append(by_node[entry.node])
         return answers
+
+    def _ask_kept(self, keys: Sequence[SegmentKey], entries: list[Entry | None]) -> list[tuple[Code, NodeId | None]]:
+        """The answers of a node that is complete only for the keys of which it was the directory node before the ring
+        changed."""
+        here, ring, kept = self._context.node, self._context.ring, self._kept
+        assert kept is not None
+        absent = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
+        packed = join_keys(absent)
+        pairs = zip(ring.candidates(packed), kept.candidates(packed), strict=True)
+        known = iter([now[0] == before[0] == here for now, before in pairs])
+        return [
+            self._answer(entry) if entry is not None else ((Code.MISSING if next(known) else Code.UNKNOWN), None)
+            for entry in entries
+        ]
 
     def _answer(self, entry: Entry) -> tuple[Code, NodeId | None]:
         mine = entry.node == self._context.node
@@ -183,10 +238,38 @@ class DirectoryNode:
     ) -> None:
         """Tell the directory nodes that this node does not have these segments any more, by which rule they left it,
         and their last access, which was `age_s` ago."""
-        node = self._context.node
-        own = self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule, access, age_s))
-        self.gone(tenant, own, node)
+        own = self._tell(keys, lambda packed: wire.Evicted(tenant, packed, rule, access, age_s))
+        self.gone(tenant, own, self._context.node)
         self.remember(tenant, own, access, age_s)
+
+    def unfound(self, node: NodeId, message: wire.Unfound) -> None:
+        """A reader did not find segments at the owner that a directory names. The entries stay until that owner says
+        so itself: this node answers for itself, and as their directory node passes the question on."""
+        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
+        if owner == self._context.node:
+            found = self._context.ready(tenant, keys)
+            absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+            if absent:
+                self._peers.tell(node, wire.Evicted(tenant, join_keys(absent)))
+            return
+        self.ask_owner(tenant, [key for key in keys if self.recorded_owner(tenant, key) == owner], owner)
+
+    def ask_owner(self, tenant: TenantId, keys: Sequence[SegmentKey], owner: NodeId) -> None:
+        """Ask the owner that this node's directory names whether it still has these segments."""
+        if keys:
+            self._peers.tell(owner, wire.Unfound(tenant, join_keys(keys), owner))
+
+    def believed(self, node: NodeId, message: wire.Redundant) -> wire.Redundant:
+        """Returns the part of the message about keys of which `node` is a candidate on the ring of now or the previous
+        one, or names itself the owner. Its claims about other keys are counted."""
+        keys = split_keys(message.keys)
+        candidate = self._candidate(node, message.keys)
+        knows = [known or owner == node for known, owner in zip(candidate, message.nodes, strict=True)]
+        if all(knows):
+            return message
+        self._context.counters.add_for(REFUSED_CLAIMS, node, knows.count(False))
+        some = list(compress(keys, knows))
+        return wire.Redundant(message.tenant, join_keys(some), tuple(compress(message.nodes, knows)))
 
     # -- last accesses
 
@@ -207,7 +290,7 @@ class DirectoryNode:
 
     def lost(self, peer: Peer) -> None:
         """`peer` is down or SUSPECT: tell the stand-ins the segments of this node that hash to it."""
-        self._walk(peer.node, lambda: not self._peers.reachable(peer.node))
+        self._walk(peer.node, lambda: not self._peers.reachable(peer.node), _about(peer.node))
 
     def restored(self, peer: Peer) -> None:
         """`peer` can be reached again and may have missed messages: advertise to it. Entries of an earlier incarnation
@@ -215,54 +298,149 @@ class DirectoryNode:
         if self._known.get(peer.node, Incarnation(0)) != peer.incarnation:
             self._known[peer.node] = peer.incarnation
             self._directory.forget(peer.node, peer.incarnation)
-            self._context.in_slices(lambda: self._directory.sweep(SWEPT_ENTRIES))
-        self._walk(
-            peer.node,
-            lambda: self._peers.reachable(peer.node),
-            lambda: self._peers.tell(peer.node, wire.AdvertisingDone()),
-        )
+            self._context.in_slices(self._sweep)
+        self._advertise(peer.node)
 
-    def advertised(self, node: NodeId) -> None:
+    def _advertise(self, node: NodeId, *, later: bool = False) -> None:
+        """Tell `node` the segments of this node that hash to it, then that this was all."""
+
+        def done() -> None:
+            self._peers.tell(node, wire.AdvertisingDone(self._context.ring_version))
+
+        self._walk(node, lambda: self._peers.reachable(node), _about(node), done, later=later)
+
+    def advertised(self, node: NodeId, message: wire.AdvertisingDone) -> None:
         """Record that `node` has told this node all segments that it owns."""
         peer = self._peers.get(node)
         if peer is not None:
-            self._advertised[node] = peer.incarnation
+            self._peers.names_ring(node, message.ring)
+            self._advertised[node] = peer.incarnation, message.ring[0]
 
-    def _walk(self, node: NodeId, needed: Callable[[], bool], done: Callable[[], None] = lambda: None) -> None:
-        """Tell the segments of this node that hash to `node`, and those that `node` stands in for, to the nodes that
-        keep their entries now, in slices, for as long as `needed`; then call `done`. A walk for the same node that is
-        under way is replaced. Segments that this node comes to own meanwhile are told at once."""
+    def _sweep(self) -> bool:
+        more = self._directory.sweep(SWEPT_ENTRIES, self._mine if self._moved else None)
+        if not more:
+            self._moved = False
+            for node in self._left:
+                if self._peers.get(node) is None:
+                    self._directory.forget_life(node)
+            self._left.clear()
+        return more
+
+    def _mine(self, keys: Sequence[SegmentKey]) -> list[bool]:
+        return self._candidate(self._context.node, join_keys(keys))
+
+    def _candidate(self, node: NodeId, keys: bytes) -> list[bool]:
+        """Whether `node` is a candidate of each of the concatenated `keys`, on the ring of now or on the previous one
+        while that counts."""
+        now = [node in pair for pair in self._context.ring.candidates(keys)]
+        if self._context.previous_ring is None or all(now):
+            return now
+        before = self._context.previous_ring.candidates(keys)
+        return [each or node in pair for each, pair in zip(now, before, strict=True)]
+
+    # -- changes of the ring
+
+    @property
+    def telling(self) -> bool:
+        """True while this node tells the new directory nodes which of its segments moved to them."""
+        return _CHANGE in self._walks
+
+    def ring_changes(self) -> None:
+        """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
+        peers that can be reached have advertised on the new ring."""
+        self._kept = self._context.ring if self.complete else None
+        self._complete = False
+        self._changed_at = self._context.now
+
+    def ring_changed(self, left: Iterable[Peer]) -> None:
+        """The ring has changed from `Context.previous_ring`, on which all segments were told, and these members left:
+        tell the new directory nodes the segments of this node that moved to them. Walks that are under way begin
+        again."""
+        for peer in left:
+            self._known.pop(peer.node, None)
+            self._advertised.pop(peer.node, None)
+            self._directory.forget(peer.node, Incarnation(-1))
+            self._left[peer.node] = None
+        previous, under_way = self._context.previous_ring, [node for node in self._walks if node != _CHANGE]
+        self._walks.clear()
+
+        def chosen(keys: bytes, pairs: Sequence[tuple[NodeId, NodeId]], keepers: Sequence[NodeId]) -> list[bool]:
+            moved = self._context.ring.moved(previous, keys) if previous is not None else [False] * len(keepers)
+            stood_in = (keeper != first for (first, _), keeper in zip(pairs, keepers, strict=True))
+            return [each or other for each, other in zip(moved, stood_in, strict=True)]
+
+        def done() -> None:
+            # The walk for a peer that came back ends with a message of its own.
+            told = [peer.node for peer in self._peers if peer.node not in self._walks]
+            version = self._context.ring_version
+
+            def tell_some() -> bool:
+                some, told[:TOLD_AT_ONCE] = told[:TOLD_AT_ONCE], []
+                for node in some if version == self._context.ring_version else ():
+                    self._peers.tell(node, wire.AdvertisingDone(version))
+                return bool(told)
+
+            self._context.in_slices(tell_some)
+
+        self._walk(_CHANGE, lambda: True, chosen, done, later=True)
+        for node in under_way:
+            # The walk for a peer that is lost is covered by that of the change.
+            if self._peers.reachable(node):
+                self._advertise(node, later=True)
+
+    def forget_moved(self) -> None:
+        """The previous ring does not count any more: forget the entries of keys that moved away from this node."""
+        self._moved = True
+        self._directory.look_again()
+        self._context.in_slices(self._sweep)
+
+    def _walk(
+        self,
+        name: NodeId,
+        needed: Callable[[], bool],
+        chosen: _Chooses,
+        done: Callable[[], None] = lambda: None,
+        *,
+        later: bool = False,
+    ) -> None:
+        """Tell those segments of this node that `chosen` returns True for to the nodes that keep their entries now, in
+        slices, for as long as `needed`; then call `done`. A walk of the same name that is under way is replaced.
+        Segments that this node comes to own meanwhile are told at once. `later`: begin after this event."""
         number = self._context.next_id()
-        self._walks[node] = number
+        self._walks[name] = number
         cursor: Cursor | None = Cursor()
 
         def work() -> bool:
             nonlocal cursor
-            if self._walks.get(node) != number or cursor is None:
+            if self._walks.get(name) != number or cursor is None:
                 return False
             if needed():
                 segments, cursor = self._context.store.walk(cursor, WALKED_SLOTS)
-                self._tell_segments(node, segments)
+                self._tell_segments(segments, chosen)
                 if cursor is not None:
                     return True
                 done()
-            del self._walks[node]
+            del self._walks[name]
             return False
 
-        self._context.in_slices(work)
+        self._context.in_slices(work, later=later)
 
-    def _tell_segments(self, node: NodeId, segments: Iterable[Segment]) -> None:
+    def _tell_segments(self, segments: Iterable[Segment], chosen: _Chooses) -> None:
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
         for segment in segments:
             if segment.owned:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            pairs = self._context.ring.candidates(join_keys(keys))
+            packed = join_keys(keys)
+            pairs = self._context.ring.candidates(packed)
+            keepers = self._peers.keepers(pairs)
             by_keeper: dict[NodeId, list[SegmentKey]] = {}
-            for key, (first, _), keeper in zip(keys, pairs, self._peers.keepers(pairs), strict=True):
-                if node in (first, keeper):
+            for key, keeper, told in zip(keys, keepers, chosen(packed, pairs, keepers), strict=True):
+                if told:
                     by_keeper.setdefault(keeper, []).append(key)
-            self.owned(self._context.node, tenant, by_keeper.pop(self._context.node, []))
+            redundant = self.owned(self._context.node, tenant, by_keeper.pop(self._context.node, []))
+            if redundant.keys:
+                self._on_redundant(redundant)
             for keeper, its_keys in by_keeper.items():
                 self._peers.tell(keeper, wire.Owned(tenant, join_keys(its_keys)))
 
@@ -273,5 +451,16 @@ class DirectoryNode:
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the directory exceeds its bounds."""
+        """Raises AssertionError when the directory exceeds its bounds, or a member that left is still known."""
         self._directory.check_integrity()
+        assert all(self._peers.get(node) is not None for node in (*self._known, *self._advertised))
+        assert self._kept is None or not self._complete
+
+
+def _about(node: NodeId) -> _Chooses:
+    """Chooses the segments that hash to `node`, and those that `node` stands in for."""
+
+    def chosen(keys: bytes, pairs: Sequence[tuple[NodeId, NodeId]], keepers: Sequence[NodeId]) -> list[bool]:
+        return [node in (first, keeper) for (first, _), keeper in zip(pairs, keepers, strict=True)]
+
+    return chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
 
@@ -126,6 +127,13 @@ class SlotChecked(_Event, frozen=True, tag=14):
     right: bool
 
 
+class RingChanged(_Event, frozen=True, tag=15):
+    """The membership has a record of the members. A record that is not newer than the one of the rules changes
+    nothing."""
+
+    record: RingRecord
+
+
 class Tick(_Event, frozen=True, tag=11):
     """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
     driver passes in one Tick for each."""
@@ -144,6 +152,7 @@ Event = (
     | SlotChecked
     | RegionReady
     | StatisticsLoaded
+    | RingChanged
     | ExplainRequested
     | Tick
 )

@@ -229,11 +229,11 @@ class Explain:
         ago_s = tuple(each[2] for each in removals)
         self._peers.tell(node, peer.ExplainMissingReply(message.call, rules, nodes, ago_s))
 
-    def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
-        """Record the rule by which segments, whose directory node is this one, left another node."""
+    def gone(self, node: NodeId, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
+        """Record the rule by which segments, whose directory node is this one, left `node`."""
         if message.rule:
             for key in keys:
-                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, message.node))
+                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, node))
 
     # -- answers
 

@@ -267,8 +267,7 @@ class Transfers:
         fetch = self._context.next_id()
         self._under_way[fetch] = transfer
         # Half of the time is left for another copy. A node in good health answers as soon as a ping.
-        longest_s = max(self._context.config.suspect_s, self._peers.patience_s(transfer.node))
-        transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, longest_s))
+        transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s))
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -436,7 +435,7 @@ class Transfers:
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
         outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
         self._settling[fetch] = outcomes
-        self._context.in_turns(lambda: self._settle(fetch, outcomes))
+        self._context.in_steps(lambda: self._settle(fetch, outcomes))
         self._start_allowed()
 
     def _settle(self, fetch: int, outcomes: deque[tuple[Segment, Code, deque[OnArrival]]]) -> bool:
@@ -593,7 +592,7 @@ class LeaseReads:
             # Later reads and the release of the lease are recorded with the newest hints.
             lease.add_hints(hints)
             if len(lease.keys) <= PIECE:
-                # The segments of a longer lease are named in pieces (`pieces`).
+                # For a longer lease `pieces` makes further `Hint` messages, which name its segments by their keys.
                 self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:

@@ -38,11 +38,11 @@ PIECE = 128
 """Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
 GRANT_BYTES, ITEM_BYTES = 2048, 96
 """Bytes that are charged for a lease or a write, and for each segment of it."""
-HOLDER_BYTES, HELD_BYTES = 256, 2
+PROCESS_BYTES, HELD_BYTES = 256, 2
 """Bytes that are charged for each further process that holds a lease, and for each segment of it."""
 WRITER_BYTES = 96
 """Bytes that are charged for each segment of a write and each further process that may write into it."""
-MAX_HOLDERS = 64
+MAX_PROCESSES = 64
 """Maximum number of processes that hold a lease, or a write."""
 MAX_SESSION_BYTES, MAX_BYTES = 16 << 20, 32 << 20
 """Limits of the bytes charged for the leases and writes of one session, and of all tenants together, which share them
@@ -290,9 +290,9 @@ class Grants:
     def attach_lease(self, session: SessionGrants, lease: Lease, connection: ConnectionId) -> bool:
         """Let another process of the session hold a lease as well. Returns False, and changes nothing, if that exceeds
         a limit."""
-        nbytes = HOLDER_BYTES + HELD_BYTES * len(lease.keys)
+        nbytes = PROCESS_BYTES + HELD_BYTES * len(lease.keys)
         if connection not in lease.held:
-            if nbytes > self._room_bytes(session) or len(lease.held) >= MAX_HOLDERS:
+            if nbytes > self._room_bytes(session) or len(lease.held) >= MAX_PROCESSES:
                 return False
             lease.nbytes += nbytes
             self._charge(session, nbytes)
@@ -359,7 +359,7 @@ class Grants:
         if 1 not in flags:
             del lease.held[connection]
             if lease.held:
-                nbytes = HOLDER_BYTES + HELD_BYTES * len(lease.keys)
+                nbytes = PROCESS_BYTES + HELD_BYTES * len(lease.keys)
                 lease.nbytes -= nbytes
                 self._charge(session, -nbytes)
         if lease.held:
@@ -408,9 +408,9 @@ class Grants:
     def attach(self, session: SessionGrants, write: Write, connection: ConnectionId) -> bool:
         """Let another process of the session write into the slots of the write as well. Returns False, and changes
         nothing, if that exceeds a limit."""
-        nbytes = HOLDER_BYTES + WRITER_BYTES * len(write.open)
+        nbytes = PROCESS_BYTES + WRITER_BYTES * len(write.open)
         if connection not in write.held:
-            if nbytes > self._room_bytes(session) or len(write.held) >= MAX_HOLDERS:
+            if nbytes > self._room_bytes(session) or len(write.held) >= MAX_PROCESSES:
                 return False
             write.nbytes += nbytes
             self._charge(session, nbytes)

@@ -16,7 +16,7 @@ have one path, one deadline and one checksum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core.context import Context
@@ -44,6 +44,9 @@ LASTING_S = 60.0
 now and then, but not for so long."""
 MAX_OFFERS = 8
 """Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
+MAX_TAKEN = 64
+"""Offers that this node takes at a time. The full nodes of a large cluster all offer to a node that has just joined: it
+refuses the others, which stay where they are."""
 GRACE_S = 1.0
 """Seconds added to the deadline of an offer, because the receiver may pull the segments that other nodes offered
 first."""
@@ -69,11 +72,21 @@ class Handover:
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
         self._offers = 0
         """Offers that are not answered yet."""
+        self._comparing = False
+        self._taking = 0
+        """Offers of other nodes that are being taken."""
 
     def start(self) -> None:
         """Begin to compare the memory of the nodes once per gossip interval."""
         if len(self._context.ring.members) > 1:
+            self._comparing = True
             self._context.after(self._context.config.gossip_s, self._compare)
+
+    def ring_changed(self) -> None:
+        """The members have changed."""
+        self._leads = {node: lead for node, lead in self._leads.items() if self._peers.get(node) is not None}
+        if not self._comparing:
+            self.start()
 
     def _compare(self) -> None:
         here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
@@ -93,6 +106,11 @@ class Handover:
         node = self._emptiest() if segments else None
         if node is None:
             return
+        self.offer(node, segments, lambda: None)
+
+    def offer(self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None]) -> None:
+        """Offer READY primary copies of one pool, in prompt order, to `node`. `done` is called once, when the offer is
+        answered or its deadline has passed: those that `node` took are cached copies then."""
         first = segments[0]
         make = partial(
             wire.Offer,
@@ -105,7 +123,7 @@ class Handover:
         )
         self._offers += 1
         wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, first.slot_bytes * len(segments)))
-        self._peers.call(node, make, wait_s, partial(self._answered, node, segments), proves_life=False)
+        self._peers.call(node, make, wait_s, partial(self._answered, node, segments, done), proves_life=False)
 
     def _emptiest(self) -> NodeId | None:
         """Returns the emptiest usable node, if this node is full and that one has been clearly emptier for long; else
@@ -113,14 +131,19 @@ class Handover:
         here = self._context.vacancy()
         if not here.full:
             return None
-        leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable]
+        leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable and not peer.draining]
         lasting = [(lead, node) for lead, node in leads if min(lead, self._leads.get(node, 0.0)) >= CLEARLY]
         return max(lasting, key=lambda each: each[0])[1] if lasting else None
 
-    def _answered(self, node: NodeId, segments: Sequence[Segment], reply: Reply | None) -> None:
+    def _answered(
+        self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None
+    ) -> None:
         self._offers -= 1
-        if not isinstance(reply, wire.OfferReply) or len(reply.codes) != len(segments):
-            return
+        if isinstance(reply, wire.OfferReply) and len(reply.codes) == len(segments):
+            self._handed_over(node, segments, reply)
+        done()
+
+    def _handed_over(self, node: NodeId, segments: Sequence[Segment], reply: wire.OfferReply) -> None:
         # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
             if code == Code.COMMITTED and segment.owned:
@@ -132,11 +155,15 @@ class Handover:
 
     def offered(self, node: NodeId, message: wire.Offer) -> None:
         """Handle an offer of `node`: fetch the segments that the policy admits, own them, tell their directory nodes
-        and answer the offer."""
+        and answer the offer. A node that drains, or that takes enough offers already, refuses."""
         tenant = TenantId(message.tenant)
         keys = split_keys(message.keys)
         codes = bytearray(len(keys))
         waiting = len(keys)
+        if self._context.draining or self._taking >= MAX_TAKEN:
+            self._reply(node, message.call, bytes([Code.WRITE_BUDGET]) * len(keys))
+            return
+        self._taking += 1
 
         def arrived(index: int, segment: Segment | None, code: Code) -> None:
             nonlocal waiting
@@ -148,14 +175,18 @@ class Handover:
                 codes[index] = self._take_over(segment)
             if not waiting:
                 # A segment that arrived early may have been evicted before the last one arrived.
-                for at, here in enumerate(self._context.ready(tenant, keys)):
-                    if codes[at] == Code.COMMITTED and (here is None or not here.owned):
+                for at, held in enumerate(self._context.ready(tenant, keys)):
+                    if codes[at] == Code.COMMITTED and (held is None or not held.owned):
                         codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
                 # As directory node, this node may know that a third node owns some of the segments.
                 self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
-                vacancy, load = self._context.vacancy(), self._context.load()
-                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
+                self._taking -= 1
+                self._reply(node, message.call, bytes(codes))
+                if taken:
+                    # Where the reply comes after the deadline of the offer, this message ends the giver's ownership.
+                    here = (self._context.node,) * len(taken)
+                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here))
 
         wanted: list[tuple[SegmentKey, int, OnArrival]] = [
             (key, depth, partial(arrived, index))
@@ -174,6 +205,9 @@ class Handover:
             hints=message.hints,
         )
 
+    def _reply(self, node: NodeId, call: int, codes: bytes) -> None:
+        self._peers.tell(node, wire.OfferReply(call, codes, self._context.vacancy(), self._context.load()))
+
     def _take_over(self, segment: Segment) -> Code:
         """Make a segment that arrived, or that this node had already, a primary copy that this node owns. Returns
         COMMITTED, or LOST if it cannot be one."""
@@ -187,4 +221,4 @@ class Handover:
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
-        return {"offers": self._offers}
+        return {"offers": self._offers, "offers being taken": self._taking}

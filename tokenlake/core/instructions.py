@@ -106,6 +106,28 @@ class CheckSlot(_Instruction, frozen=True, tag=10):
     checksums: bytes
 
 
+class ReadRing(_Instruction, frozen=True, tag=11):
+    """Read the membership: another node has a ring of this epoch, which is newer than the ring of the rules."""
+
+    epoch: int
+
+
+class Drained(_Instruction, frozen=True, tag=12):
+    """This node, which drains, has handed over its primary copies, or `drain_s` has passed: it may leave the record.
+    Given once."""
+
+
 Instruction = (
-    Welcomed | Answer | SendToPeer | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot
+    Welcomed
+    | Answer
+    | SendToPeer
+    | StartFetch
+    | AbortFetch
+    | SendBulk
+    | Stamp
+    | ReplaceRegion
+    | Note
+    | CheckSlot
+    | ReadRing
+    | Drained
 )

@@ -179,6 +179,8 @@ class _Search:
     no segment has arrived since."""
     directory_nodes: dict[int, NodeId] = field(default_factory=dict)
     """The node that keeps the directory entry of each missing key, by index of the key, ascending."""
+    previous: dict[int, NodeId] = field(default_factory=dict)
+    """The node that kept it before the ring changed, where that is another one; empty some time after a change."""
     deadline: float = 0.0
     open: bool = False
     """True while answers to lookups are used. An answer that arrives at another time is ignored, and its leases are
@@ -208,6 +210,10 @@ class _Search:
 
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
+
+    def previous_left(self, index: int) -> bool:
+        """True if the key has a previous directory node that was not asked."""
+        return index in self.previous and (index, self.previous[index]) not in self.asked
 
     def named_owner(self, index: int) -> NodeId | None:
         """Returns the owner that a directory node named for a segment that is not leased yet, unless that owner has
@@ -271,8 +277,11 @@ class Matches:
         """Begin to look for the segments that this node lacks; the deadline of the lookups counts from now. The
         directory of this node is asked first, which takes no message."""
         missing = search.found.missing()
-        directory_nodes = self._peers.directory_nodes(join_keys(search.keys_of(missing)))
+        keys = join_keys(search.keys_of(missing))
+        directory_nodes = self._peers.directory_nodes(keys)
         search.directory_nodes = dict(zip(missing, directory_nodes, strict=True))
+        previous = self._peers.previous_directory_nodes(keys, directory_nodes)
+        search.previous = {missing[at]: node for at, node in previous.items()}
         search.deadline = self._context.now + search.limit_s
         search.open, search.hurries, search.rounds = True, False, 0
         here = self._context.node
@@ -287,7 +296,19 @@ class Matches:
                 search.found.codes[index] = code
             else:
                 search.found.named[index] = (here, owner)
+        if search.previous:
+            self._ask_own_previous(search)
         self._continue(search)
+
+    def _ask_own_previous(self, search: _Search) -> None:
+        """Ask this node's directory for the keys that moved away from it."""
+        here = self._context.node
+        own = [index for index, node in search.previous.items() if node == here]
+        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        for index, (_, owner) in zip(own, answers, strict=True):
+            search.asked.add((index, here))
+            if owner is not None:
+                search.found.named[index] = (here, owner)
 
     def _continue(self, search: _Search) -> None:
         """Send the lookups that follow from the answers so far. When there are no further lookups and no answer is
@@ -321,7 +342,7 @@ class Matches:
                 if owner is None and index in search.undelivered:
                     copies = self._copies_of(search.tenant, [search.keys[index]])[0]
                     owner = next((node for node in copies if (index, node) not in search.denied), None)
-                if owner is None and index in answered:
+                if owner is None and index in answered and not search.previous_left(index):
                     break
                 missing.append((index, owner or nearest))
             if owner is not None:
@@ -337,12 +358,15 @@ class Matches:
                 calls.setdefault(node, []).append(index)
                 if not (first_round and index > last):
                     continue
-            if index not in answered and (index, directory_nodes[index]) not in asked:
+            if (index not in answered and (index, directory_nodes[index]) not in asked) or search.previous_left(index):
                 to_directory.append(index)
         for index in _probes(to_directory) if first_round else to_directory:
-            directory_node = directory_nodes[index]
-            asked.add((index, directory_node))
-            calls.setdefault(directory_node, []).append(index)
+            if index not in answered and (index, directory_nodes[index]) not in asked:
+                asked.add((index, directory_nodes[index]))
+                calls.setdefault(directory_nodes[index], []).append(index)
+            if search.previous_left(index):
+                asked.add((index, search.previous[index]))
+                calls.setdefault(search.previous[index], []).append(index)
         return {node: sorted(indices) for node, indices in calls.items()}
 
     def _hurry(self, search: _Search, number: int) -> None:
@@ -362,7 +386,10 @@ class Matches:
                 # deadline on the node that the owner redirected it to.
                 limit_s = min(limit_s, PART_OF_DEADLINE * search.limit_s)
             keys, request = join_keys(search.keys_of(indices)), search.match.request.request
-            lookup = partial(wire.Lookup, tenant=search.tenant, keys=keys, request=request, may_defer=may_defer)
+            ring = self._context.ring_version
+            lookup = partial(
+                wire.Lookup, tenant=search.tenant, keys=keys, request=request, may_defer=may_defer, ring=ring
+            )
             self._peers.call(node, lookup, limit_s, partial(self._answered, search, node, indices))
 
     def _answered(self, search: _Search, node: NodeId, indices: list[int], reply: Reply | None) -> None:
@@ -431,16 +458,22 @@ class Matches:
         elif code == Code.DEFERRED:
             found.codes[index] = min(found.codes[index], code)
         if search.directory_nodes[index] != node:
-            # Only the directory node of a key knows whether another node has the segment.
+            # Only the directory node of a key knows whether another node has the segment. A previous one may know too.
+            if search.previous.get(index) == node and owner is not None and search.named_owner(index) is None:
+                self._named(search, index, node, owner)
             return
         search.answered.add(index)
         if owner is not None:
-            found.named[index] = (node, owner)
-            if owner == self._context.node:
-                search.denied.add((index, owner))
-                search.absent.add((index, owner))
+            self._named(search, index, node, owner)
         elif code < found.codes[index]:
             found.codes[index] = code
+
+    def _named(self, search: _Search, index: int, node: NodeId, owner: NodeId) -> None:
+        """The directory node `node` named `owner`."""
+        search.found.named[index] = (node, owner)
+        if owner == self._context.node:
+            search.denied.add((index, owner))
+            search.absent.add((index, owner))
 
     # -- waiting
 
@@ -594,8 +627,8 @@ class Matches:
                 self._context.store.unpin(segment)
 
     def _report_stale(self, search: _Search) -> None:
-        """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they drop
-        these entries."""
+        """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they ask
+        these owners, and drop the entries if they confirm it."""
         found = search.found
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (directory_node, owner) in found.named.items():
@@ -604,9 +637,9 @@ class Matches:
                 stale.setdefault((directory_node, owner), []).append(search.keys[index])
         for (directory_node, owner), keys in stale.items():
             if directory_node == self._context.node:
-                self._directory_node.gone(search.tenant, keys, owner)
+                self._directory_node.ask_owner(search.tenant, keys, owner)
             else:
-                self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
+                self._peers.tell(directory_node, wire.Unfound(search.tenant, join_keys(keys), owner))
 
     def _count(self, match: _Match, result: MatchResult) -> None:
         """Count the tokens of the match that this node has or no node has. Tokens leased at other nodes are counted

@@ -16,6 +16,7 @@ from tokenlake.core.checks import Checks
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.drain import Drain
 from tokenlake.core.explain import Explain
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
@@ -27,6 +28,7 @@ from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
+from tokenlake.core.ring_change import RingChange
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
@@ -35,6 +37,7 @@ from tokenlake.hints import AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
+from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
@@ -63,8 +66,8 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._peers = Peers(context, self._lost, self._suspected, self._restored)
-        self._directory_node = DirectoryNode(context, self._peers)
+        self._peers = Peers(context, self._lost, self._suspected, self._restored, self._other_ring)
+        self._directory_node = DirectoryNode(context, self._peers, lambda message: self._ownership.redundant(message))
         self._transfers = Transfers(context, self._peers)
         self._ownership = Ownership(context, self._peers, self._directory_node)
         self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
@@ -93,6 +96,10 @@ class NodeCore:
             context, self._grants, self._directory_node, self._ownership, self._handover, self._touches
         )
         self._learned = Learned(context, self._peers)
+        self._drain = Drain(context, self._peers, self._handover)
+        self._ring_change = RingChange(
+            context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
+        )
         self._checks = Checks(
             context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
         )
@@ -111,6 +118,7 @@ class NodeCore:
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
+            events.RingChanged: lambda e: self._ring_change.changed(e.record),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Heartbeat: lambda process, m: None,
@@ -132,15 +140,16 @@ class NodeCore:
             peer.Pong: self._peers.replied,
             peer.Lookup: self._lookup,
             peer.LookupReply: self._peers.replied,
-            peer.ReleaseLease: lambda node, m: self._serving.release_some(node, m.leases),
+            peer.ReleaseLease: lambda node, m: self._serving.release_some(m.leases, node),
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
             peer.MarkInFlight: self._directory_node.announced,
             peer.ClearInFlight: self._directory_node.withdrawn,
             peer.Offer: self._handover.offered,
             peer.OfferReply: self._peers.replied,
             peer.Owned: self._owned,
-            peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
-            peer.Redundant: lambda node, m: self._ownership.redundant(m),
+            peer.AdvertisingDone: self._directory_node.advertised,
+            peer.Redundant: lambda node, m: self._ownership.redundant(self._directory_node.believed(node, m)),
+            peer.Unfound: self._directory_node.unfound,
             peer.Evicted: self._evicted,
             peer.Touched: self._touches.touched,
             peer.Corrupt: self._corruption.node_reports,
@@ -168,8 +177,18 @@ class NodeCore:
 
     @property
     def ring(self) -> Ring:
-        """The hash ring, with all members of the cluster."""
+        """The hash ring of now."""
         return self._context.ring
+
+    @property
+    def record(self) -> RingRecord:
+        """The newest record of the members that the rules have."""
+        return self._context.record
+
+    def ring_states(self) -> dict[str, str]:
+        """How the ring of each peer compares with that of this node, for gauges: "same", "older", "newer", "differs"
+        (equal epochs, other members), or "unknown" before the peer has named its ring."""
+        return self._ring_change.states()
 
     def learned(self) -> bytes:
         """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""
@@ -286,6 +305,9 @@ class NodeCore:
         self._directory_node.lost(peer_)
         self._ownership.owner_lost(peer_)
 
+    def _other_ring(self, peer_: Peer) -> None:
+        self._ring_change.differs(peer_)
+
     def _restored(self, peer_: Peer) -> None:
         self._directory_node.restored(peer_)
 
@@ -299,6 +321,7 @@ class NodeCore:
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
+        self._peers.names_ring(node, message.ring)
         self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
 
     def _owned(self, node: NodeId, message: peer.Owned) -> None:
@@ -309,11 +332,11 @@ class NodeCore:
         self._waiting.arrived(TenantId(message.tenant), keys)
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
-        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
-        self._directory_node.gone(tenant, keys, owner)
+        tenant, keys = TenantId(message.tenant), split_keys(message.keys)
+        self._directory_node.gone(tenant, keys, node)
         self._directory_node.remember(tenant, keys, message.last_access, message.last_access_age_s)
-        self._ownership.owner_evicted(owner, tenant, keys)
-        self._explain.gone(tenant, keys, message)
+        self._ownership.owner_evicted(node, tenant, keys)
+        self._explain.gone(node, tenant, keys, message)
 
     def _report_evicted(self) -> None:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
@@ -359,6 +382,7 @@ class NodeCore:
             self._transfers,
             self._serving,
             self._handover,
+            self._drain,
             self._peers,
             self._directory_node,
             self._explain,
@@ -389,6 +413,7 @@ class NodeCore:
         self._explain.check_integrity()
         self._corruption.check_integrity()
         self._directory_node.check_integrity()
+        self._ring_change.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"

@@ -74,15 +74,16 @@ class Ownership:
                 self._context.counters.add(DUPLICATES)
 
     def owner_lost(self, peer: Peer) -> None:
-        """`peer` is down or SUSPECT. Unless it comes back with its incarnation, this node owns the segments that `peer`
-        owned and of which it has cached copies. That waits until the directory nodes have noticed the loss: before,
-        they would answer that `peer` owns the segments."""
+        """`peer` is down or SUSPECT, or left the cluster. Unless it comes back with its incarnation, this node owns the
+        segments that `peer` owned and of which it has cached copies. That waits until the directory nodes have noticed
+        the loss: before, they would answer that `peer` owns the segments."""
         incarnation = peer.incarnation
         cursor: Cursor | None = Cursor()
 
         def work() -> bool:
             nonlocal cursor
-            if cursor is None or (peer.reachable and peer.incarnation == incarnation):
+            back = self._peers.get(peer.node)
+            if cursor is None or (back is not None and back.reachable and back.incarnation == incarnation):
                 return False
             segments, cursor = self._context.store.walk(cursor, ADOPT_SLOTS)
             self._adopt([segment for segment in segments if segment.source == peer.node])

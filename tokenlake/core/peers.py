@@ -19,19 +19,22 @@ be fetched from it (a firewall, no descriptors left, a full backlog)::
        +--- bytes come to a probe, which is repeated in the background ------+
 
 One such transfer is enough where the peer answers calls at once. Where it is slow to answer calls, transfers may wait
-for `PATIENT_TRIPS` recent round trips together.
+for `PATIENT_TRIPS` recent round trips together, at most `suspect_s`.
 
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
 all carry the load. So each peer reports, and is checked, once per round, without a message to every peer in every
 interval. A peer in use that stops is noticed by the next call to it, any other peer within a round.
+
+Peers come and go with the ring record (`ring_change`). The state of a member that left is dropped; a part of the rules
+that still names it is answered as for a peer that is down.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -46,6 +49,7 @@ from tokenlake.timers import Timer
 from tokenlake.vacancy import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
+from tokenlake.wire.fields import NO_RING, RingVersion
 
 __all__ = ["LEAST_RATE", "Call", "OnReply", "Peer", "Peers", "Reply"]
 
@@ -77,7 +81,6 @@ RATE_WEIGHT = 0.2
 """Weight of the newest fetch in the running mean of the rate."""
 PATIENT_TRIPS = 4
 """Round trips of calls for which transfers from a peer may wait in vain before its bulk path counts as dead."""
-MOST_PATIENCE_S = 1.0
 PINGED = 8
 """Number of peers that are pinged in rotation per gossip interval."""
 
@@ -100,10 +103,12 @@ class Peer:
         self.node = node
         self.up = False
         self.incarnation = Incarnation(0)
-        self.born = 0.0
-        """Time in seconds at which this node first heard of the peer's incarnation."""
         self.liveness = Liveness()
         self.suspect = False
+        self.draining = False
+        """True while the peer hands its primary copies over before it leaves: nothing is handed over to it."""
+        self.ring: RingVersion = NO_RING
+        """The ring that the peer named last."""
         self.bulk = Liveness()
         """Health of the bulk path. It is overdue from the time that transfers waited for too long in vain until bytes
         come."""
@@ -152,19 +157,43 @@ class Peers:
         on_lost: Callable[[Peer], None],
         on_suspect: Callable[[Peer], None],
         on_restored: Callable[[Peer], None],
+        on_ring: Callable[[Peer], None],
     ) -> None:
         """`on_lost` is called when the connection to a peer broke, `on_suspect` when a peer became SUSPECT,
-        `on_restored` when it is back and may have missed messages."""
+        `on_restored` when it is back and may have missed messages, `on_ring` when a peer named another ring than that
+        of this node."""
         self._context = context
         self._on_lost = on_lost
         self._on_suspect = on_suspect
         self._on_restored = on_restored
-        names = [name for name in context.ring.members if name != context.node]
-        self._peers = {name: Peer(name) for name in names}
-        self._rotation = deque(self._peers.values())
-        self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
+        self._on_ring = on_ring
+        self._peers: dict[NodeId, Peer] = {}
+        """By name, in the order of the names."""
+        self._rotation: deque[Peer] = deque()
+        self._round_s = 0.0
         """Seconds in which every peer is pinged once, or has reported its load by itself."""
+        self._load_holds_s = LOAD_HOLDS_S
+        self.follow()
+
+    def follow(self) -> list[Peer]:
+        """Make the peers those of the ring record. Returns those that left, whose calls the caller ends with `end`."""
+        members, here = self._context.record.members, self._context.node
+        names = sorted(NodeId(name) for name in members if name != here) if here in members else []
+        staying = set(names)
+        left = [peer for name, peer in self._peers.items() if name not in staying]
+        come = [name for name in names if name not in self._peers]
+        self._peers = {name: self._peers.get(name) or Peer(name) for name in names}
+        for name, peer in self._peers.items():
+            peer.draining = members[name].draining
+        rotation = [peer for peer in self._rotation if peer.node in staying]
+        self._rotation = deque([*rotation, *(self._peers[name] for name in come)])
+        self._round_s = self._context.config.gossip_s * math.ceil(len(names) / PINGED)
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
+        return left
+
+    def _peer(self, node: NodeId) -> Peer:
+        """The state of a peer; that of a peer that is down if `node` is not a member any more."""
+        return self._peers.get(node) or Peer(node)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -203,6 +232,18 @@ class Peers:
         away = [peer.node for peer in self._peers.values() if not peer.reachable]
         return [other if first in away else first for first, other in candidates]
 
+    def previous_directory_nodes(self, keys: bytes, now: Sequence[NodeId]) -> dict[int, NodeId]:
+        """Returns, by index of the concatenated `keys`, the node that kept the directory entry before the last change
+        of the ring, where it is another one than that of `now` (`directory_nodes`) and can be asked. Empty once the
+        previous ring does not count any more."""
+        previous, here = self._context.previous_ring, self._context.node
+        if previous is None:
+            return {}
+        able = {here, *(peer.node for peer in self._peers.values() if peer.reachable)}
+        kept = ((first if first in able else other) for first, other in previous.candidates(keys))
+        pairs = zip(kept, now, strict=True)
+        return {index: node for index, (node, keeper) in enumerate(pairs) if node != keeper and node in able}
+
     def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
         """Returns the keys grouped by the node that keeps their directory entries now; their order is kept."""
         keys = list(keys)
@@ -224,7 +265,7 @@ class Peers:
         peer.up, peer.suspect = True, False
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
-            peer.incarnation, peer.born = incarnation, self._context.now
+            peer.incarnation = incarnation
             peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
         self._on_restored(peer)
 
@@ -234,13 +275,17 @@ class Peers:
         peer = self._peers[node]
         if not peer.up or peer.incarnation != incarnation:
             return
+        self._context.emit(Note(f"peer {node} is down"))
+        self.end(peer)
+        self._on_lost(peer)
+
+    def end(self, peer: Peer) -> None:
+        """End the calls to a peer whose connection broke, or that left the ring record."""
         peer.up = False
         calls, peer.calls = peer.calls, {}
-        self._context.emit(Note(f"peer {node} is down"))
         for call in calls.values():
             call.timer.cancel()
             call.on_reply(None)
-        self._on_lost(peer)
 
     def heard(self, node: NodeId) -> None:
         """Another node sent a message, so it is alive: neither overdue nor SUSPECT any more."""
@@ -326,6 +371,8 @@ class Peers:
         peer = self._peers[node]
         if not isinstance(message, wire.ExplainMissingReply):
             self._reported(peer, message)
+        if isinstance(message, wire.LookupReply | wire.Pong):
+            self.names_ring(node, message.ring)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
             waiting.timer.cancel()
@@ -340,11 +387,11 @@ class Peers:
         config = self._context.config
         pinged = self._next_pinged()
         if pinged:
-            vacancy, load = self._context.vacancy(), self._context.load()
+            vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
         for peer in pinged:
             self._send(
                 peer,
-                lambda call: wire.Ping(call, vacancy, load),
+                lambda call: wire.Ping(call, vacancy, load, ring),
                 config.suspect_s,
                 lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                 proves_life=True,
@@ -368,8 +415,9 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer a ping of `node`, and record the vacancy and load that it reports."""
         self._reported(self._peers[node], message)
-        vacancy, load = self._context.vacancy(), self._context.load()
-        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load)))
+        self.names_ring(node, message.ring)
+        vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, ring)))
 
     def _reported(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.reported_at = self._context.now
@@ -392,16 +440,23 @@ class Peers:
         """Seconds after which every node has noticed that another node stopped."""
         return 2 * self._round_s + self._context.config.suspect_s
 
+    def names_ring(self, node: NodeId, ring: RingVersion) -> None:
+        """A message of `node` names this ring as its own."""
+        peer = self._peers[node]
+        peer.ring = ring
+        if ring != self._context.ring_version:
+            self._on_ring(peer)
+
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer from `node` missed its deadline: the node becomes overdue if it has sent nothing since the time
         `began`."""
-        self._peers[node].liveness.deadline_missed(began)
+        self._peer(node).liveness.deadline_missed(began)
 
     # -- the bulk path
 
     def answered(self, node: NodeId) -> None:
         """A transfer from `node` was answered: segments can be fetched from it."""
-        peer = self._peers[node]
+        peer = self._peer(node)
         if peer.bulk.overdue:
             self._context.emit(Note(f"peer {node} delivers segments again"))
         peer.bulk.heard(self._context.now)
@@ -409,12 +464,12 @@ class Peers:
 
     def answers(self, node: NodeId) -> bool:
         """Returns True unless `node` did not answer a transfer, and none since."""
-        return not self._peers[node].bulk.overdue
+        return not self._peer(node).bulk.overdue
 
     def patience_s(self, node: NodeId) -> float:
         """Returns the seconds for which transfers from `node` may wait in vain before its bulk path counts as dead. A
         node under load, or behind a slow network, is slow to answer calls as well."""
-        return min(PATIENT_TRIPS * self._slowest_s(self._peers[node]), MOST_PATIENCE_S)
+        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
 
     def _slowest_s(self, peer: Peer) -> float:
         if not peer.slowest_s:
@@ -433,7 +488,7 @@ class Peers:
         Once transfers have waited for `patience_s`, nothing is fetched from the node until `answered`, unless another
         transfer was answered since. Returns the number of times in a row that this happened; 0 if the node still
         delivers, or was known before not to."""
-        peer = self._peers[node]
+        peer = self._peer(node)
         self._context.counters.add(UNANSWERED)
         known = peer.bulk.overdue
         peer.waited_s += waited_s
@@ -450,11 +505,11 @@ class Peers:
 
     def predict_s(self, node: NodeId, nbytes: int) -> float:
         """Returns the expected seconds of a fetch of `nbytes` from `node`, from the measured rate."""
-        return nbytes / self._peers[node].rate
+        return nbytes / self._peer(node).rate
 
     def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
         """Record that a fetch of `nbytes` from `node` took `seconds`, for the measured rate."""
-        peer = self._peers[node]
+        peer = self._peer(node)
         peer.unanswered = 0
         if nbytes >= MEASURED_BYTES:
             rate = nbytes / max(seconds, 1e-6)
@@ -465,7 +520,7 @@ class Peers:
         then get a longer deadline: on a network that became slower none would end in time otherwise. The reduction is
         bounded, because the peer may only have paused, and the rate does not fall below `LEAST_RATE`."""
         if nbytes >= MEASURED_BYTES:
-            peer = self._peers[node]
+            peer = self._peer(node)
             slower = min(peer.rate, nbytes / max(seconds, 1e-6))
             peer.rate = max(LEAST_RATE, peer.rate / MAX_SLOWDOWN, slower)
 
@@ -476,5 +531,7 @@ class Peers:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a call waits at a peer that is down."""
+        assert list(self._peers) == sorted(self._peers)
+        assert sorted(peer.node for peer in self._rotation) == list(self._peers)
         for peer in self._peers.values():
             assert peer.up or not peer.calls, f"calls wait at {peer.node}, which is down"

@@ -239,7 +239,7 @@ class Serving:
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
         codes = bytearray([_LOCAL]) * len(keys)
-        nodes = self._ask_directory(tenant, keys, found, codes) if None in found else []
+        nodes = self._ask_directory(tenant, keys, found, codes, message.ring[0]) if None in found else []
         if message.claim_s:
             pairs = self._context.ring.candidates(message.keys)
             for key, code, pair in zip(keys, codes, pairs, strict=True):
@@ -254,7 +254,17 @@ class Serving:
         known, last_access, age_s = self._deepest(tenant, keys, found)
         redirect = verdict.redirect or ""
         return wire.LookupReply(
-            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, last_access, age_s, redirect
+            message.call,
+            lease,
+            bytes(codes),
+            tuple(nodes),
+            vacancy,
+            load,
+            known,
+            last_access,
+            age_s,
+            redirect,
+            self._context.ring_version,
         )
 
     def _deepest(
@@ -280,10 +290,12 @@ class Serving:
         return (0, NO_ACCESS, 0.0) if here is None else (known, here.hints.access, self._context.since(here.touched))
 
     def _ask_directory(
-        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray
+        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray, epoch: int
     ) -> list[NodeId]:
         """Set the codes of the keys whose segments this node lacks from the directory. Returns the owner for each code
-        ELSEWHERE, in the order of the keys."""
+        ELSEWHERE, in the order of the keys. `epoch`: that of the reader's ring; on a newer ring than this node's, this
+        node may be the directory node of keys of which it knows nothing."""
+        absent_code = _MISSING if epoch <= self._context.record.epoch else Code.UNKNOWN
         here = self._context.node
         absent = [index for index, segment in enumerate(found) if segment is None]
         missing = [keys[index] for index in absent]
@@ -293,7 +305,9 @@ class Serving:
         for index, pair, (code, elsewhere) in zip(absent, candidates, answers, strict=True):
             # A reader that was told that this node owns some segments also asks for their neighbours, of which this
             # node is not a candidate and knows nothing.
-            codes[index] = code if here in pair else _MISSING
+            # An entry of a key that moved away counts for readers that have not heard of the new ring yet.
+            known = here in pair or code in (Code.ELSEWHERE, Code.PENDING)
+            codes[index] = code if known else absent_code
             if codes[index] == Code.ELSEWHERE and elsewhere is not None:
                 nodes.append(elsewhere)
         return nodes
@@ -377,10 +391,10 @@ class Serving:
 
     def release_all(self, node: NodeId) -> None:
         """End all leases of `node`, which is down, some at a time. Sends to it keep their own pins."""
-        self.release_some(node, [at for at, lease in self._leases.items() if lease.node == node])
+        self.release_some([at for at, lease in self._leases.items() if lease.node == node])
 
-    def release_some(self, node: NodeId, leases: Iterable[int]) -> None:
-        """End these leases of `node`, some at a time."""
+    def release_some(self, leases: Iterable[int], node: NodeId | None = None) -> None:
+        """End these leases of other nodes (see `release`), some at a time."""
         ending = [LeaseId(number) for number in leases]
 
         def work() -> bool:

@@ -223,7 +223,7 @@ class WaitingMatches:
             return
         del poll.waiters[waiter]
         if not self._woken:
-            self._context.after(0.0, self._next_turn)
+            self._context.after(0.0, self._resume_next)
         self._woken.setdefault(poll.tenant, {})[waiter] = code
         if not poll.waiters:
             self._end(poll)
@@ -232,7 +232,7 @@ class WaitingMatches:
         if not poll.waiters:
             return
         if not self._woken:
-            self._context.after(0.0, self._next_turn)
+            self._context.after(0.0, self._resume_next)
         self._woken.setdefault(poll.tenant, {}).update(dict.fromkeys(poll.waiters, code))
         poll.waiters = {}
         self._end(poll)
@@ -242,7 +242,7 @@ class WaitingMatches:
         if not self._polls[poll.tenant]:
             del self._polls[poll.tenant]
 
-    def _next_turn(self) -> None:
+    def _resume_next(self) -> None:
         """Let one match of one tenant go on."""
         tenant = next(iter(self._woken))
         woken = self._woken.pop(tenant)
@@ -251,7 +251,7 @@ class WaitingMatches:
         if woken:
             self._woken[tenant] = woken
         if self._woken:
-            self._context.after(0.0, self._next_turn)
+            self._context.after(0.0, self._resume_next)
         self._waiting[tenant] -= 1
         if waiter.timer is not None:
             waiter.timer.cancel()
@@ -285,7 +285,7 @@ class WaitingMatches:
             return
         self._peers.call(
             directory_node,
-            lambda call: wire.Lookup(call, tenant, key, "", wait.in_flight_wait_s),
+            lambda call: wire.Lookup(call, tenant, key, "", wait.in_flight_wait_s, ring=self._context.ring_version),
             self._context.config.match_deadline_s,
             replied,
         )

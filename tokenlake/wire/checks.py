@@ -176,6 +176,7 @@ _SAID: dict[type, Callable[[Any], None]] = {
     peer.Owned: _peer_keys,
     peer.Redundant: _redundant,
     peer.Evicted: _peer_keys,
+    peer.Unfound: _peer_keys,
     peer.Corrupt: _peer_keys,
     peer.ExplainMissing: _peer_keys,
     peer.EvictionStatistics: _nothing,

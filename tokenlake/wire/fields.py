@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
+from tokenlake.ring_record import MAX_EPOCH
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -21,10 +22,12 @@ __all__ = [
     "NONCE_BYTES",
     "Nonce",
     "Proof",
+    "NO_RING",
     "RECORD_KEY_BYTES",
     "RecordKey",
     "RecordKeys",
     "RequestName",
+    "RingVersion",
     "Seconds",
     "Shards",
     "Share",
@@ -83,6 +86,12 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A fraction, 0 to 1."""
+
+RingVersion = tuple[Annotated[int, Meta(ge=0, lt=MAX_EPOCH)], Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]]
+"""The ring of a node: (epoch, digest) of its record. Equal epochs with different digests: the two nodes were configured
+with different lists of members."""
+NO_RING = (0, 0)
+"""The ring of a sender that does not name it."""
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """Number of shards of a segment."""

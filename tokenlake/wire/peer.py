@@ -15,6 +15,7 @@ import msgspec
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
+    NO_RING,
     Amount,
     Index,
     Name,
@@ -23,6 +24,7 @@ from tokenlake.wire.fields import (
     RecordKey,
     RequestName,
     RetentionValue,
+    RingVersion,
     Seconds,
     Shards,
     Share,
@@ -65,6 +67,7 @@ __all__ = [
     "RenewLease",
     "ExplainMissingReply",
     "Touched",
+    "Unfound",
     "ClearInFlight",
     "bulk_request_decoder",
     "control_decoder",
@@ -118,15 +121,13 @@ class PeerChallenge(_Message, frozen=True, tag=22):
 
 
 class PeerProof(_Message, frozen=True, tag=23):
-    """Answers `PeerChallenge`: the dialler's ring, which only a proven daemon learns, and the dialler's proof."""
+    """Answers `PeerChallenge`: the dialler's proof."""
 
-    epoch: int
-    members: tuple[str, ...]
     proof: Proof
 
 
 class PeerWelcome(_Message, frozen=True, tag=2):
-    """Answers `PeerProof`: the dialler's proof is right, and both have the same epoch."""
+    """Answers `PeerProof`: the dialler's proof is right, and it is a member of the acceptor's cluster."""
 
 
 class PeerRefused(_Message, frozen=True, tag=3):
@@ -165,6 +166,8 @@ class Lookup(_Message, frozen=True, tag=4):
     """Above 0: each key answered with MISSING gets an in-flight marker that names the caller, for so long."""
     may_defer: bool = False
     """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
@@ -174,7 +177,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     call: int
     lease: int
     codes: bytes
-    nodes: tuple[str, ...]
+    nodes: tuple[Name, ...]
     """The owner of each segment whose code is ELSEWHERE, in the order of the keys."""
     vacancy: tuple[Share, Seconds, RetentionValue]
     """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
@@ -186,9 +189,11 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The record of the request that last accessed the deepest segment that `known_depth` counts."""
     last_access_age_s: Seconds = 0.0
     """Seconds from the last access of that segment to the sending of this reply."""
-    redirect: str = ""
+    redirect: Name = ""
     """A node that was recently sent the leased segments and that the caller should ask first (fan-out limit). Empty:
     none."""
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
@@ -248,32 +253,42 @@ class Owned(_Message, frozen=True, tag=13):
 
     tenant: str
     keys: bytes
-    previous: str = ""
+    previous: Name = ""
     """The owner that handed the segments over, whose entries in the directory are replaced; empty: none."""
 
 
 class Redundant(_Message, frozen=True, tag=14):
     """From the directory node, an answer to `Owned`: `nodes` has, per key, another node that owned the segment before.
-    The copy of the receiver becomes a cached copy."""
+    Also from a node to which the receiver has handed over the segments. The copy of the receiver becomes a cached
+    copy."""
 
     tenant: str
     keys: bytes
-    nodes: tuple[str, ...]
+    nodes: tuple[Name, ...]
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """`node` does not have these segments. Sent to their directory node by `node`, or by a reader that did not find
-    them there; and to a node that reported reads of its copies, by the node that it took for their owner."""
+    """The sender does not have these segments. Sent to their directory node; and to a node that reported reads of its
+    copies, by the node that it took for their owner."""
 
     tenant: str
     keys: bytes
-    node: Name
     rule: Name = ""
-    """The rule by which the segments left `node`; empty: not known."""
+    """The rule by which the segments left the sender; empty: not known."""
     last_access: AccessRecord = NO_ACCESS
     """The record of the request that last accessed the segments; the directory node remembers it."""
     last_access_age_s: Seconds = 0.0
     """Seconds from the last access of the segments to the sending of this message."""
+
+
+class Unfound(_Message, frozen=True, tag=49):
+    """`node`, the owner of these segments according to their directory node, has no copy of them. Sent to the directory
+    node by a reader, and passed on to `node`, which answers with `Evicted` for those that it does not have: a claim
+    about another node changes nothing by itself."""
+
+    tenant: str
+    keys: bytes
+    node: Name
 
 
 class Corrupt(_Message, frozen=True, tag=48):
@@ -317,13 +332,18 @@ class Touched(_Message, frozen=True, tag=16):
     hints: Hints | None = None
     """The hints of the requests that read the copies; requests with other hints have a message of their own."""
     used: bool = True
-    """False: the message reports no read, but hints that came after a read."""
+    """False: the message reports no read, but hints that came after a read. Without hints it only asks which segments
+    the receiver lacks."""
     relayed: bool = False
     """True: the message was forwarded by the node from which the reader's copy came, and is not forwarded again."""
 
 
 class AdvertisingDone(_Message, frozen=True, tag=17):
-    """The sender has told this incarnation of the receiver all segments that it owns and that hash to the receiver."""
+    """The sender has told this incarnation of the receiver all segments that it owns and that hash to the receiver
+    on the sender's ring."""
+
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Ping(_Message, frozen=True, tag=18):
@@ -332,6 +352,8 @@ class Ping(_Message, frozen=True, tag=18):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Pong(_Message, frozen=True, tag=19):
@@ -340,6 +362,8 @@ class Pong(_Message, frozen=True, tag=19):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
+    ring: RingVersion = NO_RING
+    """The sender's ring."""
 
 
 class Pull(_Message, frozen=True, tag=20):
@@ -384,6 +408,7 @@ PeerMessage = (
     | Owned
     | Redundant
     | Evicted
+    | Unfound
     | Corrupt
     | ExplainMissing
     | EvictionStatistics

@@ -8,6 +8,7 @@ from functools import partial
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
+from tokenlake.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
@@ -53,9 +54,9 @@ class SimulatedCluster:
         self.clock = Clock()
         self.network = Network(options.network, options.nodes)
         names = [f"n{index:04}" for index in range(options.nodes)]
-        members = dict.fromkeys(names, self.size.memory)
+        record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         rules = {"gossip_s": GOSSIP_S, **options.rules}
-        cores = [NodeCore(CoreConfig(name, 1, members, 1, self.size.memory, **rules)) for name in names]
+        cores = [NodeCore(CoreConfig(name, 1, record, 1, self.size.memory, **rules)) for name in names]
         self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S)
         self.nodes = [
             SimNode(index, options.nodes, core, self.clock, self.network, self.meter)

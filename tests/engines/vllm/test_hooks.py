@@ -68,7 +68,9 @@ def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: 
     hit(engine, known, expected)
 
 
-@pytest.mark.parametrize("params", ["text", ["tokenlake"], 5, {"tokenlake": 7}, {"tokenlake": {"priority": "high"}}])
+@pytest.mark.parametrize(
+    "params", ["", [], 0, {"tokenlake": 7}, {"tokenlake": ["outlook"]}, {"tokenlake": {"priority": "high"}}]
+)
 def test_malformed_parameters_of_a_request_change_nothing_for_others(
     engine: Engine, plain: Engine, params: Any
 ) -> None:

@@ -1,0 +1,80 @@
+"""The interface of a membership, and its result types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from tokenlake.config import Address
+from tokenlake.ring_record import Member, RingRecord
+
+__all__ = ["Members", "Membership", "MembershipState", "OnMembers", "alone"]
+
+
+class Members(msgspec.Struct, frozen=True):
+    """The members of the cluster at one epoch."""
+
+    record: RingRecord
+    """This node is always a member of it."""
+    addresses: Mapping[str, Address]
+    """By name, where other members listen. An entry may lack: the member has not registered since this node started."""
+
+
+class MembershipState(msgspec.Struct, frozen=True):
+    """The state of a membership, for the health pages."""
+
+    source: str
+    """`peers` for a static list, or the endpoints of etcd."""
+    known: bool
+    """True once this node is a member of the cluster's ring. Until then it serves its engines alone."""
+    epoch: int
+    problem: str = ""
+    """The reason why the membership cannot be read or changed now; empty if it can."""
+    absent: tuple[str, ...] = ()
+    """Members whose daemons are not registered. That says nothing about whether they are alive."""
+
+
+OnMembers = Callable[[Members], None]
+
+
+class Membership(Protocol):
+    """The source of the members. All functions are called on the daemon's loop and do not block it."""
+
+    @property
+    def members(self) -> Members:
+        """The members as they are known now. A daemon starts with these."""
+        ...
+
+    @property
+    def state(self) -> MembershipState:
+        """The state at this moment."""
+        ...
+
+    def start(self, address: Address, changed: OnMembers) -> None:
+        """Begin: `changed` is called on the loop with each new value of `members`. `address`: where other daemons reach
+        this one."""
+        ...
+
+    def look(self) -> None:
+        """Read the record soon, because a peer named a higher epoch. Calls may be as many as there are messages."""
+        ...
+
+    async def drain(self) -> None:
+        """Mark this node as draining in the record. Raises `Refused` where members cannot be changed, `Unreachable`."""
+        ...
+
+    async def remove(self) -> None:
+        """Take this node out of the record. Raises as `drain`."""
+        ...
+
+    async def close(self) -> None:
+        """End, and give up the registration of this node's address. The node stays a member."""
+        ...
+
+
+def alone(node: str, memory: int, epoch: int = 0) -> Members:
+    """The members of a daemon that serves its engines alone."""
+    unit = RingRecord.of({node: memory}).unit
+    return Members(RingRecord(epoch, unit, {node: Member(memory)}), {})

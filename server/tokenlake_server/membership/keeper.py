@@ -1,0 +1,282 @@
+"""Keeps a node registered in etcd and a member of the ring record, and publishes what etcd stores.
+
+The state of etcd is always read as a whole: a watch says *when* to read again and not what has changed, so that a watch
+that ended, was compacted or missed a change costs one more read and loses nothing::
+
+    read all keys -> write what is missing (one transaction) -> read again -> publish -> wait
+        ^                                                                                  |
+        +------------ the watch reports a change, the lease has ended, or `look` ----------+
+
+    any error: the next endpoint, from the beginning; the daemon keeps the members that it has
+
+A node joins once per start: it adds itself to the record, or finds itself there. A node that an operator removes later
+stays out until its daemon is started again. A registration that expired says that a daemon does not reach etcd and
+nothing else; the node stays a member at its last known address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from tokenlake.config import Address
+from tokenlake.errors import MembershipRefused, TokenLakeError
+from tokenlake.ring_record import RingRecord
+from tokenlake_server.membership.base import Members, MembershipState, alone
+from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
+from tokenlake_server.membership.stored import (
+    MAX_VIRTUAL_NODES,
+    Registration,
+    Stored,
+    encode_ring,
+    node_key,
+    parse,
+    prefix_of,
+    ring_key,
+    virtual_nodes,
+)
+from tokenlake_server.repeated_warning import RepeatedWarning
+
+__all__ = ["LEASE_S", "Keeper"]
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 5
+"""Seconds for which a registration outlives its last renewal."""
+RETRY_S = 1.0
+"""Seconds until the next attempt of a node that may not join, and between two reads because of `look`."""
+PAUSE_S = 0.3
+"""Mean seconds between two attempts to reach etcd. It is random, so that nodes do not return all at once."""
+ANSWER_S = 0.5
+"""Seconds within which the daemon of another registration of this node's name must accept a connection."""
+RIVAL_S = 3 * LEASE_S
+"""Seconds for which such a daemon is remembered after its registration expired: it may have lost etcd only."""
+
+Publish = Callable[[Members | None, MembershipState], None]
+"""Called with the members, None where they are as before, and the state."""
+
+
+class Keeper:
+    """The part of the membership that runs in the admin thread, on its loop."""
+
+    def __init__(self, access: Access, cluster: str, node: str, registration: Registration, publish: Publish) -> None:
+        self._access = access
+        self._cluster = cluster
+        self._node = node
+        self._registration = registration
+        self._publish = publish
+        self._bell = asyncio.Event()
+        """Set: the keys are to be read again."""
+        self._lease = 0
+        self._record: RingRecord | None = None
+        """The newest record that was accepted; None until this node has been a member."""
+        self._addresses: dict[str, Address] = {}
+        """Last known addresses of members."""
+        self._rival: tuple[Registration, float] | None = None
+        """The last registration of another daemon with this node's name, and until when it counts."""
+        self._warning = RepeatedWarning()
+        self._absent: frozenset[str] = frozenset()
+        self._looks = False
+
+    def look(self) -> None:
+        """Read the keys again, at most once in `RETRY_S`."""
+        if not self._looks:
+            self._looks = True
+            self._bell.set()
+            asyncio.get_running_loop().call_later(RETRY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks = False
+
+    async def run(self) -> None:
+        """Reach etcd, endpoint after endpoint, until cancelled."""
+        at = random.randrange(len(self._access.endpoints))
+        while True:
+            try:
+                await self._session(self._access.endpoints[at % len(self._access.endpoints)])
+            except* TokenLakeError as errors:
+                self._failed(_first(errors))
+            except* Exception as errors:
+                log.exception("the membership failed, trying again", exc_info=errors)
+                self._failed(_first(errors))
+            at += 1
+            await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
+
+    async def unregister(self, deadline_s: float) -> None:
+        """Delete this node's registration, after `run` was cancelled. Raises the errors of `Etcd`."""
+        if self._lease:
+            await on_any(self._access, lambda etcd: etcd.revoke(self._lease), deadline_s)
+
+    # -- one session with one endpoint
+
+    async def _session(self, endpoint: Address) -> None:
+        async with Etcd(self._access, endpoint) as etcd, asyncio.TaskGroup() as group:
+            group.create_task(self._watch(etcd))
+            group.create_task(self._renew(etcd))
+            while True:
+                # The bell is cleared before the read, so that a change during the read makes another one.
+                self._bell.clear()
+                try:
+                    wait_s = await self._step(etcd)
+                except MembershipRefused as error:
+                    self._failed(error)
+                    wait_s = RETRY_S
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._bell.wait(), wait_s)
+
+    async def _watch(self, etcd: Etcd) -> None:
+        async for _ in etcd.watch(prefix_of(self._cluster)):
+            self._bell.set()
+
+    async def _renew(self, etcd: Etcd) -> None:
+        while True:
+            lease = self._lease
+            if lease and not await etcd.keep(lease) and lease == self._lease:
+                log.warning("the lease of this node's registration in etcd ended; the node registers again")
+                self._lease = 0
+                self._bell.set()
+            await asyncio.sleep(LEASE_S / 3)
+
+    async def _step(self, etcd: Etcd) -> float | None:
+        """Read the keys; write what is missing, else publish. Returns the seconds until the next step, None for the
+        next change. Raises `MembershipRefused` where this node must not go on."""
+        stored = parse(self._cluster, await etcd.read(prefix_of(self._cluster)))
+        own = stored.nodes.get(self._node)
+        await self._check_rival(own.registration if own is not None else None)
+        record = self._wanted(stored)
+        registered = own is not None and own.registration == self._registration and own.lease == self._lease
+        if record == stored.record and registered:
+            return self._accept(record, stored)
+        if not self._lease or not await etcd.keep(self._lease):
+            self._lease = await etcd.grant(LEASE_S)
+        name = Put(node_key(self._cluster, self._node), msgspec.json.encode(self._registration), self._lease)
+        ring = Put(ring_key(self._cluster), encode_ring(record, stored.text))
+        unchanged = {name.key: own.mod_revision if own is not None else 0, ring.key: stored.mod_revision}
+        done = await etcd.write(unchanged, [name, ring] if record != stored.record else [name])
+        return 0.0 if done else random.uniform(0, 0.1)  # other nodes join at the same time
+
+    async def _check_rival(self, found: Registration | None) -> None:
+        """Raises `MembershipRefused` while another daemon with this node's name answers."""
+        now = asyncio.get_running_loop().time()
+        if found is not None and found.incarnation != self._registration.incarnation:
+            self._rival = found, now + RIVAL_S
+        if self._rival is None:
+            return
+        rival, until = self._rival
+        # A daemon at the address of this one has ended: this one listens there.
+        if now < until and rival.address != self._registration.address and await _answers(rival.at()):
+            raise MembershipRefused(
+                f"another daemon is called '{self._node}': it listens at {rival.address} (incarnation "
+                f"{rival.incarnation}); give every node a name of its own ('node')"
+            )
+        self._rival = None
+
+    def _wanted(self, stored: Stored) -> RingRecord:
+        """The record that etcd should hold. Raises `MembershipRefused` for a record that this node does not follow."""
+        known, node, memory = self._record, self._node, self._registration.capacity
+        key = ring_key(self._cluster).decode()
+        if stored.record is None and known is not None:
+            log.warning("the key %s is gone from etcd; this node writes it again, at epoch %d", key, known.epoch)
+            return known
+        if stored.record is None:
+            others = sorted(stored.nodes.keys() - {node})
+            if others:
+                raise MembershipRefused(
+                    f"the key {key} of etcd is missing, although {', '.join(others)} registered; a node that knows the "
+                    "ring writes it again"
+                )
+            return alone(node, memory, epoch=1).record
+        if known is None:
+            record = stored.record.with_member(node, memory)
+            if virtual_nodes(record) > MAX_VIRTUAL_NODES:
+                raise MembershipRefused(
+                    f"the memory of '{node}' is too large for this ring, whose unit of {record.unit} bytes comes from "
+                    "the node that started first: let a node of the usual size start first"
+                )
+            return record
+        if stored.record.epoch < known.epoch:
+            raise MembershipRefused(
+                f"the ring record in etcd has epoch {stored.record.epoch}, which is lower than the epoch {known.epoch} "
+                "of this node: a backup of etcd was restored, or another program wrote the key. The nodes keep their "
+                f"ring; delete the key {key}, and they write it again"
+            )
+        if stored.record.epoch == known.epoch and stored.record != known:
+            raise MembershipRefused(
+                f"the ring record in etcd changed but kept its epoch {known.epoch}: another program wrote the key {key}"
+            )
+        return stored.record
+
+    # -- what the daemon is told
+
+    def _accept(self, record: RingRecord, stored: Stored) -> float | None:
+        if self._warning.logged:
+            log.info("%s answers again; the ring has epoch %d", self._access, record.epoch)
+        self._record = record
+        found = {name: node.registration.at() for name, node in stored.nodes.items() if node.registration is not None}
+        known = {name: at for name, at in {**self._addresses, **found}.items() if name in record.members}
+        self._addresses = {name: at for name, at in known.items() if name != self._node}
+        self._note_absent(record, stored)
+        if self._node in record.members:
+            self._warning.due(None, _now())
+            self._publish(Members(record, self._addresses), self._state(""))
+            return None
+        problem = (
+            f"'{self._node}' was removed from the ring of cluster '{self._cluster}', which has epoch {record.epoch}; "
+            "it serves its engines alone until it is started again"
+        )
+        self._warn("removed", problem)
+        self._publish(alone(self._node, self._registration.capacity, record.epoch), self._state(problem))
+        return RETRY_S
+
+    def _note_absent(self, record: RingRecord, stored: Stored) -> None:
+        absent = frozenset(record.members.keys() - stored.nodes.keys())
+        for name in sorted(absent - self._absent):
+            log.warning(
+                "member '%s' is not registered in etcd; it stays a member (`tokenlake remove %s`, if it is gone for "
+                "good)",
+                name,
+                name,
+            )
+        for name in sorted((self._absent - absent) & record.members.keys()):
+            log.info("member '%s' is registered in etcd again", name)
+        self._absent = absent
+
+    def _failed(self, error: BaseException) -> None:
+        self._warn(type(error), str(error) or repr(error))
+        self._publish(None, self._state(str(error) or repr(error)))
+
+    def _warn(self, kind: object, problem: str) -> None:
+        if self._warning.due(kind, _now()):
+            log.error("membership: %s", problem)
+
+    def _state(self, problem: str) -> MembershipState:
+        record = self._record
+        known = record is not None and self._node in record.members
+        absent = tuple(sorted(self._absent))
+        return MembershipState(str(self._access), known, record.epoch if record is not None else 0, problem, absent)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _first(error: BaseException) -> BaseException:
+    """An error that a group of errors holds."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _answers(address: Address) -> bool:
+    """Returns whether a connection to the address is accepted within `ANSWER_S`."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), ANSWER_S)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

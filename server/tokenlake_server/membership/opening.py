@@ -1,0 +1,26 @@
+"""Chooses the membership that the settings name."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tokenlake.config import ServerConfig
+from tokenlake.errors import ConfigurationError
+from tokenlake_server.membership.base import Membership
+from tokenlake_server.membership.static import StaticMembership
+
+__all__ = ["open_membership"]
+
+
+def open_membership(config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop) -> Membership:
+    """The membership of a daemon that runs on `loop`. Raises `ConfigurationError` where `etcd` is set and grpcio is not
+    installed."""
+    if not config.etcd:
+        return StaticMembership(config)
+    try:
+        from tokenlake_server.membership.etcd import EtcdMembership  # grpcio is an extra
+    except ModuleNotFoundError as error:
+        needed = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[etcd]'"
+        raise ConfigurationError("etcd", ",".join(map(str, config.etcd)), needed) from error
+
+    return EtcdMembership(config, incarnation, loop)

@@ -1,0 +1,105 @@
+"""The state of the connection with each other member, for the health pages; warnings while a member is not connected.
+
+::
+
+    unreachable -- a handshake succeeds --> connected        a refusal on either side --> refused
+    connected   -- the connection ends  --> unreachable      an equal epoch, another list --> other ring
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple
+
+from tokenlake_server.repeated_warning import RepeatedWarning
+
+__all__ = ["PEER_STATES", "PeerState", "PeerStates", "State"]
+
+log = logging.getLogger(__name__)
+
+State = Literal["connected", "refused", "unreachable", "other ring"]
+PEER_STATES: tuple[State, ...] = ("connected", "refused", "unreachable", "other ring")
+WARN_S = 10.0
+"""Seconds after which a member that is not connected is a warning, which is repeated at growing intervals."""
+CHECK_S = 1.0
+MAX_REASON = 500
+"""Limit of the characters of a reason; the other daemon may have written it."""
+
+
+class PeerState(NamedTuple):
+    """The state of one member since a time of the loop's clock. `reason`: empty for a connected one."""
+
+    state: State
+    reason: str
+    since: float
+
+
+class PeerStates:
+    """The states of all other members. Used on the control loop only."""
+
+    def __init__(self, names: Collection[str], loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._states: dict[str, PeerState] = {}
+        self._warnings: dict[str, RepeatedWarning] = {}
+        self._other_rings: Callable[[], Mapping[str, str]] = dict
+        self.follow(names)
+        self._check_later()
+
+    def follow(self, names: Collection[str]) -> None:
+        """Make `names` the other members."""
+        now = self._loop.time()
+        fresh = PeerState("unreachable", "it has not connected to this node yet", now)
+        self._states = {name: self._states.get(name, fresh) for name in sorted(names)}
+        self._warnings = {name: self._warnings.get(name) or RepeatedWarning(WARN_S) for name in self._states}
+
+    def rings_from(self, other_rings: Callable[[], Mapping[str, str]]) -> None:
+        """Take the members with another ring from a function: by name, the difference."""
+        self._other_rings = other_rings
+
+    def connected(self, name: str) -> None:
+        """A handshake with the member succeeded."""
+        self._set(name, "connected", "")
+
+    def refused(self, name: str, reason: str) -> None:
+        """One of the two sides refused the other. A connection that exists goes on."""
+        if name in self._states and self._states[name].state != "connected":
+            self._set(name, "refused", reason)
+
+    def unreachable(self, name: str, reason: str) -> None:
+        """The connection ended, or an attempt to connect failed."""
+        self._set(name, "unreachable", reason)
+
+    def _set(self, name: str, state: State, reason: str) -> None:
+        previous = self._states.get(name)
+        if previous is not None:
+            since = previous.since if previous.state == state else self._loop.time()
+            self._states[name] = PeerState(state, reason[:MAX_REASON], since)
+
+    def all(self) -> dict[str, PeerState]:
+        """The state of each member, by name."""
+        states = dict(self._states)
+        for name, difference in self._other_rings().items():
+            if name in states and states[name].state == "connected":
+                states[name] = PeerState("other ring", difference, states[name].since)
+        return states
+
+    def close(self) -> None:
+        """End the warnings."""
+        self._timer.cancel()
+
+    def _check_later(self) -> None:
+        self._timer = self._loop.call_later(CHECK_S, self._check)
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        for name, (state, reason, _) in self.all().items():
+            warning = self._warnings[name]
+            if state == "connected":
+                if warning.logged:
+                    log.info("peer %s is connected after %.0f s", name, warning.lasted(now))
+                warning.due(None, now)
+            elif warning.due("not connected" if state != "other ring" else state, now):
+                log.warning("peer %s: %s for %.0f s: %s", name, state, warning.lasted(now), reason)
+        self._check_later()

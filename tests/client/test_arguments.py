@@ -1,0 +1,93 @@
+"""Values of public arguments that make no sense: the error names the argument, and the connection goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, match, store
+from tokenlake_client import Deadlines, MatchOptions, Pool
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+BAD_SECONDS = (-1.0, math.nan, math.inf, 1e12, "1", True)
+LONG_S = 40 * 86400.0
+"""Longer than poll takes, 24.8 days."""
+CALLS: dict[str, Callable[[Pool, Any], object]] = {
+    "match": lambda pool, seconds: pool.match([], deadline_s=seconds),
+    "begin_match": lambda pool, seconds: pool.begin_match([], deadline_s=seconds),
+    "attach": lambda pool, seconds: pool.attach(1, deadline_s=seconds),  # type: ignore[arg-type]
+    "reserve": lambda pool, seconds: pool.reserve([], deadline_s=seconds),
+    "fetch": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(deadline_s=seconds),
+    "fetch at most": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(at_most_s=seconds),
+    "copy_into": lambda pool, seconds: match(pool, Prompt(30, 2)).copy_into([], deadline_s=seconds),
+    "open_view": lambda pool, seconds: pool.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
+    "store": lambda pool, seconds: pool.store([], patience=seconds),
+    "store_all": lambda pool, seconds: pool.store_all([], [], patience=seconds),
+    "claim": lambda pool, seconds: pool.claim([], seconds),
+    "options": lambda pool, seconds: MatchOptions(in_flight_wait_s=seconds),
+    "options per segment": lambda pool, seconds: MatchOptions(in_flight_wait_per_segment_s=seconds),
+    "deadlines": lambda pool, seconds: Deadlines(call_s=seconds),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_seconds_that_are_none_are_named(shared: Cluster, call: str) -> None:
+    with shared.connect(0, LAYOUT) as pool:
+        store(pool, Prompt(30, 2))
+        for seconds in BAD_SECONDS:
+            with pytest.raises(ValueError, match=r"argument '(deadline_s|at_most_s|patience|seconds|\w+_s)' is "):
+                CALLS[call](pool, seconds)
+        assert match(pool, Prompt(30, 2)).hits == 2
+        assert pool.connected
+
+
+def test_long_deadlines(shared: Cluster) -> None:
+    with shared.connect(0, LAYOUT) as pool:
+        store(pool, Prompt(31, 2))
+        with pool.match(pool.prefix(Prompt(31, 2).tokens).keys, deadline_s=LONG_S) as lease:
+            assert len(lease.fetch(deadline_s=LONG_S)) == 2
+
+
+@pytest.mark.parametrize("first", [-1, 1 << 32, 1.5])
+def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
+    with shared.connect(0, LAYOUT) as pool:
+        for call in (pool.store, pool.reserve):
+            with pytest.raises(ValueError, match="argument 'first' is "):
+                call([], first)
+        with pytest.raises(ValueError, match="argument 'prompt_tokens' is "):
+            MatchOptions(prompt_tokens=first)
+        assert pool.match([], deadline_s=PATIENT_S).hits == 0
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[-1], [1 << 32], [1.5], ["1"], [None], np.array([-1]), np.array([1.5]), b"abcd", 5, np.zeros((2, 2), int)],
+)
+def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
+    with shared.connect(0, LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
+        pool.prefix(tokens)
+
+
+def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
+    """A write that is open when its pool is closed keeps its process known to the daemon."""
+    with cluster.connect(0, LAYOUT) as pool:
+        keys = pool.prefix(Prompt(32, 2).tokens).keys
+        lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.reserve(keys[1:])
+        transfer = pool.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])
+        for _ in range(2):
+            lease.release()
+            write.abort()
+            reservation.release()
+            pool.close()
+        cache = np.zeros((LAYOUT.kv_heads, LAYOUT.segment_tokens, LAYOUT.key_dim), np.float32)
+        transfer.put(0, [(cache, cache)])
+        for _ in range(2):
+            transfer.abort()
+        assert transfer.wait(0.0), "the segments have failed"
+        assert transfer.codes[0][0] != 0

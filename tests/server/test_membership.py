@@ -1,0 +1,588 @@
+"""The members of a cluster: one contract for the static list and etcd, and what etcd may do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tokenlake.config import Address, ServerConfig, load_config, parse_address
+from tokenlake.errors import MembershipRefused
+from tokenlake.ring_record import RingRecord
+from tokenlake_server.ca import init_ca, issue
+from tokenlake_server.membership import Members, Membership, open_membership
+from tokenlake_server.membership.changes import draining, removed
+from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
+from tokenlake_server.membership.keeper import LEASE_S
+from tokenlake_server.membership.stored import change, decode_ring, encode_ring, node_key, prefix_of, ring_key
+from tokenlake_testing.etcd import EtcdServers, TlsFiles, etcd_version
+from tokenlake_testing.ports import reserve_port
+
+T = TypeVar("T")
+LIMIT_S = 30.0
+CLUSTER = "test"
+
+needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[EtcdServers]:
+    with EtcdServers() as running:
+        yield running
+
+
+@pytest.fixture
+def etcd(servers: EtcdServers) -> EtcdServers:
+    """One member of etcd, without keys."""
+    clear(servers)
+    return servers
+
+
+@pytest.fixture
+def three() -> Iterator[EtcdServers]:
+    with EtcdServers(3) as running:
+        yield running
+
+
+def config_of(name: str, **settings: object) -> ServerConfig:
+    flags = {"node": name, "memory": "64MiB", "cluster": CLUSTER, **settings}
+    return load_config(toml_text=None, environ={}, flags=flags, uid=1000).config
+
+
+class Node:
+    """A membership as a daemon has it, and the members that it reported."""
+
+    def __init__(self, membership: Membership, address: Address) -> None:
+        self.membership = membership
+        self.reported: list[Members] = []
+        membership.start(address, self.reported.append)
+
+    @property
+    def record(self) -> RingRecord:
+        return self.membership.members.record
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.record.members)
+
+
+@asynccontextmanager
+async def node(name: str, endpoints: str, port: int | None = None, **settings: object) -> AsyncIterator[Node]:
+    address = Address("127.0.0.1", port or reserve_port())
+    config = config_of(name, etcd=endpoints, **settings)
+    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop())
+    try:
+        yield Node(opened, address)
+    finally:
+        await opened.close()
+
+
+async def until(reached: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
+    """Wait for a state; the seconds that it took."""
+    began = time.monotonic()
+    while not reached():
+        assert time.monotonic() < began + limit_s, "not reached"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+def access(servers: EtcdServers) -> Access:
+    return Access(tuple(map(parse_address, servers.endpoints.split(","))))
+
+
+async def ask(servers: EtcdServers, work: Callable[[Etcd], Awaitable[T]]) -> T:
+    return await on_any(access(servers), work, LIMIT_S)
+
+
+def clear(servers: EtcdServers) -> None:
+    async def delete(etcd: Etcd) -> None:
+        for each in await etcd.read(b"/"):
+            await etcd.write({}, [], [each.key])
+
+    asyncio.run(ask(servers, delete))
+
+
+async def put(servers: EtcdServers, key: bytes, value: bytes) -> None:
+    await ask(servers, lambda etcd: etcd.write({}, [Put(key, value)]))
+
+
+async def stored_ring(servers: EtcdServers) -> RingRecord:
+    found = await ask(servers, lambda etcd: etcd.read(ring_key(CLUSTER)))
+    return decode_ring(found[0].key, found[0].value)
+
+
+# -- one contract
+
+
+@pytest.mark.parametrize("kind", ["peers", pytest.param("etcd", marks=[needs_etcd, pytest.mark.live])])
+def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRequest) -> None:
+    endpoints = request.getfixturevalue("etcd").endpoints if kind == "etcd" else ""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        given: dict[str, Any] = {"etcd": endpoints} if endpoints else {"peers": "b=127.0.0.1:9"}
+        membership = open_membership(config_of("a", **given), 1, loop)
+        # A daemon starts with these: this node is always among them, and never among the addresses.
+        assert "a" in membership.members.record.members
+        reported: list[Members] = []
+
+        def changed(members: Members) -> None:
+            assert asyncio.get_running_loop() is loop
+            assert members == membership.members
+            reported.append(members)
+
+        membership.start(Address("127.0.0.1", 8), changed)
+        await until(lambda: membership.state.known)
+        assert "a" in membership.members.record.members
+        assert "a" not in membership.members.addresses
+        assert membership.members.addresses.keys() <= membership.members.record.members.keys()
+        assert membership.state.epoch == membership.members.record.epoch
+        assert membership.state.source
+        assert not membership.state.problem
+        before = list(reported)
+        for _ in range(1000):
+            membership.look()
+        try:
+            await membership.drain()
+        except MembershipRefused as error:
+            assert "'etcd'" in str(error), "the error names the setting with which it works"
+            with pytest.raises(MembershipRefused):
+                await membership.remove()
+        else:
+            await until(lambda: membership.members.record.members["a"].draining)
+            await membership.remove()
+            await until(lambda: not membership.state.known)
+            assert set(membership.members.record.members) == {"a"}, "it serves its engines alone"
+        await membership.close()
+        await membership.close()
+        membership.look()
+        assert reported[: len(before)] == before
+
+    asyncio.run(main())
+
+
+# -- the life of a member in etcd
+
+
+@needs_etcd
+@pytest.mark.live
+def test_nodes_join_find_each_other_and_leave(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        ports = {name: reserve_port() for name in "abc"}
+        async with AsyncExitStack() as stack:
+            nodes = [await stack.enter_async_context(node(name, etcd.endpoints, port)) for name, port in ports.items()]
+            await until(lambda: all(each.names == ["a", "b", "c"] for each in nodes))
+            await until(lambda: all(len(each.membership.members.addresses) == 2 for each in nodes))
+            for each, own in zip(nodes, "abc", strict=True):
+                others = {name: Address("127.0.0.1", port) for name, port in ports.items() if name != own}
+                assert each.membership.members.addresses == others
+            assert len({encode_ring(each.record) for each in nodes}) == 1
+            before = nodes[0].record.epoch
+            await nodes[1].membership.drain()
+            await until(lambda: all(each.record.members["b"].draining for each in nodes))
+            await nodes[1].membership.remove()
+            await until(lambda: all(each.names == ["a", "c"] for each in (nodes[0], nodes[2])))
+            assert nodes[0].record.epoch == before + 2
+            # Each report has a higher epoch, or the same record with other addresses.
+            for each in (nodes[0], nodes[2]):
+                for former, later in zip(each.reported, each.reported[1:], strict=False):
+                    assert later.record == former.record or later.record.epoch > former.record.epoch
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_twenty_nodes_join_at_once(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            nodes = [await stack.enter_async_context(node(f"n{at}", etcd.endpoints)) for at in range(20)]
+            await until(lambda: all(len(each.names) == 20 for each in nodes))
+            assert (await stored_ring(etcd)).epoch == 20
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_node_that_starts_again_elsewhere_keeps_its_place(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                epoch = a.record.epoch
+            port = reserve_port()
+            async with node("b", etcd.endpoints, port):
+                moved = {"b": Address("127.0.0.1", port)}
+                await until(lambda: a.membership.members.addresses == moved)
+                assert a.record.epoch == epoch
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_killed_daemon_is_replaced_at_once_and_a_living_one_is_not(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        async with node("a", etcd.endpoints, port) as first:
+            await until(lambda: first.membership.state.known)
+            async with node("a", etcd.endpoints) as second:
+                await until(lambda: "another daemon is called 'a'" in second.membership.state.problem)
+                assert f"127.0.0.1:{port}" in second.membership.state.problem
+                assert not second.membership.state.known
+                assert second.names == ["a"]
+                assert first.membership.state.known
+                # The daemon of the first ends without a word; its registration is live for seconds.
+                listening.close()
+                await until(lambda: second.membership.state.known)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: b.names == ["a", "b"])
+                with pytest.raises(MembershipRefused, match="drain b"):
+                    await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
+                await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b")))
+                await until(lambda: b.names == ["b"] and a.names == ["a"])
+                assert "was removed" in b.membership.state.problem
+                assert not b.membership.state.known
+            with pytest.raises(MembershipRefused, match="not a member"):
+                await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+            await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
+            await until(lambda: a.names == ["a"])
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                await ask(etcd, lambda e: change(e, CLUSTER, draining(CLUSTER, "b")))
+                await until(lambda: b.record.members["b"].draining)
+            async with node("b", etcd.endpoints, memory="128MiB") as b:
+                await until(lambda: a.record.members["b"].weight == 128 << 20)
+                assert not a.record.members["b"].draining
+
+    asyncio.run(main())
+
+
+# -- failures of etcd
+
+
+@needs_etcd
+@pytest.mark.live
+@pytest.mark.parametrize("fault", ["down", "frozen"])
+def test_a_ring_outlives_etcd_and_a_node_joins_within_two_seconds_of_its_return(fault: str) -> None:
+    async def main(servers: EtcdServers) -> None:
+        async with node("a", servers.endpoints) as a, node("b", servers.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
+            former = a.membership.members
+            servers.kill() if fault == "down" else servers.freeze()
+            async with node("c", servers.endpoints) as c:
+                await until(lambda: bool(a.membership.state.problem))
+                await asyncio.sleep(3 * LEASE_S)
+                assert a.membership.members == former
+                assert a.membership.state.known
+                assert not c.membership.state.known
+                assert c.names == ["c"]
+                assert "etcd at 127.0.0.1" in c.membership.state.problem
+                servers.restart() if fault == "down" else servers.thaw()
+                assert await until(lambda: c.names == ["a", "b", "c"]) < 2.0
+                await until(lambda: a.names == ["a", "b", "c"] and len(a.membership.members.addresses) == 2)
+                assert not a.membership.state.problem
+
+    with EtcdServers() as servers:
+        asyncio.run(main(servers))
+
+
+@needs_etcd
+@pytest.mark.live
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_the_leader_of_three_goes_and_a_node_joins(fault: str, three: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", three.endpoints) as a:
+            await until(lambda: a.membership.state.known)
+            leader = three.wait_leader()
+            three.kill(leader) if fault == "killed" else three.freeze(leader)
+            async with node("b", three.endpoints) as b:
+                # An election takes 1 to 2 s, and a frozen member is noticed after as long.
+                await until(lambda: a.names == b.names == ["a", "b"], 15.0)
+                assert not b.membership.state.problem
+                three.restart() if fault == "killed" else three.thaw(leader)
+                await until(lambda: len(a.membership.members.addresses) == 1)
+            assert (await stored_ring(three)).epoch == 2
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_lost_leases_and_compaction_change_no_ring(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
+            former = a.membership.members
+            for each in await ask(etcd, lambda e: e.read(prefix_of(CLUSTER))):
+                if each.lease:
+                    await ask(etcd, lambda e, lease=each.lease: e.revoke(lease))  # type: ignore[misc]
+            await until(lambda: not a.membership.state.absent and not b.membership.state.absent)
+            found = await ask(etcd, lambda e: e.read(prefix_of(CLUSTER)))
+            assert {node_key(CLUSTER, "a"), node_key(CLUSTER, "b"), ring_key(CLUSTER)} == {each.key for each in found}
+            await compact(etcd)
+            async with node("c", etcd.endpoints) as c:
+                await until(lambda: a.names == c.names == ["a", "b", "c"])
+            assert {
+                tuple(sorted(each.record.members)) for each in a.reported if each.record.epoch >= former.record.epoch
+            } == {
+                ("a", "b"),
+                ("a", "b", "c"),
+            }
+
+    asyncio.run(main())
+
+
+def post(servers: EtcdServers, path: str, body: Mapping[str, object]) -> Any:
+    """The reply of etcd's JSON gateway."""
+    request = urllib.request.Request(f"http://127.0.0.1:{servers.ports[0]}/v3/{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        return json.load(reply)
+
+
+async def compact(servers: EtcdServers) -> None:
+    """Forget all former revisions."""
+
+    revision = (await asyncio.to_thread(post, servers, "kv/range", {"key": "AA=="}))["header"]["revision"]
+    await asyncio.to_thread(post, servers, "kv/compaction", {"revision": revision, "physical": True})
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_lost_record_is_written_again(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            former = a.record
+            await ask(etcd, lambda e: e.write({}, [], [ring_key(CLUSTER)]))
+            async with node("c", etcd.endpoints) as c:
+                await until(lambda: c.names == a.names == ["a", "b", "c"])
+                assert a.record.epoch == former.epoch + 1
+
+    asyncio.run(main())
+
+
+class Slow:
+    """Forwards to a port of this machine; every chunk of bytes comes `delay_s` later, in each direction."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._port, self._delay_s = port, delay_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Slow:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, inner_writer), (inner_reader, writer)):
+            self._writers.append(sink)
+            self._tasks.append(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await source.read(1 << 16):
+            loop.call_later(self._delay_s, sink.write, data)
+        loop.call_later(self._delay_s, sink.close)
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_slow_etcd_serves(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with Slow(etcd.ports[0], 0.3) as slow, node("a", slow.endpoint) as a, node("b", slow.endpoint) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            await until(lambda: bool(a.membership.members.addresses))
+            former = a.membership.members
+            await asyncio.sleep(2 * LEASE_S)
+            assert a.membership.members == former
+            assert not a.membership.state.problem
+            assert not a.membership.state.absent
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_users_of_etcd_are_authenticated() -> None:
+    async def main(servers: EtcdServers) -> None:
+        for path, body in (
+            ("auth/user/add", {"name": "root", "password": "r"}),
+            ("auth/role/add", {"name": "root"}),
+            ("auth/user/grant", {"user": "root", "role": "root"}),
+            ("auth/enable", {}),
+        ):
+            await asyncio.to_thread(post, servers, path, body)
+        async with node("a", servers.endpoints) as a:
+            await until(lambda: "user name is empty" in a.membership.state.problem)
+        wrong: dict[str, Any] = {"etcd_user": "root", "etcd_password": "other"}
+        async with node("a", servers.endpoints, **wrong) as a:
+            await until(lambda: "(user 'root')" in a.membership.state.problem)
+            assert "other" not in a.membership.state.problem
+        async with node("a", servers.endpoints, etcd_user="root", etcd_password="r") as a:
+            await until(lambda: a.membership.state.known)
+
+    with EtcdServers() as servers:
+        asyncio.run(main(servers))
+
+
+@needs_etcd
+@pytest.mark.live
+def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
+    init_ca(tmp_path, CLUSTER)
+    files = TlsFiles(*issue(tmp_path, "etcd", ("127.0.0.1",)), tmp_path / "ca.pem")
+    own = issue(tmp_path, "a", ("127.0.0.1",))
+    init_ca(tmp_path / "other", CLUSTER)
+    given: dict[str, Any] = {"etcd_ca": str(files.ca), "etcd_certificate": str(own[0]), "etcd_key": str(own[1])}
+
+    async def main(servers: EtcdServers) -> None:
+        async with node("a", servers.endpoints, **given) as a:
+            await until(lambda: a.membership.state.known)
+        wrong = given | {"etcd_ca": str(tmp_path / "other" / "ca.pem")}
+        for settings in (wrong, {}, {"etcd_ca": given["etcd_ca"]}):
+            async with node("b", servers.endpoints, **settings) as b:
+                await until(lambda b=b: servers.endpoints in b.membership.state.problem)  # type: ignore[misc]
+                assert not b.membership.state.known
+        missing = given | {"etcd_ca": str(tmp_path / "none.pem")}
+        async with node("b", servers.endpoints, **missing) as b:
+            await until(lambda: "'etcd_ca'" in b.membership.state.problem)
+            # The files are read again at each attempt.
+            (tmp_path / "none.pem").write_bytes(files.ca.read_bytes())
+            await until(lambda: b.membership.state.known)
+
+    with EtcdServers(files=files) as servers:
+        asyncio.run(main(servers))
+
+
+# -- bad input
+
+
+@needs_etcd
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("ring", "no JSON", "/tokenlake/test/ring of etcd is no ring record"),
+        ("ring", "[1, 2]", "/tokenlake/test/ring of etcd is no ring record"),
+        ("ring", '{"epoch": -1, "unit": 1, "members": {}}', "no ring record"),
+        ("ring", '{"epoch": 1, "unit": 0, "members": {}}', "no ring record"),
+        ("ring", '{"epoch": 1, "unit": 1, "members": {"a/b": {"weight": 1}}}', "no ring record"),
+        ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1000000000000}}}', "virtual nodes"),
+        ("ring", '{"epoch": 9000000000000000000, "unit": 1, "members": {}}', "epoch of 9000000000000000000"),
+        ("users/7", "{}", "keys of another application below /tokenlake/test/"),
+    ],
+)
+def test_a_prefix_that_no_daemon_wrote_is_refused_by_name(etcd: EtcdServers, key: str, value: str, named: str) -> None:
+    async def main() -> None:
+        path = f"/tokenlake/test/{key}".encode()
+        await put(etcd, path, value.encode())
+        async with node("a", etcd.endpoints) as a:
+            await until(lambda: named in a.membership.state.problem)
+            assert not a.membership.state.known
+            assert a.names == ["a"]
+            await ask(etcd, lambda e: e.write({}, [], [path]))
+            await until(lambda: a.membership.state.known)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_node_keeps_its_ring_when_the_record_is_forged(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            former = a.record
+            for forged, named in (
+                (RingRecord(1, former.unit, {}), "is lower than the epoch"),
+                (RingRecord(former.epoch, former.unit, {}), "kept its epoch"),
+            ):
+                await put(etcd, ring_key(CLUSTER), encode_ring(forged))
+                await until(lambda named=named: named in a.membership.state.problem)  # type: ignore[misc]
+                assert a.record == former
+                assert a.membership.state.known
+            await ask(etcd, lambda e: e.write({}, [], [ring_key(CLUSTER)]))
+            await until(lambda: not a.membership.state.problem)
+            assert await stored_ring(etcd) == former
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_fields_of_a_later_version_are_kept(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        text = '{"epoch": 4, "unit": 524288, "members": {"z": {"weight": 67108864, "rack": 3}}, "later": [1]}'
+        await put(etcd, ring_key(CLUSTER), text.encode())
+        await put(etcd, prefix_of(CLUSTER) + b"later/key", b"1")
+        await put(etcd, node_key(CLUSTER, "z"), b"not a registration")
+        async with node("a", etcd.endpoints) as a:
+            await until(lambda: a.names == ["a", "z"])
+        found = await ask(etcd, lambda e: e.read(ring_key(CLUSTER)))
+        written = json.loads(found[0].value)
+        assert written["later"] == [1]
+        assert written["members"]["z"] == {"weight": 67108864, "draining": False, "rack": 3}
+        assert written["epoch"] == 5
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_problem_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(servers: EtcdServers) -> None:
+        async with node("a", servers.endpoints) as a:
+            await until(lambda: a.membership.state.known)
+            servers.kill()
+            with caplog.at_level(logging.INFO):
+                await until(lambda: bool(a.membership.state.problem))
+                await asyncio.sleep(3)
+                servers.restart()
+                await until(lambda: not a.membership.state.problem)
+        lines = [record.getMessage() for record in caplog.records if "etcd" in record.getMessage()]
+        assert len([line for line in lines if line.startswith("membership: etcd at 127.0.0.1")]) == 1
+        assert len([line for line in lines if "answers again" in line]) == 1
+
+    with EtcdServers() as servers:
+        asyncio.run(main(servers))

@@ -1,0 +1,177 @@
+"""Drain: before this node leaves the cluster it hands its primary copies over.
+
+::
+
+    the ring record says that this node drains
+        --> a walk over the slots finds the primary copies; those accessed last come first
+        --> Offer, in parts, to the other nodes that have room            (`handover`)
+               taken    the copy here is a cached copy of the new owner
+               refused  the segment is offered again in the next round
+        --> none is left, or `drain_s` has passed: Drained, once; the driver takes this node out of the record
+
+Meanwhile this node is on the ring no more, and serves its engines and the other nodes as before. It refuses offers.
+Segments that no node has room for stay until the end, and are lost with this node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from tokenlake.core.context import Context
+from tokenlake.core.handover import Handover
+from tokenlake.core.instructions import Drained, Note
+from tokenlake.core.peers import Peers
+from tokenlake.identity import NodeId
+from tokenlake.metrics import Metric
+from tokenlake.store import Cursor, Kind, Segment, State
+from tokenlake.timers import Timer
+
+__all__ = ["Drain"]
+
+LEFT_BEHIND = Metric(
+    "tokenlake_drain_left_segments_total", "Primary copies that this node still had when it had drained"
+)
+
+WALKED_SLOTS = 512
+"""Slots that are examined at once, before other events are handled."""
+MAX_OFFERS = 8
+"""Offers of this node that are under way at a time."""
+OFFER_SEGMENTS, OFFER_BYTES = 32, 64 << 20
+"""Limits of one offer; it has at least one segment."""
+AGAIN_S = 1.0
+"""Seconds between two rounds, of which the next offers the segments that were refused before."""
+
+
+class Drain:
+    """Hands over the primary copies of this node while the ring record says that it drains."""
+
+    def __init__(self, context: Context, peers: Peers, handover: Handover) -> None:
+        self._context = context
+        self._peers = peers
+        self._handover = handover
+        self._end_timer: Timer | None = None
+        """Ends the drain after `drain_s`; None while this node does not drain, or has drained."""
+        self._again: Timer | None = None
+        self._draining = False
+        self._cursor: Cursor | None = None
+        self._by_age: dict[int, deque[Segment]] = {}
+        """The primary copies that were found in this round and are not offered yet, by the power of two of the seconds
+        since their last access."""
+        self._found = 0
+        """Number of primary copies that this round has found."""
+        self._offered: Counter[NodeId] = Counter()
+        """Offers under way, by node."""
+
+    def ring_changed(self) -> None:
+        """The ring record has changed: begin or end to drain as it says."""
+        draining = self._context.draining
+        if draining and not self._draining:
+            self._end_timer = self._context.after(self._context.config.drain_s, self._end)
+            self._round()
+        elif self._draining and not draining:
+            self._stop()
+        self._draining = draining
+
+    # -- rounds
+
+    def _round(self) -> None:
+        self._again = None
+        self._cursor, self._found = Cursor(), 0
+        self._by_age.clear()
+        timer = self._end_timer
+
+        def work() -> bool:
+            if self._cursor is None or self._end_timer is not timer:
+                return False
+            segments, self._cursor = self._context.store.walk(self._cursor, WALKED_SLOTS)
+            for segment in segments:
+                if _primary(segment):
+                    age = int(max(0.0, self._context.now - segment.touched)).bit_length()
+                    self._by_age.setdefault(age, deque()).append(segment)
+                    self._found += 1
+            if self._cursor is None:
+                self._offer_some()
+            return self._cursor is not None
+
+        self._context.in_slices(work, later=True)
+
+    def _offer_some(self) -> None:
+        if self._end_timer is None:
+            return
+        while self._offered.total() < MAX_OFFERS and (node := self._roomiest()) is not None:
+            part = self._next_part()
+            if not part:
+                break
+            self._offered[node] += 1
+            self._handover.offer(node, part, lambda node=node: self._answered(node))  # type: ignore[misc]
+        if not self._offered.total():
+            self._end_round()
+
+    def _answered(self, node: NodeId) -> None:
+        self._offered[node] -= 1
+        if self._cursor is None and self._again is None:
+            self._offer_some()
+
+    def _end_round(self) -> None:
+        if not self._found:
+            self._end()
+        else:
+            self._again = self._context.after(AGAIN_S, self._round)
+
+    def _roomiest(self) -> NodeId | None:
+        """Returns the node with the most free memory for each offer under way; None if no node has room."""
+        rooms = [
+            (peer.vacancy.free_share / (1 + self._offered[peer.node]), peer.node)
+            for peer in self._peers
+            if peer.usable and not peer.draining and not peer.vacancy.full
+        ]
+        return max(rooms, key=lambda each: each[0])[1] if rooms else None
+
+    def _next_part(self) -> list[Segment]:
+        """Returns the next segments to offer, which were written with the same hints; none at the end of the round."""
+        part: list[Segment] = []
+        while self._by_age and len(part) < OFFER_SEGMENTS:
+            youngest = min(self._by_age)
+            left = self._by_age[youngest]
+            segment = left[0]
+            if _primary(segment):
+                if part and (not _together(part[0], segment) or (len(part) + 1) * segment.slot_bytes > OFFER_BYTES):
+                    break
+                part.append(segment)
+            left.popleft()
+            if not left:
+                del self._by_age[youngest]
+        return part
+
+    # -- the end
+
+    def _end(self) -> None:
+        """Nothing is left to hand over, or the time is up."""
+        left = sum(map(len, self._by_age.values()))
+        self._stop()
+        self._context.counters.add(LEFT_BEHIND, left)
+        if left:
+            self._context.emit(Note(f"drained: {left} primary copies found no room at other nodes"))
+        self._context.emit(Drained())
+
+    def _stop(self) -> None:
+        for timer in (self._end_timer, self._again):
+            if timer is not None:
+                timer.cancel()
+        self._end_timer = self._again = self._cursor = None
+        self._by_age.clear()
+
+    # -- checks
+
+    def census(self) -> dict[str, int]:
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
+        return {"segments to hand over": sum(map(len, self._by_age.values()))}
+
+
+def _primary(segment: Segment) -> bool:
+    return segment.kind is Kind.PRIMARY and segment.state is State.READY
+
+
+def _together(a: Segment, b: Segment) -> bool:
+    """Whether one offer may have both segments."""
+    return a.pool is b.pool and len(a.checksums) == len(b.checksums) and a.hints == b.hints
