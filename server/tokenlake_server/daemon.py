@@ -9,15 +9,15 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import GOSSIP_S, ring_of
+from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
-from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
+from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
@@ -36,7 +36,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.membership import open_membership, static_members
+from tokenlake_server.membership import Members, open_membership, static_members
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
@@ -55,6 +55,8 @@ SAVE_S = 60.0
 """Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
 """Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
+LATE_S = 20.0
+"""Seconds for which a node that drains because of SIGTERM waits beyond `drain_s` for etcd."""
 REPLACE_S = 0.5
 """Seconds between two attempts to allocate memory for a region that changes its tenant."""
 
@@ -74,6 +76,7 @@ def core_config(
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
         gossip_s=max(GOSSIP_S, LEAST_REPORT_S * speed),
+        drain_s=config.drain_s or DRAIN_S,
         **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
     )
 
@@ -108,14 +111,14 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
-        self.on_read_ring: Callable[[], None] = lambda: None
-        """Called when another node knows a newer ring record, or is no member that this node knows: the membership is
-        to be read soon. It may be called many times a second."""
-        self.on_drained: Callable[[], None] = lambda: None
-        """Called when this node, which drains, has handed over its segments, or its time for that is over."""
-        self.driver.carry_out(ReadRing, lambda order: self.on_read_ring())
-        self.driver.carry_out(Drained, lambda order: self.on_drained())
+        self.driver.carry_out(ReadRing, lambda order: self.membership.look())
+        self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
+        self.left = asyncio.Event()
+        """Set when this node has drained and left the ring: the daemon may end."""
         self._changing_ring = asyncio.Lock()
+        self._working: set[asyncio.Task[None]] = set()
+        self.drain_s = rules.drain_s
+        """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
@@ -126,8 +129,9 @@ class Daemon:
         self.peers = PeerConnections(
             identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
         )
-        self.peers.on_stranger = lambda node: self.on_read_ring()
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
+        self.peers.on_stranger = lambda node: self.membership.look()
+        self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
             if config.metrics
@@ -167,6 +171,39 @@ class Daemon:
         learned = self._state.load() if self._state is not None else None
         if learned is not None:
             self.driver.handle(events.StatisticsLoaded(learned))
+        self._encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        own = parse_address(config.listen)
+        advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
+        self.membership.start(advertised, self._members_changed)
+
+    def _members_changed(self, members: Members) -> None:
+        self.begin(self.change_ring(members.record, members.addresses))
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        """Begin work of the membership, which `close` ends."""
+        task = self._loop.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a change of the members failed", exc_info=error)
+
+    async def drain(self) -> None:
+        """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
+        `MembershipRefused`."""
+        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
+        await self.membership.drain()
+
+    async def _leave(self) -> None:
+        """Take this node, which has drained, out of the ring record."""
+        try:
+            await self.membership.remove()
+            log.info("this node has drained and left the ring")
+        except TokenLakeError as error:
+            log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
+        self.left.set()
 
     async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
         """Follow a ring record of the membership, with the address of each member: the rules first, then the
@@ -177,8 +214,17 @@ class Daemon:
             await asyncio.to_thread(ring_of, record, NodeId(node))
             self.driver.handle(events.RingChanged(record))
             members = self.driver.core.record.members
-            others = (name for name in addresses if name in members and name != node and node in members)
-            self.peers.set_peers({name: addresses[name] for name in others})
+            others = (name for name in members if name != node and node in members)
+            self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
+
+    def _reachable(self, name: str, address: Address | None) -> Address | None:
+        """The address of a member; None where this node must not connect to it."""
+        if address is None or self._encrypted or kinds.is_loopback(address.host):
+            return address
+        log.error(
+            "member '%s' listens at %s: connections beyond loopback need the setting 'certificate'", name, address
+        )
+        return None
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
@@ -248,6 +294,10 @@ class Daemon:
     async def close(self) -> None:
         """Stop the daemon: accept no more requests, end the threads and the query engine."""
         self._closing.set()
+        for task in self._working:
+            task.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        await self.membership.close()
         self.engines.close()
         if self.query_engine is not None:
             await self.query_engine.close()
@@ -282,6 +332,12 @@ def _aliases(config: ServerConfig) -> dict[str, str]:
     return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
 
 
+def _other_rings(states: Mapping[str, str]) -> dict[str, str]:
+    """The peers whose members differ from those of this node, and how."""
+    text = "its list of members has another content than that of this node: give both the same 'peers'"
+    return {name: text for name, state in states.items() if state == "differs"}
+
+
 def _certificates(config: ServerConfig) -> Certificates | None:
     if not config.certificate:
         if config.unencrypted_beyond_loopback:
@@ -307,6 +363,34 @@ def _raise_descriptor_limit() -> None:
 
 class _StartStopped(Exception):
     """A signal arrived while the kernel allocated the arena's pages, which takes seconds per 10 GiB."""
+
+
+def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
+    """Handle SIGTERM where `drain_s` is set: the first one drains the node, another one ends the daemon at once."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if not daemon.membership.state.known:
+        stop.set()
+        return
+
+    async def drain() -> None:
+        try:
+            await daemon.drain()
+            await asyncio.sleep(daemon.drain_s + LATE_S)
+            log.error("this node ends, although it has not left the ring: etcd does not answer any more")
+        except TokenLakeError as error:
+            log.error("this node ends without a drain, and stays a member: %s", error)
+        stop.set()
+
+    daemon.begin(drain())
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for each in waiting:
+        each.cancel()
 
 
 async def run(
@@ -351,8 +435,10 @@ async def run(
             return
         daemon = Daemon(config, arena, speed)
         garbage_collector.set_up(daemon.watchdog.collected)
+        if config.drain_s:
+            loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         ready(daemon)
-        await stop.wait()
+        await _first(stop, daemon.left)
         log.info("stopping")
         daemon.watchdog.stop()
         await daemon.close()

@@ -37,7 +37,8 @@ class PeerAddresses:
     """The address of each other node. Changed on the control loop only; `names`, `configured` and `last` may be called
     from any thread."""
 
-    def __init__(self, addresses: Mapping[str, Address]) -> None:
+    def __init__(self, addresses: Mapping[str, Address | None]) -> None:
+        """`addresses`: None where the address of a node is not known."""
         self._configured = dict(addresses)
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
@@ -53,22 +54,30 @@ class PeerAddresses:
         """The names of the other nodes."""
         return tuple(self._configured)
 
-    def text(self, node: str) -> str:
-        """The address of a node as it was configured, for people."""
-        return str(self._configured.get(node, "no address"))
+    def shown(self, node: str) -> str:
+        """The address of a node, as it was configured, for people."""
+        return str(self._configured.get(node) or "no address")
 
-    def change(self, addresses: Mapping[str, Address]) -> None:
-        """Replace all addresses. Nodes whose address changed are resolved anew."""
+    def change(self, addresses: Mapping[str, Address | None]) -> list[str]:
+        """Replace all addresses; see `__init__`. Nodes whose address changed are resolved anew. Returns those that had
+        another address before: their daemons were started elsewhere."""
+        moved = [
+            name
+            for name, address in addresses.items()
+            if address is not None and self._configured.get(name) not in (None, address)
+        ]
         kept = {name for name, address in addresses.items() if self._configured.get(name) == address}
         self._endpoints = {name: found for name, found in self._endpoints.items() if name in kept}
         self._configured = dict(addresses)
+        return moved
 
     async def resolve(self, node: str) -> Endpoint:
         """The endpoint to dial for a control connection. A host name with several addresses yields another one of them
         in each attempt. Raises OSError if the name cannot be resolved, or the node has no address any more."""
-        if node not in self._configured:
-            raise OSError(f"node '{node}' has no address any more")
-        host, port = self._configured[node]
+        configured = self._configured.get(node)
+        if configured is None:
+            raise OSError(f"the address of node '{node}' is not known")
+        host, port = configured
         literal = _literal(host, port)
         if literal is not None:
             found = [literal]

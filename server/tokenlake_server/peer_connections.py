@@ -159,11 +159,13 @@ class PeerConnections:
         for name in addresses.names:
             self._dial_soon(name)
 
-    def set_peers(self, addresses: Mapping[str, Address]) -> None:
+    def set_peers(self, addresses: Mapping[str, Address | None]) -> None:
         """Follow a change of the other nodes, after the rules have: dial those that came, end the connections with
-        those that left, and use the new addresses from the next attempt on. The bulk and query connections share the
-        addresses."""
-        self._addresses.change(addresses)
+        those that left or were started elsewhere, and use the new addresses from the next attempt on. The bulk and
+        query connections share the addresses. None: the address is not known, and the node may dial this one."""
+        for name in self._addresses.change(addresses):
+            self._drop(name, "its daemon was started at another address")
+        self.states.follow(addresses)
         for name in [name for name in self._connections if name not in self._addresses]:
             self._drop(name, "it is not a member any more")
         for name in self._addresses.names:
@@ -184,7 +186,7 @@ class PeerConnections:
                 try:
                     await self._attempt(name)
                 except OSError as error:
-                    self.states.unreachable(name, f"{self._addresses.text(name)}: {_reason(error)}")
+                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {_reason(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.

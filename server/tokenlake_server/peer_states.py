@@ -3,7 +3,7 @@
 ::
 
     unreachable -- a handshake succeeds --> connected        a refusal on either side --> refused
-    connected   -- the connection ends  --> unreachable      an equal epoch, another list --> other ring
+    connected   -- the connection ends  --> unreachable      same epoch, other members --> other ring
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def days(count: float) -> datetime.datetime:
 
 def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         made = nodes(cluster, {name: files(ca, name) for name in ("a", "b", "c")})
         for node in made:
             wait_until(lambda node=node: connected(node), f"{node.name} knows the others")  # type: ignore[misc]
@@ -54,7 +54,7 @@ def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
 
 def test_nodes_with_certificates_connect_over_ipv6(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         for node in nodes(cluster, {name: files(ca, name) for name in ("a", "b")}, "[::1]"):
             wait_until(lambda node=node: connected(node), f"{node.name} knows the other")  # type: ignore[misc]
         assert_fetched(*cluster.nodes)
@@ -160,7 +160,7 @@ def cases(directory: Path) -> dict[str, Case]:
 )
 def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
     case = cases(tmp_path)[name]
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         for node in nodes(cluster, case.settings):
             logged(node, *case.texts[node.name])
             assert total(node, "tokenlake_peers_connected") == 0
@@ -173,7 +173,7 @@ def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
 def test_a_certificate_for_another_node(tmp_path: Path) -> None:
     """a dials c at the address of b; both have valid certificates of the cluster. c does not learn the name of b."""
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
         wait_until(lambda: connected(a), "they know each other")
         b.kill()
@@ -188,7 +188,7 @@ def test_a_certificate_for_another_node(tmp_path: Path) -> None:
 
 def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         node, _ = nodes(cluster, {name: files(ca, name) for name in ("node-a", "node-b")})
         wait_until(lambda: connected(node), "they know each other")
         with Raw(peer_address(node)) as raw:
@@ -208,7 +208,7 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
 
 
 def test_clusters_on_loopback_do_not_mix() -> None:
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {"a": {"cluster": "blue"}, "b": {"cluster": "red"}})
         logged(a, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
         logged(b, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
@@ -219,7 +219,7 @@ def test_certificates_and_authorities_are_replaced_while_nodes_run(tmp_path: Pat
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes((old / "ca.pem").read_bytes())
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {name: files(old, name, trusted) for name in ("a", "b")})
         for node in (a, b):
             wait_until(lambda node=node: connected(node), "they know each other")  # type: ignore[misc]
@@ -250,7 +250,7 @@ def test_no_request_fails_while_certificates_and_the_authority_are_replaced(tmp_
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes((old / "ca.pem").read_bytes())
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         own = {"memory": "32MiB", "ca": str(trusted)}
         a, b = nodes(cluster, {name: files(old, name) | own for name in ("a", "b")})
         for node in (a, b):

@@ -31,7 +31,7 @@ def serves(node: Node) -> bool:
 
 def test_no_callback_takes_as_long_as_a_handshake(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         [node] = nodes(cluster, {"a": files(ca, "a")})
         wait_until(lambda: serves(node), "it serves")
         own = files(ca, "b")

@@ -69,6 +69,9 @@ def test_each_state_of_a_peer_has_a_name_and_a_reason(tmp_path: Path) -> None:
         wait_until(lambda: address["d"] in peer(a, "d")["reason"], "a dialled d")
         assert peer(a, "d")["state"] == "unreachable"
         assert "refused" in peer(a, "d")["reason"].lower()
+        # b and c are connected, and their lists differ.
+        wait_until(lambda: peer(nodes["c"], "b")["state"] == "other ring", "the lists of b and c differ")
+        assert "'peers'" in peer(nodes["c"], "b")["reason"]
         # The gauge says the same, and exactly one state of each peer is 1.
         assert total(a, "tokenlake_peer_state") == 3
         samples = a.metrics()

@@ -101,6 +101,9 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
+    own = parse_address(config.advertise or config.listen)
+    if config.etcd and own.host in ("0.0.0.0", "::"):
+        raise refuse("advertise", f"the address at which other nodes reach this one, which is not {own.host}")
     if config.etcd and config.peers:
         raise refuse("peers", "nothing, because 'etcd' stores the members")
     for name, needed in (("etcd_certificate", "etcd_key"), ("etcd_key", "etcd_certificate"), ("etcd_key", "etcd_ca")):

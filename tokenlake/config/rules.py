@@ -75,14 +75,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="the same as for reads; with less, the other nodes evict segments before they are handed over",
         ),
     ] = 0.5
-    drain_s: Annotated[
-        float,
-        Setting(
-            _SECONDS,
-            "limit of the time in which a node that drains hands its segments over before it leaves the cluster",
-            why="64 GiB at 1 GB/s; segments that find no room at other nodes would wait for ever",
-        ),
-    ] = 60.0
     max_sessions: Annotated[
         int,
         Setting(

@@ -126,8 +126,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         float,
         Setting(
             kinds.real(0, 86_400, "seconds"),
-            "time that SIGTERM gives this node to hand its primary copies over and leave the ring; 0: SIGTERM ends the "
-            "daemon at once, and the node stays a member; needs `etcd`",
+            "limit of the time in which this node hands its segments over before it leaves the ring. Above 0, SIGTERM "
+            "lets the node leave; at 0 it ends the daemon at once, the node stays a member, and `tokenlake drain` has "
+            "a limit of 60 s. Needs `etcd`",
             why="most ends of a daemon are restarts, after which the node takes its place again",
         ),
     ] = 0.0

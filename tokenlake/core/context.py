@@ -24,7 +24,7 @@ from tokenlake.timers import Timer, Timers
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
-__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess", "ring_of"]
+__all__ = ["DRAIN_S", "GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess", "ring_of"]
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
@@ -40,6 +40,11 @@ KnownAccess = tuple[int, AccessRecord, float]
 request that accessed it last, seconds since that access)."""
 
 
+DRAIN_S = 60.0
+"""Limit of a drain where the settings name none: 64 GiB at 1 GB/s. Segments that find no room at other nodes would wait
+for ever."""
+
+
 class CoreConfig(RuleSettings, frozen=True):
     """The configuration of a node's rules: the settings that they share with the daemon, and the fields below. An event
     log begins with it, so that a replay can start with equal rules. Times are in seconds."""
@@ -52,6 +57,8 @@ class CoreConfig(RuleSettings, frozen=True):
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Maximum share of the node's memory for each tenant, 0 to 1; a tenant without an entry may use all of it."""
+    drain_s: float = DRAIN_S
+    """Limit of the seconds in which this node, while it drains, hands its segments over."""
     match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
     suspect_s: float = ServerConfig().suspect_ms / 1e3
     gossip_s: float = GOSSIP_S

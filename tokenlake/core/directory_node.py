@@ -348,7 +348,8 @@ class DirectoryNode:
     def ring_changes(self) -> None:
         """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
         peers that can be reached have advertised on the new ring."""
-        self._kept = self._context.ring if self.complete else None
+        member = self._context.node in self._context.record.members
+        self._kept = self._context.ring if member and self.complete else None
         self._complete = False
         self._changed_at = self._context.now
 

@@ -1,0 +1,214 @@
+"""A change of the ring at one node: records that it follows, its answers meanwhile, rings of others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.core.test_directory_node import Node, keys_of
+from tests.sim.prompts import prompt
+from tokenlake.core import CoreConfig, NodeCore, events, instructions
+from tokenlake.core.handover import MAX_TAKEN
+from tokenlake.core.ring_change import READ_S, WARN_S
+from tokenlake.hints import NO_HINTS
+from tokenlake.identity import SegmentKey
+from tokenlake.ring import Ring
+from tokenlake.ring_record import RingRecord
+from tokenlake.wire import Code, peer
+from tokenlake.wire.slots import join_keys, split_keys
+
+EMPTY = (1.0, 0.0, 0.0)
+"""The vacancy of an empty node."""
+
+
+def follow(node: Node, record: RingRecord) -> None:
+    node.handle(events.RingChanged(record))
+    node.core.check_integrity()
+
+
+def version(record: RingRecord) -> tuple[int, int]:
+    return record.epoch, record.digest()
+
+
+def noted(node: Node, event: events.Event) -> list[str]:
+    """The log lines of an event."""
+    return [each.text for each in node.core.handle(event, node.now) if isinstance(each, instructions.Note)]
+
+
+def gained(node: Node, record: RingRecord) -> tuple[SegmentKey, SegmentKey]:
+    """A key of which n0 becomes the directory node, and one of which it is the directory node before and after."""
+    keys, before, after = prompt("gained", 400), node.core.ring, Ring(record)
+    firsts = zip(keys, before.candidates(join_keys(keys)), after.candidates(join_keys(keys)), strict=True)
+    pairs = [(key, old[0] == "n0") for key, old, new in firsts if new[0] == "n0"]
+    return next(key for key, had in pairs if not had), next(key for key, had in pairs if had)
+
+
+def answer(node: Node, sender: str, key: SegmentKey) -> tuple[Code, tuple[str, ...]]:
+    """The answer to a lookup of a peer that this node may have taken for SUSPECT before, and advertises to now."""
+    replies = node.say(sender, peer.Lookup(1, "red", key))
+    (reply,) = [each for each in replies if isinstance(each, peer.LookupReply)]
+    return Code(reply.codes[0]), reply.nodes
+
+
+def test_only_a_newer_record_is_followed() -> None:
+    node = Node()
+    first = node.core.record
+    second = first.with_member("n3", 1 << 16)
+    follow(node, second)
+    assert (node.core.record, node.core.ring.members) == (second, ("n0", "n1", "n2", "n3"))
+    for old in (first, second, RingRecord.of({"n0": 1})):
+        follow(node, old)
+        assert node.core.record == second
+    other = first.without("n2")
+    assert other.epoch == second.epoch
+    assert "its members differ" in noted(node, events.RingChanged(other))[0]
+    assert node.core.record == second
+
+
+def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring() -> None:
+    node = Node()
+    record = node.core.record.without("n2")
+    new, kept = gained(node, record)
+    assert node.lookup("n1", kept) == (Code.MISSING, ())
+    follow(node, record)
+    assert node.lookup("n1", new) == (Code.UNKNOWN, ())
+    assert node.lookup("n1", kept) == (Code.MISSING, ())
+    node.say("n1", peer.AdvertisingDone(version(RingRecord.of({"n0": 1}))))
+    assert node.lookup("n1", new) == (Code.UNKNOWN, ()), "that was an older ring"
+    node.say("n1", peer.Owned("red", new))
+    assert node.lookup("n1", new) == (Code.ELSEWHERE, ("n1",))
+    node.say("n1", peer.Evicted("red", new))
+    node.say("n1", peer.AdvertisingDone(version(record)))
+    assert node.lookup("n1", new) == (Code.MISSING, ())
+
+
+def test_gained_keys_are_missing_after_the_grace_period() -> None:
+    node = Node()
+    record = node.core.record.without("n2")
+    new, _ = gained(node, record)
+    follow(node, record)
+    node.run_until(node.core.config.sync_grace_s)
+    assert answer(node, "n1", new) == (Code.MISSING, ())
+
+
+def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
+    node = Node()
+    keys = prompt("walk", 200)
+    before = node.core.ring
+    for key in keys[:8]:
+        node.own(key)
+    record = node.core.record.without("n2")
+    moved = [key for key, has in zip(keys[:8], Ring(record).moved(before, join_keys(keys[:8])), strict=True) if has]
+    follow(node, record)
+    sent = node.run_until(1.0)
+    told = [message for to, message in sent if to == "n1" and isinstance(message, peer.Owned | peer.AdvertisingDone)]
+    to_n1 = [key for key in moved if Ring(record).candidates(key)[0][0] == "n1"]
+    (owned,) = told[:-1]
+    assert isinstance(owned, peer.Owned)
+    assert sorted(split_keys(owned.keys)) == sorted(to_n1)
+    assert told[-1] == peer.AdvertisingDone(version(record))
+    assert not [message for to, message in sent if to == "n2"]
+
+
+def test_a_key_that_moved_away_is_answered_for_a_while_and_then_forgotten() -> None:
+    node = Node()
+    record = node.core.record.with_member("n3", 1 << 16)
+    keys = prompt("moves", 400)
+    pairs = zip(keys, node.core.ring.candidates(join_keys(keys)), Ring(record).candidates(join_keys(keys)), strict=True)
+    key = next(key for key, old, new in pairs if old[0] == "n0" and "n0" not in new)
+    node.say("n1", peer.Owned("red", key))
+    follow(node, record)
+    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
+    node.run_until(node.core.config.previous_ring_s + 1.0)
+    assert answer(node, "n2", key) == (Code.MISSING, ())
+    assert node.core.census()["directory"] == 0
+
+
+def test_a_reader_with_a_newer_ring_is_answered_unknown() -> None:
+    """This node may be the directory node of the key on that ring."""
+    node = Node()
+    (key,) = keys_of(node, "n1", "n2")
+    (reply,) = node.say("n1", peer.Lookup(1, "red", key, ring=(7, 1)))
+    assert reply.codes == bytes([Code.UNKNOWN])
+    assert reply.ring == version(node.core.record)
+
+
+def test_a_newer_ring_is_read_at_most_once_a_second() -> None:
+    node = Node()
+
+    def read() -> list[instructions.Instruction]:
+        out = node.core.handle(events.PeerSent("n1", peer.Ping(1, EMPTY, 0.0, (7, 1))), node.now)
+        return [each for each in out if isinstance(each, instructions.ReadRing)]
+
+    assert read() == [instructions.ReadRing(7)]
+    assert read() == []
+    node.now += READ_S
+    assert read() == [instructions.ReadRing(7)]
+    assert node.core.ring_states()["n1"] == "newer"
+    node.say("n1", peer.Ping(1, EMPTY, 0.0, version(node.core.record)))
+    assert node.core.ring_states() == {"n1": "same", "n2": "unknown"}
+
+
+def test_static_lists_that_differ_are_a_warning_that_repeats() -> None:
+    node = Node()
+    ping = events.PeerSent("n1", peer.Ping(1, EMPTY, 0.0, (0, 4711)))
+    assert [("n1" in line, "'peers'" in line) for line in noted(node, ping)] == [(True, True)]
+    assert noted(node, ping) == []
+    node.now += WARN_S
+    assert len(noted(node, ping)) == 1
+    assert node.core.ring_states()["n1"] == "differs"
+
+
+def test_a_node_that_is_no_member_any_more_serves_alone() -> None:
+    node = Node()
+    follow(node, node.core.record.without("n0"))
+    assert node.core.ring.members == ("n0",)
+    assert not list(node.core._peers)
+    with pytest.raises(ValueError, match="not another member"):
+        node.handle(events.PeerUp("n1", 1))
+    follow(node, node.core.record.with_member("n0", 1 << 16))
+    node.handle(events.PeerUp("n1", 1))
+    (key,) = keys_of(node, "n0", "n1")
+    assert node.lookup("n1", key) == (Code.UNKNOWN, ())
+
+
+def test_calls_to_a_member_that_left_end() -> None:
+    node = Node()
+    node.run_until(0.3)
+    assert node.core.census()["calls"] == 2
+    follow(node, node.core.record.without("n1"))
+    assert node.core.census()["calls"] == 1
+
+
+@pytest.mark.parametrize("reason", ["drains", "takes enough"])
+def test_offers_are_refused(reason: str) -> None:
+    """By a node that drains, and by one that takes many already: all full nodes offer to a node that just joined."""
+    node = Node()
+    key = prompt("offered", 1)[0]
+    refused = bytes([Code.WRITE_BUDGET])
+    if reason == "drains":
+        follow(node, node.core.record.draining("n0"))
+    for call in range(MAX_TAKEN if reason == "takes enough" else 0):
+        node.say("n1", peer.Offer(call, "red", prompt(f"offer {call}", 1)[0], (0,), 512, 2, NO_HINTS))
+        if node.core.census()["offers being taken"] < call + 1:
+            node.core._handover._taking = MAX_TAKEN
+            break
+    (reply,) = node.say("n2", peer.Offer(1000, "red", key, (0,), 512, 2, NO_HINTS))
+    assert (reply.call, reply.codes) == (1000, refused)
+
+
+@pytest.mark.parametrize("members", [64, 256])
+def test_a_change_takes_the_loop_less_than_two_milliseconds(members: int) -> None:
+    """Where a thread has made the circle before."""
+    record = RingRecord.of({f"m{number:03}": 1 << 30 for number in range(members)})
+    core = NodeCore(CoreConfig("m000", 1, record, 1, 1 << 16))
+    core.start(0.0)
+    took = []
+    for number in range(5):
+        record = record.with_member(f"new{number}", 1 << 30)
+        Ring(record)
+        began = time.thread_time()
+        core.handle(events.RingChanged(record), float(number))
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.002
