@@ -14,7 +14,7 @@ from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome
 
-NODES, CHANGES, EVERY_S, RATE = 8, 10, 15.0, 4
+NODES, CHANGES, EVERY_S, RATE = 6, 6, 12.0, 4
 WITHIN = 0.02
 
 
