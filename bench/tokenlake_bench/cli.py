@@ -142,6 +142,13 @@ def engine(**arguments: object) -> None:
 @bench.command("transfer")
 @click.option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis,lmcache.")
 @click.option("--sizes", default="1MiB,32MiB", show_default=True, help="Sizes of the segments.")
+@click.option(
+    "--encrypt",
+    type=click.Choice(["on", "off"]),
+    default="off",
+    show_default=True,
+    help="on: also two nodes with certificates, in turn with the plain ones.",
+)
 @click.option("--rounds", default=30, show_default=True, help="Repetitions of each row, per peer.")
 @click.option("--peer-python", type=_FILE, help="Interpreter with the peers' packages. [default: this one]")
 @_json

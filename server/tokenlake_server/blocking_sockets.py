@@ -17,9 +17,10 @@ from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
 __all__ = ["NewKeys", "ended", "introduce", "limit_wait", "no_keys", "read_frame", "size_buffer"]
 
-LOOPBACK_BUFFER = 256 << 10
-"""Bytes of the buffer of a socket between two processes of one machine: few, so that the receiver reads the bytes while
-they are still in the processor's cache."""
+LOOPBACK_BUFFER, ENCRYPTED_LOOPBACK_BUFFER = 256 << 10, 512 << 10
+"""Bytes of the buffer of a plain socket between two processes of one machine: few, so that the receiver reads the bytes
+while they are still in the processor's cache. The buffer of an encrypted one takes the next bytes while the receiver
+decrypts."""
 
 
 NewKeys = Callable[[str, peer.DataPurpose], tuple[bytes, RecordKeys] | None]
@@ -88,9 +89,11 @@ def limit_wait(sock: socket.socket, option: Literal["SO_RCVTIMEO", "SO_SNDTIMEO"
     sock.setsockopt(socket.SOL_SOCKET, getattr(socket, option), struct.pack("ll", whole, micro))
 
 
-def size_buffer(sock: socket.socket, option: int) -> None:
+def size_buffer(sock: socket.socket, option: int, *, encrypted: bool) -> None:
+    """Limit the buffer `option` (SO_SNDBUF or SO_RCVBUF) of a bulk connection within this machine."""
     if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
-        sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER)
+        nbytes = ENCRYPTED_LOOPBACK_BUFFER if encrypted else LOOPBACK_BUFFER
+        sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
 def ended() -> ConnectionError:

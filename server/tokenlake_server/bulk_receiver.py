@@ -293,8 +293,9 @@ class BulkReceiver:
             set_tcp_options(sock)
             sock.connect(endpoint.address)
             _limit(sock, until)
-            size_buffer(sock, socket.SO_RCVBUF)
-            return BulkStream(sock, introduce(sock, self._identity, node, "bulk", self._new_keys))
+            keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
+            size_buffer(sock, socket.SO_RCVBUF, encrypted=keys is not None)
+            return BulkStream(sock, keys)
         except BaseException:
             job.leave(sock)
             sock.close()

@@ -86,7 +86,7 @@ class BulkSender:
                 earlier.end()
         try:
             sock.settimeout(None)
-            size_buffer(sock, socket.SO_SNDBUF)
+            size_buffer(sock, socket.SO_SNDBUF, encrypted=keys is not None)
             limit_wait(sock, "SO_SNDTIMEO", SEND_STALL_S)
         except OSError as error:
             log.debug("bulk connection of %s ended: %s", hello.node, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def _address(text: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
+            raise ValueError(f"the address is {text!r}; expected an IP address or a host name") from None
         return x509.DNSName(text)
 
 

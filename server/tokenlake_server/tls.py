@@ -67,11 +67,9 @@ class TlsSession:
         assert self._tls is not None
         parts = []
         try:
-            while True:
-                part = self._tls.read(RECORD_BYTES)
-                if not part:
-                    break
-                parts.append(part)
+            # Asked first, because an error that is raised and caught takes longer than the rest of a frame.
+            while self._incoming.pending or self._tls.pending():
+                parts.append(self._tls.read(RECORD_BYTES))
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
         except ssl.SSLError as error:

@@ -31,7 +31,15 @@ STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
 
 def arguments(**changed: object) -> TransferArguments:
     """The arguments of an empty command line."""
-    plain = {"against": "", "sizes": "1MiB", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
+    plain = {
+        "against": "",
+        "sizes": "1MiB",
+        "rounds": 1,
+        "encrypt": "off",
+        "peer_python": None,
+        "json_file": None,
+        "plot_file": None,
+    }
     return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tokenlake import command
 
-COMMANDS = ["serve", "replay", "config", "explain", "demo", "bench", "workload"]
+COMMANDS = ["serve", "replay", "config", "ca", "explain", "members", "drain", "remove", "demo", "bench", "workload"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

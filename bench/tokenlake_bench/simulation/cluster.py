@@ -75,7 +75,7 @@ class SimulatedCluster:
         share = self.nodes[0].core.config.cached_share
         # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
-        self._engine = lambda node: engine(node, options, window, finished)
+        self._engine: Callable[[SimNode], SimulatedEngine] = lambda node: engine(node, options, window, finished)
         self.engines = [self._engine(node) for node in self.nodes]
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""

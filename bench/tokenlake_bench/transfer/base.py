@@ -83,6 +83,11 @@ class Size:
         match keys, then those of `transfer_rows`, which move segments."""
         return [*self.key_rows(), *self.transfer_rows()]
 
+    def rows_between_nodes(self) -> list[RowKind]:
+        """The kinds of calls to one node for which it asks another one."""
+        names = (f"{MATCH}_remote", f"fetch_tcp_{self.many}", f"fetch_{self.one}")
+        return [kind for kind in self.rows() if kind.name in names]
+
 
 SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
 """The measured segment sizes; a call with many segments moves 128 MiB with either."""

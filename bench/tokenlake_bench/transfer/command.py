@@ -20,7 +20,7 @@ from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, start_peer
 from tokenlake_bench.transfer.picture import plot_rows
 from tokenlake_bench.transfer.pool_rows import PoolRows
-from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of
+from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, row_of
 from tokenlake_bench.transfer.show import comparison_table, row_table
 from tokenlake_bench.transfer.windows import Windows
 
@@ -44,6 +44,7 @@ class TransferArguments:
     against: str
     sizes: str
     rounds: int
+    encrypt: str
     peer_python: Path | None
     json_file: Path | None
     plot_file: Path | None
@@ -129,6 +130,12 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
                 result.comparisons += compare(kind, taken[pool.name], mode, taken[mode])
                 if kind.name in taken[mode]:
                     theirs.append(row_of(kind, taken[mode][kind.name], taken[machine.name], mode))
+        if arguments.encrypt == "on":
+            encrypted = stack.enter_context(closing(PoolRows(size, windows, encrypted=True)))
+            taken = run("with certificates", encrypted)
+            for kind in size.rows_between_nodes():
+                result.comparisons += compare(kind, taken[encrypted.name], PLAIN, taken[pool.name])
+                theirs.append(row_of(kind, taken[encrypted.name][kind.name], taken[machine.name], encrypted.name))
         if not ours:
             run("the pool alone")
     result.rows += [row_of(kind, ours[kind.name], ceilings) for kind in size.rows()]

@@ -7,10 +7,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from tokenlake.config import ServerConfig
 from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_client import Pool
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
 
@@ -51,7 +53,8 @@ class Daemons:
     writer: so no node dials a node that is not running yet.
     """
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, encrypted: bool = False) -> None:
+        """`encrypted`: the nodes have certificates."""
         self._layout = layout_of(size)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         region = size.window_bytes + HEADER
@@ -77,6 +80,12 @@ class Daemons:
             )
             for name, port in ports.items()
         }
+        if encrypted:
+            directory = Path(self._directory.name) / "ca"
+            authority, _ = init_ca(directory, ServerConfig().cluster)
+            for name, node in self.nodes.items():
+                certificate, key = issue(directory, name)
+                node.settings |= {"certificate": str(certificate), "key": str(key), "ca": str(authority)}
 
     def start(self, name: str, peers: int = 0) -> Pool:
         """Start the node and return a client of it, once it serves and is connected with `peers` other nodes."""

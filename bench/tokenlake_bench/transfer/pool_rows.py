@@ -39,10 +39,11 @@ deadline."""
 class PoolRows:
     """The pool as a `System`: real daemons, with this process as their client."""
 
-    name = "tokenlake"
-
-    def __init__(self, size: Size, windows: Windows) -> None:
-        """Starts the daemons and stores the segments that the measured calls read."""
+    def __init__(self, size: Size, windows: Windows, encrypted: bool = False) -> None:
+        """Starts the daemons and stores the segments that the measured calls read. `encrypted`: the nodes have
+        certificates, and only calls that need two nodes are measured."""
+        self.name = "encrypted" if encrypted else "tokenlake"
+        self._encrypted = encrypted
         self._size = size
         self._windows = windows
         self._stored = 0
@@ -58,20 +59,22 @@ class PoolRows:
         self._rows = self._row_methods()
 
     def _start(self) -> None:
-        daemons = Daemons(self._size)
+        daemons = Daemons(self._size, self._encrypted)
         self._open.callback(daemons.close)
-        self._alone = self._open.enter_context(daemons.start("alone"))
         writer = self._open.enter_context(daemons.start("writer"))
+        # No node runs alone where only calls that need two nodes are measured.
+        self._alone = writer if self._encrypted else self._open.enter_context(daemons.start("alone"))
         # Every slot that the measured stores will take is written once, so that no page is touched for the first time
         # while the clock runs.
-        for number in range(ALONE_WINDOWS - WINDOWS):
+        for number in range(0 if self._encrypted else ALONE_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
-            self._prepare(self._alone, keys, number)
+            if not self._encrypted:
+                self._prepare(self._alone, keys, number)
             # The node that stores segments owns them: `writer` owns these, and `reader` has to fetch them.
             self._prepare(writer, keys, number)
         self._reader = self._open.enter_context(daemons.start("reader", peers=1))
-        if self._size.key_rows():
+        if self._size.key_rows() and not self._encrypted:
             # The node `reader` stores these segments itself, so it owns them and its matches find them locally.
             self._prepare(self._reader, self._near, 0)
             # The segments stay leased during the measurement, so that the segments of the load do not displace them.
@@ -105,6 +108,9 @@ class PoolRows:
                 ),
                 f"{MATCH}_under_load": self._match_under_load,
             }
+        if self._encrypted:
+            between_nodes = {kind.name for kind in size.rows_between_nodes()}
+            return {name: method for name, method in rows.items() if name in between_nodes}
         return rows
 
     def rows(self) -> Sequence[str]:

@@ -11,8 +11,10 @@ import numpy as np
 
 from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 
-__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
+__all__ = ["PLAIN", "Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
 
+PLAIN = "tokenlake"
+"""Name of the pool as the peer with which the encrypted pool is compared."""
 Samples = Mapping[str, Sequence[float]]
 """Measured seconds of each call, by name of the kind of call."""
 
@@ -75,6 +77,10 @@ def _targets() -> list[Target]:
             Target(f"store_{size.many}", "mooncake-shm", f"store_{size.many}", least=0.8),
             Target(f"fetch_tcp_{size.many}", "mooncake-tcp", f"fetch_tcp_{size.many}", least=1.5),
         ]
+    # One connection carries a segment of 32 MiB, two carry many segments.
+    one, many = f"fetch_{SIZES[1].one}", [f"fetch_tcp_{size.many}" for size in SIZES]
+    targets.append(Target(f"{MATCH}_remote", PLAIN, f"{MATCH}_remote", most=1.1))
+    targets += [Target(row, PLAIN, row, least=0.75 if row == one else 0.6) for row in (one, *many)]
     return targets
 
 

@@ -1,0 +1,99 @@
+"""`tokenlake ca`: the files it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from cryptography import x509
+
+from tokenlake_server.ca import ca
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(ca, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    place = tmp_path / "ca"
+    assert run("init", "--directory", place, "--cluster", "lake").exit_code == 0
+    return place
+
+
+def test_a_certificate_names_the_node_and_its_cluster(directory: Path) -> None:
+    issued = run("issue", "n1", "--directory", directory, "--address", "10.0.0.1", "--address", "n1.example")
+    assert issued.exit_code == 0
+    certificate = x509.load_pem_x509_certificate((directory / "n1.pem").read_bytes())
+    authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+    certificate.verify_directly_issued_by(authority)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://lake/tokenlake/node/n1"]
+    assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1"]
+    assert names.get_values_for_type(x509.DNSName) == ["n1.example"]
+
+
+def test_only_certificates_are_readable_by_others(directory: Path) -> None:
+    run("issue", "n1", "--directory", directory)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert modes == {"ca.pem": 0o644, "ca-key.pem": 0o600, "n1.pem": 0o644, "n1-key.pem": 0o600}
+
+
+@pytest.mark.parametrize("days", ["0.5", "30"])
+def test_the_validity_is_an_option(directory: Path, days: str) -> None:
+    assert run("issue", "n1", "--directory", directory, "--days", days).exit_code == 0
+    certificate = x509.load_pem_x509_certificate((directory / "n1.pem").read_bytes())
+    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert abs(left.total_seconds() - float(days) * 86400) < 60
+
+
+def test_renewal_replaces_both_files(directory: Path) -> None:
+    run("issue", "n1", "--directory", directory)
+    before = [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")]
+    refused = run("issue", "n1", "--directory", directory)
+    assert refused.exit_code == 1
+    assert "n1.pem exists already; use --renew" in refused.output
+    assert [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")] == before
+    assert run("issue", "n1", "--directory", directory, "--renew").exit_code == 0
+    after = [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")]
+    assert not set(before) & set(after)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("init",), "ca.pem exists already; a CA is never replaced"),
+        (("issue", "a/b"), "the name of a node is 'a/b'; expected 1 to 64"),
+        (("issue", ""), "the name of a node is ''"),
+        (("issue", "ca"), "would share the files of the CA"),
+        (("issue", "n1", "--days", "0"), "0"),
+        (("issue", "n1", "--address", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"), "address"),
+    ],
+)
+def test_refusals(directory: Path, arguments: tuple[str, ...], expected: str) -> None:
+    refused = run(*arguments, "--directory", directory)
+    assert refused.exit_code in (1, 2)
+    assert expected in refused.output
+    assert refused.exception is None or isinstance(refused.exception, SystemExit)
+
+
+def test_a_directory_without_an_authority(tmp_path: Path) -> None:
+    refused = run("issue", "n1", "--directory", tmp_path)
+    assert refused.exit_code == 1
+    assert "make a CA first: tokenlake ca init" in refused.output
+
+
+def test_a_cluster_needs_a_valid_name(tmp_path: Path) -> None:
+    refused = run("init", "--directory", tmp_path, "--cluster", "My Lake")
+    assert refused.exit_code == 1
+    assert "the name of a cluster is 'My Lake'" in refused.output
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    refused = run("init", "--directory", file / "ca")
+    assert refused.exit_code == 1
+    assert "Not a directory" in refused.output
