@@ -26,11 +26,11 @@ RING = (MEMBERS.epoch, MEMBERS.digest())
 class Node:
     """The rules of n0; n1 and n2 are connected with incarnation 1, and have advertised unless `empty`."""
 
-    def __init__(self, *, empty: bool = False) -> None:
-        self.core = NodeCore(CoreConfig("n0", 1, MEMBERS, 1, 1 << 13, sync_grace_s=SYNC_GRACE_S))
+    def __init__(self, record: RingRecord = MEMBERS, *, empty: bool = False) -> None:
+        self.core = NodeCore(CoreConfig("n0", 1, record, 1, 1 << 13, sync_grace_s=SYNC_GRACE_S))
         self.core.start(0.0)
         self.now = 0.0
-        for name in ("n1", "n2"):
+        for name in list(record.members)[1:]:
             self.handle(events.PeerUp(name, 1))
             if not empty:
                 self.say(name, peer.AdvertisingDone())

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.core.test_directory_node import Node, keys_of
+from tests.core.test_directory_node import MEMBERS, Node, keys_of
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, events, instructions
 from tokenlake.core.handover import MAX_TAKEN
@@ -81,6 +81,19 @@ def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring
     node.say("n1", peer.Evicted("red", new))
     node.say("n1", peer.AdvertisingDone(version(record)))
     assert node.lookup("n1", new) == (Code.MISSING, ())
+
+
+def test_a_node_that_served_alone_knows_nothing_of_the_cluster_that_it_joins() -> None:
+    node = Node(MEMBERS.without("n1").without("n2"), empty=True)
+    record = RingRecord(9, MEMBERS.unit, MEMBERS.members)
+    key = next(key for key in prompt("joined", 64) if Ring(record).candidates(key)[0][0] == "n0")
+    follow(node, record)
+    for name in ("n1", "n2"):
+        node.handle(events.PeerUp(name, 1))
+    assert node.lookup("n1", key) == (Code.UNKNOWN, ())
+    for name in ("n1", "n2"):
+        node.say(name, peer.AdvertisingDone(version(record)))
+    assert node.lookup("n1", key) == (Code.MISSING, ())
 
 
 def test_gained_keys_are_missing_after_the_grace_period() -> None:

@@ -348,8 +348,10 @@ class DirectoryNode:
     def ring_changes(self) -> None:
         """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
         peers that can be reached have advertised on the new ring."""
-        member = self._context.node in self._context.record.members
-        self._kept = self._context.ring if member and self.complete else None
+        members = self._context.record.members
+        # Without peers before, this node was told nothing: it served alone, perhaps because it had not joined yet.
+        told = self._context.node in members and len(members) > 1
+        self._kept = self._context.ring if told and self.complete else None
         self._complete = False
         self._changed_at = self._context.now
 

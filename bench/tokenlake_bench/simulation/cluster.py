@@ -47,21 +47,24 @@ class SimulatedCluster:
         options: SimulationOptions,
         finished: Callable[[RequestOutcome], None],
         engine: EngineMaker = SimulatedEngine,
+        joining: int = 0,
     ) -> None:
-        """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node."""
+        """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node;
+        `joining`: maximum number of nodes that join later (`add`)."""
         self.options = options
         self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
         self.clock = Clock()
-        self.network = Network(options.network, options.nodes)
+        self._most = options.nodes + joining
+        self.network = Network(options.network, self._most)
         names = [f"n{index:04}" for index in range(options.nodes)]
-        record = RingRecord.of(dict.fromkeys(names, self.size.memory))
-        rules = {"gossip_s": GOSSIP_S, **options.rules}
-        cores = [NodeCore(CoreConfig(name, 1, record, 1, self.size.memory, **rules)) for name in names]
-        self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S)
-        self.nodes = [
-            SimNode(index, options.nodes, core, self.clock, self.network, self.meter)
-            for index, core in enumerate(cores)
-        ]
+        self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
+        """The ring record, as the membership stores it."""
+        cores = [self._core(name) for name in names]
+        self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S, self._most)
+        self.nodes = [self._node(index, core) for index, core in enumerate(cores)]
+        """All nodes that ever were, by index."""
+        self.serving = list(range(options.nodes))
+        """Indices of the nodes that are members and do not drain: they get the requests."""
         for node in self.nodes:
             node.connect(self.nodes)
             node.driver.start()
@@ -72,9 +75,75 @@ class SimulatedCluster:
         share = self.nodes[0].core.config.cached_share
         # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
-        self.engines = [engine(node, options, window, finished) for node in self.nodes]
+        self._engine: Callable[[SimNode], SimulatedEngine] = lambda node: engine(node, options, window, finished)
+        self.engines = [self._engine(node) for node in self.nodes]
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""
+
+    def _core(self, name: str) -> NodeCore:
+        rules = {"gossip_s": GOSSIP_S, **self.options.rules}
+        return NodeCore(CoreConfig(name, 1, self.record, 1, self.size.memory, **rules))
+
+    def _node(self, index: int, core: NodeCore) -> SimNode:
+        node = SimNode(index, self._most, core, self.clock, self.network, self.meter)
+        node.drained = lambda: self._leave(node)
+        node.read_ring = lambda: self._follow(node)
+        return node
+
+    # -- changes of the ring
+
+    def add(self, spread_s: float = 1.0) -> int:
+        """Start another node, which joins. The others hear of it one after the other within `spread_s`. Returns its
+        index."""
+        index = len(self.nodes)
+        name = f"n{index:04}"
+        self._change(self.record.with_member(name, self.size.memory), spread_s)
+        node = self._node(index, self._core(name))
+        self.nodes.append(node)
+        self.meter.add(node.store)
+        for each in self.nodes:
+            each.connect(self.nodes)
+        node.driver.start()
+        self.engines.append(self._engine(node))
+        self.serving.append(index)
+        return index
+
+    def drain(self, index: int, spread_s: float = 1.0) -> None:
+        """A node gets no more requests and begins to drain; it leaves when it has drained."""
+        self.serving.remove(index)
+        self._change(self.record.draining(self.nodes[index].name), spread_s)
+
+    def _change(self, record: RingRecord, spread_s: float) -> None:
+        self.record = record
+        present = [node for node in self.nodes if not node.driver.stopped]
+        for place, node in enumerate(present):
+            self.clock.after(spread_s * place / len(present), self._follow, node)
+
+    def _follow(self, node: SimNode) -> None:
+        """`node` reads the membership: its rules follow, then its connections."""
+        if node.driver.stopped or node.core.record.epoch >= self.record.epoch:
+            return
+        before = node.core.record.members
+        node.deliver(events.RingChanged(self.record))
+        for other in self.nodes:
+            if other is node:
+                continue
+            if other.name in before and not node.knows(other.name) and other.knows(node.name):
+                other.deliver(events.PeerDown(node.name, 1))
+            if other.name not in before and node.knows(other.name) and other.knows(node.name):
+                node.deliver(events.PeerUp(other.name, 1))
+                other.deliver(events.PeerUp(node.name, 1))
+
+    def _leave(self, node: SimNode) -> None:
+        """A node that has drained leaves the record, and ends when its last request has."""
+        if self.engines[node.index].open:
+            self.clock.after(1.0, self._leave, node)
+            return
+        self._change(self.record.without(node.name), 1.0)
+        node.driver.stop()
+        for other in self.nodes:
+            if other.knows(node.name):
+                other.deliver(events.PeerDown(node.name, 1))
 
     def run(
         self,
@@ -107,7 +176,7 @@ class SimulatedCluster:
                 self.engines[chosen].serve(arrival, partial(turns.answered, number))
 
             if route is None:
-                send(index % len(self.engines))
+                send(self.serving[index % len(self.serving)])
             else:
                 route(index, arrival, send)
 
@@ -119,7 +188,7 @@ class SimulatedCluster:
     def idle(self) -> bool:
         """Whether no request is under way and no node waits for another."""
         under_way = self.routing or any(engine.open for engine in self.engines)
-        return not under_way and all(node.core.idle() for node in self.nodes)
+        return not under_way and all(node.core.idle() for node in self.nodes if not node.driver.stopped)
 
     def check_integrity(self) -> None:
         """Check the state of every node's rules. Raises AssertionError when it is inconsistent."""

@@ -14,13 +14,17 @@ __all__ = ["Meter"]
 class Meter:
     """Logs each segment that a simulated node sends. Times are those of the workload."""
 
-    def __init__(self, stores: Sequence[SegmentStore], segment_bytes: int, begins_s: float) -> None:
+    def __init__(self, stores: Sequence[SegmentStore], segment_bytes: int, begins_s: float, most: int = 0) -> None:
         """`stores`: the segment stores by node, which are only read. `begins_s`: time of the simulated clock at which
-        the workload begins."""
-        self.log = SendLog(len(stores))
-        self._stores = stores
+        the workload begins. `most`: number of nodes with those that join later (`add`), if any do."""
+        self.log = SendLog(max(len(stores), most))
+        self._stores = list(stores)
         self._segment_bytes = segment_bytes
         self._begins_s = begins_s
+
+    def add(self, store: SegmentStore) -> None:
+        """Count the segments of another node, which joins."""
+        self._stores.append(store)
 
     def read(self, now: float, node: int, reader: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Log that `node` sends these segments to an engine of node `reader`. As possible senders of each segment the

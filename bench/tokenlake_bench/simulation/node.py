@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store import SegmentStore
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
@@ -40,8 +40,11 @@ class _SizedPull(Pull):
 
     def begin(self) -> None:
         """Called when the order to send has reached the sending node."""
-        if not self.returned:
-            self.ask(self._source.driver)
+        if self._source.knows(self._target.name):
+            if not self.returned:
+                self.ask(self._source.driver)
+        else:
+            self._return_nothing()
 
     def send(self, bulk: instructions.SendBulk) -> None:
         """Simulate the travel of the segments over the link: the sender is done when the last byte has left, the
@@ -83,6 +86,21 @@ class _SizedPull(Pull):
         meter.read(now, node, self._target.index, order.tenant, sent)
 
 
+class _Membership:
+    """Passes what the rules tell the membership on to the cluster, after the present event."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    def read(self, order: instructions.ReadRing) -> None:
+        """See `tokenlake_testing.driver.Membership`."""
+        self._node.clock.after(0.0, self._node.read_ring)
+
+    def drained(self, order: instructions.Drained) -> None:
+        """See `tokenlake_testing.driver.Membership`."""
+        self._node.clock.after(0.0, self._node.drained)
+
+
 class SimNode:
     """A simulated node: the driver of its rules (`NodeDriver`), with the engines, the network and the memory that it
     drives."""
@@ -97,7 +115,11 @@ class SimNode:
         self.meter = meter
         self.engines: dict[int, Process] = {}
         """The engines of the node, by number of their connection."""
-        self.driver = NodeDriver(core, clock, engines=self, network=self, memory=self)
+        self.drained: Callable[[], None] = lambda: None
+        """Called when the node, which drains, has handed over its segments."""
+        self.read_ring: Callable[[], None] = lambda: None
+        """Called when the node hears of a newer ring."""
+        self.driver = NodeDriver(core, clock, engines=self, network=self, memory=self, membership=_Membership(self))
         self.deliver = self.driver.deliver
         self._nodes = nodes
         self._peers: dict[str, tuple[SimNode, Link]] = {}
@@ -109,9 +131,18 @@ class SimNode:
         return self.core.store
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
-        """Make the other nodes known to this one. Must be called before `driver.start`."""
+        """Make the other nodes known to this one. Must be called before `driver.start`, and when a node joins."""
         others = (node for node in nodes if node is not self)
         self._peers = {other.name: (other, self.network.link(self.index, other.index)) for other in others}
+
+    def knows(self, other: str) -> bool:
+        """Whether the node lives, and its ring record has the node `other`."""
+        return not self.driver.stopped and other in self.core.record.members
+
+    def hear(self, sender: str, message: peer.PeerMessage) -> None:
+        """Receive a frame; a frame of a node that is no member any more is lost with its connection."""
+        if self.knows(sender):
+            self.deliver(events.PeerSent(sender, message))
 
     # -- engines
 
@@ -131,7 +162,7 @@ class SimNode:
         other, link = self._peers[order.node]
         message = order.message
         self.network.frame(message)
-        self.clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
+        self.clock.after(link.latency_s, other.hear, self.name, message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
         """Begin a transfer of segments from a peer; see `tokenlake_testing.driver.Network`."""
