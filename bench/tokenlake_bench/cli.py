@@ -192,6 +192,37 @@ def growth(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("churn")
+@click.option("--nodes", default=8, show_default=True, help="Daemons at the start.")
+@click.option(
+    "--change",
+    "changes",
+    multiple=True,
+    type=click.Choice(["join", "drain", "kill", "return"]),
+    help="What happens to a node; repeatable. [default: all]",
+)
+@click.option("--rounds", default=5, show_default=True, help="Runs of each change; the table has their medians.")
+@click.option("--rate", default=10.0, show_default=True, help="Requests per second of each engine; one at each node.")
+@click.option("--encrypt", type=click.Choice(["on", "off"]), default="on", show_default=True, help="With certificates.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the first round.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the first round over time as this .png file.")
+def churn(**arguments: object) -> None:
+    """Measure what a change of the cluster costs its engines.
+
+    Real daemons with etcd as membership. A node joins, drains, is killed or returns while engines read and store at all
+    nodes; each run has a control run in which nothing happens. Every byte read is compared. Needs etcd.
+    """
+    from tokenlake_bench.churn.command import CHANGES, ChurnArguments, run_churn
+
+    changes = arguments.pop("changes") or CHANGES
+    encrypt = arguments.pop("encrypt") == "on"
+    try:
+        run_churn(ChurnArguments(changes=changes, encrypt=encrypt, **arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("soak")
 @click.option(
     "--minutes", default=2.0, show_default=True, help="Minutes of load; the checks afterwards take one or two more."

@@ -167,7 +167,7 @@ class Cluster:
                 if via is None
                 else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
             )
-            hosts = {name: "127.0.0.1" if network is None else network.address(name) for name in self.ports}
+            hosts = {name: "127.0.0.1" if network is None else network.host(name) for name in self.ports}
             peers = ",".join(f"{other}={hosts[other]}:{port}" for other, port in reached.items())
             settings_of_node = {"peers": peers, **common, "listen": f"{hosts[node]}:{own}"}
             namespace = None if network is None else network.namespace(node)

@@ -55,7 +55,10 @@ def missing() -> str | None:
 class Network:
     """The namespaces of `nodes` and of their router. A context manager that makes and removes them."""
 
-    def __init__(self, nodes: Sequence[str]) -> None:
+    def __init__(self, nodes: Sequence[str], version: int = 4) -> None:
+        """`version`: of the addresses that `address` and `host` return; every node has both an IPv4 and an IPv6
+        address."""
+        self._version = version
         self._number = {node: number for number, node in enumerate(nodes, start=1)}
         self._prefix = f"tokenlake-{os.getpid()}-"
         self._router = f"{self._prefix}router"
@@ -64,8 +67,15 @@ class Network:
         """The name of the node's namespace: `ip netns exec NAME command` runs a command there."""
         return f"{self._prefix}{self._number[node]}"
 
-    def address(self, node: str, version: int = 4) -> str:
-        """The IPv4 or IPv6 address of the node."""
+    def address(self, node: str) -> str:
+        """The address of the node."""
+        return self._address(node, self._version)
+
+    def host(self, node: str) -> str:
+        """The address of the node as it stands before a port, an IPv6 address in brackets."""
+        return f"[{self.address(node)}]" if self._version == 6 else self.address(node)
+
+    def _address(self, node: str, version: int) -> str:
         return f"10.77.{self._number[node]}.2" if version == 4 else f"fd77:{self._number[node]}::2"
 
     def __enter__(self) -> Network:
@@ -115,7 +125,7 @@ class Network:
             self._rule("del", source, target, version)
 
     def _rule(self, act: str, source: str, target: str, version: int) -> None:
-        ends = ("from", self.address(source, version), "to", self.address(target, version))
+        ends = ("from", self._address(source, version), "to", self._address(target, version))
         _ip(f"-{version}", "-n", self._router, "rule", act, *ends, "blackhole", "pref", str(DROPS))
 
     def limit(self, node: str, rate: str) -> None:

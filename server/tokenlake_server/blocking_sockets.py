@@ -17,7 +17,7 @@ from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
 __all__ = ["NewKeys", "ended", "introduce", "limit_wait", "no_keys", "read_frame", "size_buffer"]
 
-LOOPBACK_BUFFER, ENCRYPTED_LOOPBACK_BUFFER = 256 << 10, 512 << 10
+LOOPBACK_BUFFER, ENCRYPTED_LOOPBACK_BUFFER = 256 << 10, 1 << 20
 """Bytes of the buffer of a plain socket between two processes of one machine: few, so that the receiver reads the bytes
 while they are still in the processor's cache. The buffer of an encrypted one takes the next bytes while the receiver
 decrypts."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import ssl
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python's `ssl` does not name."""
 _OTHERS = stat.S_IRWXO
+LAST_PART = 0.1
+"""Share of a certificate's validity before its end in which the log warns of it."""
+WARN_S = 3600.0
+"""Seconds between two warnings that this node's certificate expires, or that it is not valid."""
 
 
 class CertificateFiles(NamedTuple):
@@ -55,6 +61,9 @@ class Contexts(NamedTuple):
     client: ssl.SSLContext
     issuer: str
     """The issuer of this node's certificate, for errors."""
+    begin: datetime.datetime
+    end: datetime.datetime
+    """The time within which this node's certificate is valid."""
 
 
 class Certificates:
@@ -67,12 +76,15 @@ class Certificates:
         self._uri = node_uri(cluster, node)
         self._seen = self._states()
         self._problem = ""
+        self._warned_at = -math.inf
         self.current = self._load()
+        self._warn()
 
     def reload(self) -> None:
         """Read the files again if one of them changed since they were last read. Files that cannot be used, such as a
         certificate whose new key is not there yet, are logged, and tried again at the next call; until then the former
         ones are used. Connections that are open stay open."""
+        self._warn()
         try:
             states = self._states()
             if states == self._seen:
@@ -85,7 +97,22 @@ class Certificates:
         else:
             self._seen = states
             self._problem = ""
+            self._warned_at = -math.inf
             log.info("the changed files of 'certificate', 'key' and 'ca' are in use for new connections")
+
+    def _warn(self) -> None:
+        """Log that this node's certificate is not valid, or soon will not be."""
+        if time.monotonic() - self._warned_at < WARN_S:
+            return
+        begin, end = self.current.begin, self.current.end
+        now = datetime.datetime.now(datetime.UTC)
+        if not begin <= now <= end:
+            log.error("other nodes refuse this node: %s", _outside("its certificate", (begin, end), now))
+        elif end - now < LAST_PART * (end - begin):
+            log.warning("the certificate of this node expires at %s; renew %s", shown(end), self._files.certificate)
+        else:
+            return
+        self._warned_at = time.monotonic()
 
     def _states(self) -> list[tuple[int, int, int]]:
         found = []
@@ -110,10 +137,7 @@ class Certificates:
         # A resumed session would skip the checks of the certificate.
         server.num_tickets = 0
         client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
-        now = datetime.datetime.now(datetime.UTC)
-        if not own.not_valid_before_utc <= now <= own.not_valid_after_utc:
-            log.error("other nodes refuse this node: %s", _outside("its certificate", _valid([own]), now))
-        return Contexts(server, client, own.issuer.rfc4514_string())
+        return Contexts(server, client, own.issuer.rfc4514_string(), *_valid([own]))
 
     def _context(self, protocol: int, authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
@@ -153,9 +177,9 @@ def require_node(found: PeerCertificate, cluster: str, node: str | None, now: da
     return name
 
 
-def shown(time: datetime.datetime) -> str:
+def shown(moment: datetime.datetime) -> str:
     """A time in UTC, to the minute: a refusal that repeats is then logged once a minute."""
-    return time.strftime("%Y-%m-%d %H:%M UTC")
+    return moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _outside(what: str, valid: tuple[datetime.datetime, datetime.datetime], now: datetime.datetime) -> str:

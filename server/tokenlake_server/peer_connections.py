@@ -321,7 +321,11 @@ class PeerConnections:
         assert self._certificates is not None
         while True:
             await asyncio.sleep(RELOAD_S)
-            await self._loop.run_in_executor(self._tls_threads, self._certificates.reload)
+            try:
+                await self._loop.run_in_executor(self._tls_threads, self._certificates.reload)
+            except Exception:
+                # The next look may find better files; without another look the certificates would expire.
+                log.exception("the files of the certificates could not be looked at")
 
     def new_keys(self, node: str, purpose: peer.DataPurpose) -> tuple[bytes, RecordKeys] | None:
         """Keys for a connection that this node is about to open to `node`, and the id by which `OpenConnection` names

@@ -21,7 +21,7 @@ NO_TLS = "the other side answered without TLS: it has no 'certificate'"
 def is_tls(first: bytes) -> bool:
     """True if the first bytes of a connection begin a TLS handshake. A frame never begins like that: it would be longer
     than a frame of a handshake may be."""
-    return first[:1] == bytes([HANDSHAKE_RECORD]) and first[1:2] in (b"", b"\x03")
+    return first[:1] == bytes([HANDSHAKE_RECORD]) and first[1:2] in (b"", b"\x03") and first[2:3] != b"\x00"
 
 
 class TlsSession:

@@ -17,8 +17,10 @@ from tests.query.scene import (
     open_view,
     serving,
     spread,
+    wait_serving,
 )
 from tests.robustness.live import wait_until
+from tests.server.certified import encrypted
 from tokenlake.attention import Partial
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -69,6 +71,18 @@ def test_segments_of_three_nodes(cluster: Cluster, dtype: str) -> None:
         assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
         assert check(pool, [(view, text, 3)], TOLERANCE[dtype]) > 0
         assert pool.match(pool.prefix(text.tokens).keys).local_hits < text.segments, "nothing was fetched"
+
+
+def test_segments_of_an_encrypted_node() -> None:
+    """The daemons hand the query engines the keys of their connections."""
+    with encrypted(2, "8MiB", query_engine="true") as cluster:
+        for number in range(2):
+            wait_serving(cluster, number)
+        text = Text(7, 6)
+        spread(cluster, [text])
+        with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view:
+            assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
+            assert check(pool, [(view, text, 5)]) > 0
 
 
 def test_attention_for_other_nodes_is_counted() -> None:

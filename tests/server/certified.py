@@ -44,14 +44,14 @@ def encrypted(
     return cluster
 
 
-def nodes(cluster: Cluster, settings: dict[str, dict[str, str]]) -> list[Node]:
-    """Start nodes of these names that are each other's peers, with these settings."""
+def nodes(cluster: Cluster, settings: dict[str, dict[str, str]], host: str = "127.0.0.1") -> list[Node]:
+    """Start nodes of these names that are each other's peers, with these settings, at the address `host`."""
     ports = {name: reserve_port() for name in settings}
-    peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
+    peers = ",".join(f"{name}={host}:{port}" for name, port in ports.items())
     made = []
     for name, own in settings.items():
         common = {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "peers": peers}
-        made.append(Node(name, cluster.directory, common | {"listen": f"127.0.0.1:{ports[name]}"} | own))
+        made.append(Node(name, cluster.directory, common | {"listen": f"{host}:{ports[name]}"} | own))
         made[-1].start()
     cluster.nodes += made
     return made

@@ -115,7 +115,7 @@ def test_no_bytes_of_a_segment_are_on_the_wire(scene: tuple[Cluster, Meddler]) -
         wait_told(cluster)
         meddler.change = watch
         meddler.renew()
-        assert read(other, prompt) == SEGMENTS
+        wait_until(lambda: read(other, prompt) == SEGMENTS, "the segments are fetched")
         meddler.change = None
     stream = b"".join(seen)
     assert len(stream) > SEGMENTS * LAYOUT.segment_bytes

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import daemons, total, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_told, wait_until
 from tests.server.certified import authority, files, nodes
 from tests.server.raw import Raw, peer_address
-from tokenlake.wire import peer
+from tokenlake.wire import Code, peer
+from tokenlake_client import Pool
 from tokenlake_server.ca import issue
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -41,7 +42,7 @@ def days(count: float) -> datetime.datetime:
 
 def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         made = nodes(cluster, {name: files(ca, name) for name in ("a", "b", "c")})
         for node in made:
             wait_until(lambda node=node: connected(node), f"{node.name} knows the others")  # type: ignore[misc]
@@ -49,6 +50,26 @@ def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
             assert node.stop() == 0
             assert "Traceback" not in node.log.read_text()
             assert "refused" not in node.log.read_text()
+
+
+def test_nodes_with_certificates_connect_over_ipv6(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    with daemons(0) as cluster:
+        for node in nodes(cluster, {name: files(ca, name) for name in ("a", "b")}, "[::1]"):
+            wait_until(lambda node=node: connected(node), f"{node.name} knows the other")  # type: ignore[misc]
+        assert_fetched(*cluster.nodes)
+
+
+def assert_fetched(one: Node, other: Node) -> None:
+    """Segments that are stored at one node are read at the other."""
+    with (
+        Pool.connect(one.socket, LAYOUT, deadlines=PATIENT) as writer,
+        Pool.connect(other.socket, LAYOUT, deadlines=PATIENT) as reader,
+    ):
+        prompt = Prompt(890, 4)
+        assert outcomes(store(writer, prompt)) == {Code.COMMITTED}
+        wait_until(lambda: read(reader, prompt) == prompt.segments, "the segments are read")
+    assert total(other, "tokenlake_received_segments_total") > 0
 
 
 class Case:
@@ -139,7 +160,7 @@ def cases(directory: Path) -> dict[str, Case]:
 )
 def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
     case = cases(tmp_path)[name]
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         for node in nodes(cluster, case.settings):
             logged(node, *case.texts[node.name])
             assert total(node, "tokenlake_peers_connected") == 0
@@ -152,7 +173,7 @@ def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
 def test_a_certificate_for_another_node(tmp_path: Path) -> None:
     """a dials c at the address of b; both have valid certificates of the cluster. c does not learn the name of b."""
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
         wait_until(lambda: connected(a), "they know each other")
         b.kill()
@@ -167,7 +188,7 @@ def test_a_certificate_for_another_node(tmp_path: Path) -> None:
 
 def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         node, _ = nodes(cluster, {name: files(ca, name) for name in ("node-a", "node-b")})
         wait_until(lambda: connected(node), "they know each other")
         with Raw(peer_address(node)) as raw:
@@ -187,7 +208,7 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
 
 
 def test_clusters_on_loopback_do_not_mix() -> None:
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {"a": {"cluster": "blue"}, "b": {"cluster": "red"}})
         logged(a, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
         logged(b, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
@@ -198,7 +219,7 @@ def test_certificates_and_authorities_are_replaced_while_nodes_run(tmp_path: Pat
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes((old / "ca.pem").read_bytes())
-    with daemons() as cluster:
+    with daemons(0) as cluster:
         a, b = nodes(cluster, {name: files(old, name, trusted) for name in ("a", "b")})
         for node in (a, b):
             wait_until(lambda node=node: connected(node), "they know each other")  # type: ignore[misc]
@@ -222,6 +243,49 @@ def test_certificates_and_authorities_are_replaced_while_nodes_run(tmp_path: Pat
         issue(old, "b", renew=True)
         b.start()
         logged(a, "not signed by a CA")
+
+
+def test_no_request_fails_while_certificates_and_the_authority_are_replaced(tmp_path: Path) -> None:
+    """Engines store at one node and read at the other one all the time."""
+    old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes((old / "ca.pem").read_bytes())
+    with daemons(0) as cluster:
+        own = {"memory": "32MiB", "ca": str(trusted)}
+        a, b = nodes(cluster, {name: files(old, name) | own for name in ("a", "b")})
+        for node in (a, b):
+            wait_until(lambda node=node: connected(node), "they know each other")  # type: ignore[misc]
+        with (
+            Pool.connect(a.socket, LAYOUT, deadlines=PATIENT) as writer,
+            Pool.connect(b.socket, LAYOUT, deadlines=PATIENT) as reader,
+        ):
+            seed = 900
+
+            def use() -> None:
+                """Store at a and read at b, as engines do all the time."""
+                nonlocal seed
+                seed += 1
+                prompt = Prompt(seed, 4)
+                assert outcomes(store(writer, prompt)) == {Code.COMMITTED}
+                wait_told(cluster)
+                assert read(reader, prompt) == prompt.segments
+
+            def use_until_reloaded(times: int) -> None:
+                while min(node.log.read_text().count("are in use for new") for node in (a, b)) < times:
+                    use()
+
+            use()
+            trusted.write_bytes((old / "ca.pem").read_bytes() + (new / "ca.pem").read_bytes())
+            use_until_reloaded(1)
+            for name in ("a", "b"):
+                issue(new, name)
+                for ending in (".pem", "-key.pem"):
+                    (old / f"{name}{ending}").write_bytes((new / f"{name}{ending}").read_bytes())
+                    use()
+            use_until_reloaded(2)
+            trusted.write_bytes((new / "ca.pem").read_bytes())
+            use_until_reloaded(3)
+            use()
 
 
 def reloaded(*nodes: Node, times: int) -> None:
