@@ -281,8 +281,8 @@ class BulkReceiver:
     def _borrow(self, node: str, job: _Job, until: float) -> BulkStream:
         """An idle bulk connection to `node`, else a new one, made until the time `until`. The caller owns it, and an
         abort of `job` shuts it down."""
-        idle = self._take_idle(node)
         endpoint = self._addresses.last(node)
+        idle = self._take_idle(node)
         sock = idle.sock if idle is not None else socket.socket(endpoint.family, socket.SOCK_STREAM)
         try:
             # From here on an abort also ends the attempt to connect: it shuts the socket down.
@@ -291,7 +291,11 @@ class BulkReceiver:
                 return idle
             _limit(sock, until)
             set_tcp_options(sock)
-            sock.connect(endpoint.address)
+            try:
+                sock.connect(endpoint.address)
+            except OSError:
+                self._addresses.failed(node, endpoint)
+                raise
             _limit(sock, until)
             keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
             size_buffer(sock, socket.SO_RCVBUF, encrypted=keys is not None)

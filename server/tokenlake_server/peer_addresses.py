@@ -34,8 +34,8 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `names`, `configured` and `last` may be called
-    from any thread."""
+    """The address of each other node. Changed on the control loop only; `names`, `shown`, `last` and `failed` may be
+    called from any thread."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
@@ -92,6 +92,8 @@ class PeerAddresses:
                 )
             except TimeoutError:
                 raise OSError(f"the host name '{host}' was not resolved within {RESOLVE_S:.0f} s") from None
+            except UnicodeError as error:
+                raise OSError(f"'{host}' is no host name: {error}") from None
             found = [Endpoint(family, address) for family, _, _, _, address in answers]
         tried = self._endpoints.get(node, [])[:1]
         self._endpoints[node] = [each for each in found if each not in tried] + [
@@ -111,6 +113,13 @@ class PeerAddresses:
         if literal is None:
             raise OSError(f"the address of node '{node}' ({configured or 'none'}) is not known yet")
         return self._allowed(literal)
+
+    def failed(self, node: str, endpoint: Endpoint) -> None:
+        """The endpoint that `last` returned took no connection: let another one of the name come next, if there is one.
+        A node that was dialled does not know which address of the other node's name can be reached."""
+        found = self._endpoints.get(node, [])
+        if found[:1] == [endpoint]:
+            self._endpoints[node] = [*found[1:], endpoint]
 
     def _allowed(self, endpoint: Endpoint) -> Endpoint:
         host = str(endpoint.address[0])
