@@ -10,6 +10,8 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from tokenlake.config import Address
@@ -18,6 +20,8 @@ __all__ = ["Endpoint", "PeerAddresses", "set_tcp_options"]
 
 RESOLVE_S = 5.0
 """Seconds after which an attempt to resolve a host name fails; the resolver of the system may take longer."""
+RESOLVE_THREADS = 4
+"""Limit of the threads that resolve host names. They start with the first name."""
 IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
 """A connection on which nothing arrives for `IDLE_S` seconds is probed every `INTERVAL_S` seconds, and closed after
 `PROBES` probes without an answer: a node that lost power frees its connections within about 11 s."""
@@ -42,6 +46,9 @@ class PeerAddresses:
         address beyond loopback, which etcd may name, is an error."""
         self._configured = dict(addresses)
         self._loopback_only = loopback_only
+        self._threads = ThreadPoolExecutor(RESOLVE_THREADS, thread_name_prefix="resolve")
+        """Threads of their own: a resolver that does not answer keeps them for longer than `RESOLVE_S`, and other work
+        of the daemon must not wait for it."""
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
 
@@ -85,16 +92,15 @@ class PeerAddresses:
         if literal is not None:
             found = [literal]
         else:
-            loop = asyncio.get_running_loop()
+            ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
             try:
-                answers = await asyncio.wait_for(
-                    loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP), RESOLVE_S
-                )
+                async with asyncio.timeout(RESOLVE_S):
+                    answers = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
             except TimeoutError:
                 raise OSError(f"the host name '{host}' was not resolved within {RESOLVE_S:.0f} s") from None
             except UnicodeError as error:
                 raise OSError(f"'{host}' is no host name: {error}") from None
-            found = [Endpoint(family, address) for family, _, _, _, address in answers]
+            found = [Endpoint(socket.AddressFamily(family), address) for family, _, _, _, address in answers]
         tried = self._endpoints.get(node, [])[:1]
         self._endpoints[node] = [each for each in found if each not in tried] + [
             each for each in found if each in tried
@@ -120,6 +126,10 @@ class PeerAddresses:
         found = self._endpoints.get(node, [])
         if found[:1] == [endpoint]:
             self._endpoints[node] = [*found[1:], endpoint]
+
+    def close(self) -> None:
+        """End the threads once the resolver has answered. No name is resolved afterwards."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _allowed(self, endpoint: Endpoint) -> Endpoint:
         host = str(endpoint.address[0])

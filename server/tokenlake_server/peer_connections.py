@@ -561,6 +561,7 @@ class PeerConnections:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
             connection.close("the daemon stops")
+        self._addresses.close()
         if self._tls_threads is not None:
             self._tls_threads.shutdown(wait=False, cancel_futures=True)
 

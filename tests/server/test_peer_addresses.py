@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tokenlake.config import Address
 from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
 
+LIMIT_S = 2.0
+
 
 def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None = None) -> Endpoint:
-    """Resolve once, on a loop whose resolver gives `answers` (IPv4) or fails."""
+    """Resolve once, with a resolver that gives `answers` (IPv4) or fails."""
 
-    async def scene() -> Endpoint:
-        loop: Any = asyncio.get_running_loop()
+    def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        if answers is None:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, port)) for answer in answers]
 
-        async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
-            if answers is None:
-                raise socket.gaierror(socket.EAI_NONAME, "not known")
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, port)) for answer in answers]
-
-        loop.getaddrinfo = getaddrinfo
-        return await addresses.resolve(node)
-
-    return asyncio.run(scene())
+    with patch.object(socket, "getaddrinfo", getaddrinfo):
+        return asyncio.run(addresses.resolve(node))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,33 @@ def test_a_name_that_is_no_host_name(host: str) -> None:
     addresses = PeerAddresses({"b": Address(host, 7440)})
     with pytest.raises(OSError, match="is no host name"):
         asyncio.run(addresses.resolve("b"))
+
+
+def test_other_work_does_not_wait_for_a_resolver_that_does_not_answer() -> None:
+    names = "bcdef"
+    addresses = PeerAddresses({name: Address(f"{name}.pool", 7440) for name in names})
+    answered = threading.Event()
+    asked: list[str] = []
+    late: list[str] = []
+
+    def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        if not answered.wait(LIMIT_S):
+            late.append(host)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    async def scene() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        waiting = [asyncio.ensure_future(addresses.resolve(name)) for name in names]
+        while not asked:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(list)
+        assert not late
+        answered.set()
+        await asyncio.wait(waiting)
+
+    with patch.object(socket, "getaddrinfo", getaddrinfo):
+        asyncio.run(scene())
 
 
 def test_nodes_come_move_and_leave() -> None:
