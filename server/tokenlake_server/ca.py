@@ -50,7 +50,7 @@ def _init(directory: Path, cluster: str, days: float) -> None:
     """Make a CA: its certificate ca.pem, which every node gets, and its key ca-key.pem, which no node needs."""
     try:
         certificate, key = init_ca(directory, cluster, days)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise click.ClickException(_text(error)) from error
     click.echo(f"{certificate}: the setting 'ca' of every node\n{key}: keep it off the nodes")
 
@@ -65,7 +65,7 @@ def _issue(name: str, directory: Path, addresses: tuple[str, ...], days: float, 
     """Make the certificate NAME.pem and the key NAME-key.pem of node NAME."""
     try:
         certificate, key = issue(directory, name, addresses, days, renew=renew)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise click.ClickException(_text(error)) from error
     click.echo(f"{certificate}: the setting 'certificate' of node {name}\n{key}: its setting 'key'")
 
@@ -114,6 +114,8 @@ def issue(
     files = directory / f"{node}.pem", directory / f"{node}-key.pem"
     if node in ("ca", "ca-key"):
         raise ValueError(f"a node called '{node}' would share the files of the CA; choose another name")
+    if renew and files[0].exists() and not files[0].read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
+        raise ValueError(f"{files[0]} is no certificate but the key of another node; choose another directory")
     if not renew:
         _refuse_existing(files, "use --renew to replace it")
     found = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

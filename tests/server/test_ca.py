@@ -61,6 +61,15 @@ def test_renewal_replaces_both_files(directory: Path) -> None:
     assert not set(before) & set(after)
 
 
+def test_renewal_replaces_no_key_of_another_node(directory: Path) -> None:
+    run("issue", "n1", "--directory", directory)
+    before = (directory / "n1-key.pem").read_bytes()
+    refused = run("issue", "n1-key", "--directory", directory, "--renew")
+    assert refused.exit_code == 1
+    assert "n1-key.pem is no certificate but the key of another node" in refused.output
+    assert (directory / "n1-key.pem").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -69,6 +78,7 @@ def test_renewal_replaces_both_files(directory: Path) -> None:
         (("issue", ""), "the name of a node is ''"),
         (("issue", "ca"), "would share the files of the CA"),
         (("issue", "n1", "--days", "0"), "0"),
+        (("issue", "n1", "--days", "1e9"), "days=1000000000"),
         (("issue", "n1", "--address", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"), "address"),
     ],
 )
