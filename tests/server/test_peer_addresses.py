@@ -90,7 +90,7 @@ def test_other_work_does_not_wait_for_a_resolver_that_does_not_answer() -> None:
     asked: list[str] = []
     late: list[str] = []
 
-    def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[Any]:
         asked.append(host)
         if not answered.wait(LIMIT_S):
             late.append(host)
