@@ -134,8 +134,10 @@ def dialler_proof(secret: bytes, hello: peer.PeerHello | bytes, challenge: peer.
 def _unproven(challenge: peer.PeerChallenge | bytes) -> bytes:
     """The frame of the challenge with zeros in place of the proof."""
     body = challenge if isinstance(challenge, bytes) else encode(challenge)
-    # The proof is the last field that this version knows.
-    end = len(encode(decode(peer.handshake_decoder, body)))
+    # Fields behind the proof are those of newer versions, which either side may have.
+    known = peer.PeerChallenge.__struct_fields__.index("proof") + 1
+    read = msgspec.structs.astuple(decode(peer.handshake_decoder, body))
+    end = len(msgspec.msgpack.encode((peer.PeerChallenge.__struct_config__.tag, *read[:known])))
     return body[: end - PROOF_BYTES] + bytes(PROOF_BYTES) + body[end:]
 
 

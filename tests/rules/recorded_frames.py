@@ -26,7 +26,7 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
     for module in (engine, peer, query, supervision)
     for name, value in vars(module).items()
-    if isinstance(value, msgspec.msgpack.Decoder)
+    if isinstance(value, msgspec.msgpack.Decoder) and not name.startswith("_")
 }
 """All decoders of frames, by module and name."""
 HEXADECIMAL = "0123456789abcdef"
