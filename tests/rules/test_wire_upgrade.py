@@ -15,8 +15,8 @@ from tests.rules.recorded_frames import DECODERS, Recorded, fields_of, messages_
 from tokenlake.wire.frames import decode, encode
 
 WHAT_TO_DO = (
-    "Nodes that run now send and expect these bytes. A field may be added at the end of a message only, with a default; "
-    "for any other change raise PROTOCOL_VERSION, and OLDEST_VERSION if this version cannot serve nodes of the version "
+    "Nodes that run now send and expect these bytes. A field is added only at the end of a message, with a default. "
+    "For any other change raise PROTOCOL_VERSION, and OLDEST_VERSION if this version cannot serve nodes of the one "
     "before (tokenlake/wire/version.py). Do not change the recorded frames"
 )
 
