@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.hints import AccessRecord
@@ -161,13 +162,14 @@ class Directory:
         Valid entries move to the newest end. After all calls they are in their order again, except that entries made
         between the calls count as older than entries examined later.
         """
-        examined = [self._entries.popitem(last=False) for _ in range(min(most, self._unswept, len(self._entries)))]
+        examined = list(islice(self._entries.items(), min(most, self._unswept)))
         kept = mine([key for (_, key), _ in examined]) if mine is not None and examined else [True] * len(examined)
         for (at, entry), keep in zip(examined, kept, strict=True):
             if keep and self._counts(entry):
-                self._entries[at] = entry
+                # Moved and not put in again: that would now and then make the table of all entries anew.
+                self._entries.move_to_end(at)
             else:
-                self._unmark(*at)
+                self._remove(*at)
         self._unswept = max(0, self._unswept - most)
         return bool(self._unswept)
 

@@ -122,7 +122,10 @@ class Daemon:
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
-        addresses = PeerAddresses(self.membership.members.addresses)
+        addresses = PeerAddresses(
+            self.membership.members.addresses,
+            loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
+        )
         self.senders = BulkSender(arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)

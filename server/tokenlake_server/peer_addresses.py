@@ -37,9 +37,11 @@ class PeerAddresses:
     """The address of each other node. Changed on the control loop only; `names`, `configured` and `last` may be called
     from any thread."""
 
-    def __init__(self, addresses: Mapping[str, Address | None]) -> None:
-        """`addresses`: None where the address of a node is not known."""
+    def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
+        """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
+        address beyond loopback, which etcd may name, is an error."""
         self._configured = dict(addresses)
+        self._loopback_only = loopback_only
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
 
@@ -73,7 +75,8 @@ class PeerAddresses:
 
     async def resolve(self, node: str) -> Endpoint:
         """The endpoint to dial for a control connection. A host name with several addresses yields another one of them
-        in each attempt. Raises OSError if the name cannot be resolved, or the node has no address any more."""
+        in each attempt. Raises OSError if the name cannot be resolved, the node has no address any more, or
+        its address is not allowed."""
         configured = self._configured.get(node)
         if configured is None:
             raise OSError(f"the address of node '{node}' is not known")
@@ -94,7 +97,7 @@ class PeerAddresses:
         self._endpoints[node] = [each for each in found if each not in tried] + [
             each for each in found if each in tried
         ]
-        return self._endpoints[node][0]
+        return self._allowed(self._endpoints[node][0])
 
     def last(self, node: str) -> Endpoint:
         """The endpoint for a further connection with `node`: the one that was dialled last, or the address of the
@@ -102,12 +105,18 @@ class PeerAddresses:
         has no address any more."""
         found = self._endpoints.get(node)
         if found:
-            return found[0]
+            return self._allowed(found[0])
         configured = self._configured.get(node)
         literal = _literal(*configured) if configured is not None else None
         if literal is None:
             raise OSError(f"the address of node '{node}' ({configured or 'none'}) is not known yet")
-        return literal
+        return self._allowed(literal)
+
+    def _allowed(self, endpoint: Endpoint) -> Endpoint:
+        host = str(endpoint.address[0])
+        if self._loopback_only and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            raise OSError(f"{host} is beyond loopback, and this node has no 'certificate'")
+        return endpoint
 
 
 def _literal(host: str, port: int) -> Endpoint | None:

@@ -13,6 +13,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine, peer
@@ -160,6 +161,33 @@ def a_peer_with_leases_was_lost(count: int) -> Longest:
     return node
 
 
+def the_ring_changed(count: int) -> Longest:
+    """The new directory nodes are told all segments that moved, and the entries that moved away are forgotten."""
+    node = Longest(count)
+    keys = fill(node, count, Kind.PRIMARY)
+    for start in range(0, len(keys), PER_PROMPT):
+        node.handle(events.PeerSent(B, peer.Owned(BLUE, join_keys(keys[start : start + PER_PROMPT]))))
+    record = node.core.record.with_member("d", 1)
+    Ring(record)
+    node.longest_s = 0.0
+    node.handle(events.RingChanged(record))
+    node.handle(events.PeerUp("d", 1))
+    node.run_for(14.0)
+    return node
+
+
+def the_node_drains(count: int) -> Longest:
+    """Its primary copies are found and offered to a peer, which does not answer."""
+    node = Longest(count)
+    fill(node, count, Kind.PRIMARY)
+    for name in (B, "c"):
+        node.handle(events.PeerSent(name, peer.Ping(1, (1.0, 0.0, 0.0), 0.0)))
+    node.longest_s = 0.0
+    node.handle(events.RingChanged(node.core.record.draining(A)))
+    node.run_for(5.0)
+    return node
+
+
 CASES: tuple[Callable[[int], Longest], ...] = (
     a_peer_came_back,
     a_peer_restarted,
@@ -168,6 +196,8 @@ CASES: tuple[Callable[[int], Longest], ...] = (
     all_regions_are_pinned,
     an_engine_died,
     a_peer_with_leases_was_lost,
+    the_ring_changed,
+    the_node_drains,
 )
 
 

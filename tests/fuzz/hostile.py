@@ -89,6 +89,8 @@ def _within(of: types.Type) -> st.SearchStrategy[Any]:
             return st.one_of(*map(_within, some))
         case types.TupleType(item_types=items):
             return st.tuples(*map(_within, items))
+        case types.NamedTupleType(cls=named, fields=parts):
+            return st.builds(named, *(_within(part.type) for part in parts))
         case types.VarTupleType(item_type=item):
             return st.lists(_within(item), max_size=8).map(tuple)
         case types.StructType(cls=cls) if cls is Hints:

@@ -15,7 +15,7 @@ from tests.server import test_limits, test_peer_connections, test_what_is_writte
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
-PEER_FAULTS = ("bulk-dead", "bulk-one-way")
+PEER_FAULTS = ("bulk-dead", "bulk-headers", "bulk-one-way")
 ENGINE_FAULTS = ("flood",)
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
-from tokenlake.errors import MembershipRefused
+from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.membership import Members, Membership, open_membership
@@ -392,6 +392,54 @@ def test_a_lost_record_is_written_again(etcd: EtcdServers) -> None:
     asyncio.run(main())
 
 
+@needs_etcd
+@pytest.mark.live
+def test_endpoints_without_a_server_are_passed_over(etcd: EtcdServers) -> None:
+    dead = ",".join(f"127.0.0.1:{reserve_port()}" for _ in range(7))
+
+    async def main() -> None:
+        # Each begins with a random endpoint.
+        async with AsyncExitStack() as stack:
+            given = f"{dead},{etcd.endpoints}"
+            nodes = [await stack.enter_async_context(node(name, given)) for name in "abc"]
+            await until(lambda: all(each.membership.state.known for each in nodes))
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_silent_watch_is_noticed(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with Etcd(access(etcd), Address("127.0.0.1", etcd.ports[0])) as connection:
+            watch = connection.watch(prefix_of(CLUSTER))
+            await anext(watch)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(changed := asyncio.ensure_future(anext(watch))), 2.5)
+            etcd.freeze()
+            try:
+                with pytest.raises(Unreachable, match="silent on a watch"):
+                    await asyncio.wait_for(changed, LIMIT_S)
+            finally:
+                etcd.thaw()
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_a_member_keeps_its_address_when_its_registration_expires(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
+            known = a.membership.members
+            await until(lambda: a.membership.state.absent == ("b",))
+            assert a.membership.members == known
+
+    asyncio.run(main())
+
+
 class Slow:
     """Forwards to a port of this machine; every chunk of bytes comes `delay_s` later, in each direction."""
 
@@ -509,7 +557,7 @@ def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
         ("ring", '{"epoch": 1, "unit": 0, "members": {}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"a/b": {"weight": 1}}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1000000000000}}}', "virtual nodes"),
-        ("ring", '{"epoch": 9000000000000000000, "unit": 1, "members": {}}', "epoch of 9000000000000000000"),
+        ("ring", '{"epoch": 1000000000000000000, "unit": 1, "members": {}}', "epoch of 1000000000000000000"),
         ("users/7", "{}", "keys of another application below /tokenlake/test/"),
     ],
 )

@@ -89,3 +89,14 @@ def test_connections_end_when_the_other_machine_is_gone() -> None:
             sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
         ]
     assert read == [1, 5, 2, 3, 15_000]
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "b.pool"])
+def test_plain_connections_stay_on_loopback_whatever_etcd_names(host: str) -> None:
+    addresses = PeerAddresses({"b": Address(host, 7440)}, loopback_only=True)
+    for _ in range(2):
+        with pytest.raises(OSError, match="beyond loopback, and this node has no 'certificate'"):
+            resolve(addresses, "b", ["10.0.0.7"])
+        with pytest.raises(OSError, match="beyond loopback"):
+            addresses.last("b")
+    assert resolve(PeerAddresses({"b": Address("::1", 1)}, loopback_only=True), "b").address[0] == "::1"

@@ -56,8 +56,8 @@ def test_a_process_that_has_proven_nothing_sends_short_frames_only() -> None:
         with Raw(peer_address(node)) as raw:
             assert isinstance(introduce(raw, identity, node.name, "control"), peer.PeerWelcome)
             wait_until(lambda: _connected(node), "the member is connected")
-            count = (peer.MAX_FRAME - 1024) // 32
-            raw.send(peer.Corrupt("default", bytes(32 * count)))
+            statistics = tuple((f"tenant {number}", 512, bytes(1 << 18)) for number in range(7))
+            raw.send(peer.EvictionStatistics(statistics))
             raw.send(peer.Ping(7, (0.0, 0.0, 0.0), 0.0))
             while not isinstance(said := decode(peer.peer_decoder, raw.body()), peer.Pong):
                 pass

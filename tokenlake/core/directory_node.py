@@ -32,7 +32,7 @@ from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["DirectoryNode"]
 
-SWEPT_ENTRIES = 1024
+SWEPT_ENTRIES = 512
 """Directory entries that are examined at once, before other events are handled, after a peer came back with a new
 incarnation."""
 WALKED_SLOTS = 512
