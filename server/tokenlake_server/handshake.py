@@ -50,6 +50,8 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     none, or where certificates prove the nodes."""
     cluster: str = "tokenlake"
     """The setting `cluster`."""
+    bulk: tuple[str, ...] = ()
+    """The setting `bulk_listen`."""
 
     @property
     def secret(self) -> Secret:
@@ -69,10 +71,12 @@ class Dialler:
         self._identity = identity
         self._node = node
         own = (identity.cluster, identity.node, identity.incarnation)
-        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
+        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce, identity.bulk)
         """The first message."""
         self.incarnation: int | None = None
         """The incarnation of the accepting daemon; None until it has proven itself."""
+        self.bulk: tuple[str, ...] = ()
+        """Further addresses at which the accepting daemon accepts bulk connections, once it has proven itself."""
 
     def answer(self, challenge: peer.PeerChallenge, body: bytes | None = None) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. `body`: the challenge as it was received; None: it has no
@@ -86,7 +90,7 @@ class Dialler:
             raise RingRefused(f"the node at the address of '{self._node}' calls itself '{challenge.node}'")
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
-        self.incarnation = challenge.incarnation
+        self.incarnation, self.bulk = challenge.incarnation, challenge.bulk
         return peer.PeerProof(dialler_proof(self._identity.secret, self.hello, received))
 
 
@@ -102,7 +106,7 @@ class Acceptor:
         """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
         own = (identity.cluster, identity.node, identity.incarnation)
-        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES))
+        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES), identity.bulk)
         proof = acceptor_proof(identity.secret, self._received, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""

@@ -16,7 +16,7 @@ import random
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -131,9 +131,10 @@ class PeerConnections:
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
         certificates: Certificates | None = None,
+        bulk_listen: Sequence[Address] = (),
     ) -> None:
         """`adopt`: for each purpose of a connection but control, the function that takes such connections over.
-        `certificates`: None where connections are plain."""
+        `certificates`: None where connections are plain. `bulk_listen`: further addresses to listen at."""
         self._certificates = certificates
         self._tls_threads = started_threads(TLS_THREADS, "tls") if certificates is not None else None
         self._reloading = loop.create_task(self._keep_reloading()) if certificates is not None else None
@@ -158,9 +159,10 @@ class PeerConnections:
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
         self.states = PeerStates(addresses.names, loop)
-        self._sock = _listen(listen)
-        self.address = Address(*self._sock.getsockname()[:2])
-        loop.add_reader(self._sock, self._accept)
+        self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
+        self.address = Address(*self._socks[0].getsockname()[:2])
+        for sock in self._socks:
+            loop.add_reader(sock, self._accept, sock)
         driver.carry_out(SendToPeer, self._say)
         driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
@@ -224,15 +226,15 @@ class PeerConnections:
 
     # -- accepting
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, (source, *_) = self._sock.accept()
+            sock, (source, *_) = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
             log.warning("a connection could not be accepted: %s", error)
-            self._loop.remove_reader(self._sock)
-            self._loop.call_later(REDIAL_S, self._accept_again)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(REDIAL_S, self._accept_again, listener)
             return
         self._make_room(source)
         self._begin_handshake(sock, source, None, None)
@@ -250,9 +252,9 @@ class PeerConnections:
         oldest = next(each for each, handshake in self._handshakes.items() if handshake.source == crowded)
         oldest.close("its handshake was not complete when too many others had connected")
 
-    def _accept_again(self) -> None:
+    def _accept_again(self, listener: socket.socket) -> None:
         if not self._closing:
-            self._loop.add_reader(self._sock, self._accept)
+            self._loop.add_reader(listener, self._accept, listener)
 
     def _begin_handshake(
         self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
@@ -392,9 +394,9 @@ class PeerConnections:
                 case peer.PeerProof() as proof, Acceptor() as acceptor:
                     acceptor.check(proof)
                     self._accepted(connection, acceptor.hello)
-                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
+                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
-                    self._established(connection, handshake.dialled, incarnation)
+                    self._established(connection, handshake.dialled, incarnation, dialler.bulk)
                     if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
@@ -426,7 +428,7 @@ class PeerConnections:
             self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
-            self._established(connection, hello.node, hello.incarnation)
+            self._established(connection, hello.node, hello.incarnation, hello.bulk)
 
     def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
@@ -467,11 +469,15 @@ class PeerConnections:
 
     # -- established
 
-    def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+    def _established(self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...]) -> None:
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
         self._handshakes.pop(connection).timer.cancel()
+        try:
+            self._addresses.tell(node, bulk)
+        except ValueError as error:
+            log.warning("peer %s: %s", node, error)
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
         self.states.connected(node)
@@ -563,8 +569,9 @@ class PeerConnections:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
         self.states.close()
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
+        for sock in self._socks:
+            self._loop.remove_reader(sock)
+            sock.close()
         tasks = [*self._dialling.values(), *self._resolving]
         for task in tasks:
             task.cancel()
@@ -580,11 +587,11 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
-def _listen(address: Address) -> socket.socket:
+def _listen(address: Address, setting: str) -> socket.socket:
     try:
         family, _, _, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigurationError("listen", str(address), f"an address of this machine ({error.strerror})") from error
+        raise ConfigurationError(setting, str(address), f"an address of this machine ({error.strerror})") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -592,7 +599,7 @@ def _listen(address: Address) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigurationError(
-            "listen", str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
+            setting, str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
         ) from error
     sock.listen(128)
     sock.setblocking(False)

@@ -74,10 +74,8 @@ class Load:
 
 @contextmanager
 def three(encrypted: bool) -> Iterator[Cluster]:
-    settings = {"match_deadline_ms": "2000"}
-    cluster = (
-        certified.encrypted(NODES, "8MiB", **settings) if encrypted else Cluster(NODES, "8MiB", "1MiB", **settings)
-    )
+    make = certified.encrypted if encrypted else Cluster
+    cluster = make(NODES, "8MiB", "1MiB", match_deadline_ms="2000")
     cluster.deadlines = PATIENT
     with cluster:
         yield cluster

@@ -16,6 +16,7 @@ import msgspec
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
     NO_RING,
+    Addresses,
     Amount,
     Index,
     Name,
@@ -108,6 +109,8 @@ class PeerHello(_Message, frozen=True, tag=1):
     incarnation: int
     purpose: Purpose
     nonce: Nonce
+    bulk: Addresses = ()
+    """Further addresses at which the dialler accepts bulk connections."""
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
@@ -119,6 +122,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     incarnation: int
     nonce: Nonce
     proof: Proof
+    bulk: Addresses = ()
+    """Further addresses at which the acceptor accepts bulk connections."""
 
 
 class PeerProof(_Message, frozen=True, tag=23):
