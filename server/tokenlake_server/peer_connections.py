@@ -31,6 +31,7 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
+from tokenlake.metrics import Metric
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -78,6 +79,10 @@ MAX_REASON = 2000
 """Limit of the characters of a logged refusal; the other daemon may have written its reason."""
 REFUSAL_S = 1.0
 """Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
+
+UNKNOWN_MESSAGES = Metric(
+    "tokenlake_unknown_messages_total", "Messages of other nodes, of types that only a newer version knows; dropped"
+)
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
@@ -149,6 +154,8 @@ class PeerConnections:
         self.on_stranger: Callable[[str], None] = lambda node: None
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
+        self._newer: set[str] = set()
+        """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
         self.states = PeerStates(addresses.names, loop)
         self._sock = _listen(listen)
@@ -378,10 +385,10 @@ class PeerConnections:
                     raise ProtocolRefused(TLS_REQUIRED)
                 case peer.PeerHello() as hello, None:
                     self._check_certified(handshake, hello)
-                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
+                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES), body)
                     connection.send(pack_frame(handshake.side.challenge))
                 case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
-                    connection.send(pack_frame(dialler.answer(challenge)))
+                    connection.send(pack_frame(dialler.answer(challenge, body)))
                 case peer.PeerProof() as proof, Acceptor() as acceptor:
                     acceptor.check(proof)
                     self._accepted(connection, acceptor.hello)
@@ -483,11 +490,25 @@ class PeerConnections:
                 self._take_key(node, message)
                 return
         except ProtocolRefused as error:
-            connection.close(str(error))
+            tag = peer.unknown_tag(body)
+            if tag is None:
+                connection.close(str(error))
+            else:
+                self._leave_out(node, tag)
             return
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup):
             log.debug("request %r: a Lookup of %s", message.request, node)
         self._driver.handle(events.PeerSent(node, message))
+
+    def _leave_out(self, node: str, tag: int) -> None:
+        """Count a message of a type that this version does not know. The other node runs a newer one: without the
+        connection no request between the two would be served during an upgrade."""
+        self._driver.core.counters.add(UNKNOWN_MESSAGES)
+        if node not in self._newer:
+            self._newer.add(node)
+            log.warning(
+                "peer %s sends messages of type %d, which only a newer version knows; they are dropped", node, tag
+            )
 
     def _take_key(self, node: str, message: peer.ConnectionKey) -> None:
         if self._certificates is None:
@@ -504,6 +525,7 @@ class PeerConnections:
         if current is None or current[0] is not connection:
             return
         del self._connections[node]
+        self._newer.discard(node)
         self._keys.forget(node)
         if self._closing:
             return

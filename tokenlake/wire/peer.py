@@ -9,7 +9,7 @@ certificates the control connection is encrypted, and bulk and query connections
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -74,6 +74,7 @@ __all__ = [
     "handshake_decoder",
     "peer_decoder",
     "pulled_decoder",
+    "unknown_tag",
 ]
 
 
@@ -427,3 +428,23 @@ Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
+
+
+class _Tagged(msgspec.Struct, array_like=True):
+    """The beginning of any message."""
+
+    tag: int
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
+_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey)}
+
+
+def unknown_tag(body: bytes) -> int | None:
+    """The tag of a message of a control connection whose type this version does not know; None for a message of a known
+    type, and for bytes that are no message."""
+    try:
+        tag = _tag_decoder.decode(body).tag
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if tag in _KNOWN_TAGS else tag
