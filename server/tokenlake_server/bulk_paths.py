@@ -22,11 +22,11 @@ class BulkPaths:
         self._failed: dict[tuple[str, Endpoint], float] = {}
         """Until when a path counts as failed."""
 
-    def order(self, node: str, turn: int) -> list[Endpoint]:
-        """The paths to `node`, the one to try first at the beginning; the next `turn` begins with the next path. Paths
-        that failed lately come last. Raises OSError where the node has no address."""
+    def order(self, node: str, number: int) -> list[Endpoint]:
+        """The paths to `node`, the one to try first at the beginning; each `number` begins with the path after that of
+        the number before. Paths that failed lately come last. Raises OSError where the node has no address."""
         paths = self._addresses.bulk(node)
-        first, now = turn % len(paths), self._clock()
+        first, now = number % len(paths), self._clock()
         return sorted(paths[first:] + paths[:first], key=lambda path: self._failed.get((node, path), now) > now)
 
     def failed(self, node: str, path: Endpoint) -> None:

@@ -67,10 +67,10 @@ class _Job:
     """The execution of one `StartFetch`. One thread fetches each of `parts` (ranges of indices into the keys) and alone
     writes the entries of its range in `codes` and `checksums`. The control loop may call `abort` at any time."""
 
-    def __init__(self, instruction: StartFetch, turn: int) -> None:
+    def __init__(self, instruction: StartFetch, first_path: int) -> None:
         self.instruction = instruction
-        self.turn = turn
-        """The path of the first part (`BulkPaths.order`)."""
+        self.first_path = first_path
+        """Number of the path of the first part (`BulkPaths.order`)."""
         count = len(instruction.keys) // KEY_BYTES
         self.codes = bytearray([Code.LOST]) * count
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
@@ -146,7 +146,7 @@ class BulkReceiver:
         self._buffers: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
         self._paths = BulkPaths(addresses)
-        self._turns = itertools.count()
+        self._next_path = itertools.count()
         self._arena = arena
         self._driver = driver
         self._jobs: dict[int, _Job] = {}
@@ -173,7 +173,7 @@ class BulkReceiver:
         driver.carry_out(AbortFetch, self._abort)
 
     def _start(self, instruction: StartFetch) -> None:
-        job = _Job(instruction, next(self._turns))
+        job = _Job(instruction, next(self._next_path))
         self._jobs[instruction.fetch] = job
         with self._changed:
             self._queue.extend((job, part) for part in job.parts)
@@ -243,7 +243,7 @@ class BulkReceiver:
     def _pull_over_any(self, job: _Job, part: range) -> None:
         """Receive the segments over the path of the part; where it fails, the rest of them over another one."""
         node, answer_s = job.instruction.node, job.instruction.answer_s
-        paths = self._paths.order(node, job.turn + job.parts.index(part))
+        paths = self._paths.order(node, job.first_path + job.parts.index(part))
         until = time.monotonic() + answer_s
         while True:
             path = paths.pop(0)
