@@ -376,7 +376,7 @@ class PeerConnections:
                         reason += f"; the clock of this node says {shown(datetime.datetime.now(datetime.UTC))}"
                     self._log_refusal(handshake, reason)
                     connection.close("refused by the other side")
-                case peer.OpenConnection() as opening, None if self._certificates is not None:
+                case peer.OpenConnection() as opening, None if self._names_its_key(handshake):
                     granted = self._keys.take(opening.connection, self._loop.time())
                     if granted is not None:
                         self._open(connection, handshake, granted)
@@ -403,6 +403,10 @@ class PeerConnections:
                     raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
         except TokenLakeError as error:
             self._refuse_handshake(connection, handshake, error)
+
+    def _names_its_key(self, handshake: _Handshake) -> bool:
+        """True while a connection may name its keys: once, and before anything else."""
+        return self._certificates is not None and handshake.certified is None and not handshake.opening
 
     def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
         self._log_refusal(handshake, str(error))
