@@ -147,7 +147,7 @@ class Drain:
 
     def _end(self) -> None:
         """Nothing is left to hand over, or the time is up."""
-        left = sum(map(len, self._by_age.values()))
+        left = sum(pool.counts[Kind.PRIMARY] for pool in self._context.store.pools())
         self._stop()
         self._context.counters.add(LEFT_BEHIND, left)
         if left:
