@@ -319,11 +319,19 @@ class BulkReceiver:
 
     def _give_back(self, node: str, stream: BulkStream) -> None:
         with self._idle_lock:
-            idle = self._idle.setdefault(node, [])
-            if len(idle) < IDLE_CONNECTIONS:
-                idle.append(stream)
-                return
+            if node in self._addresses:
+                idle = self._idle.setdefault(node, [])
+                if len(idle) < IDLE_CONNECTIONS:
+                    idle.append(stream)
+                    return
         stream.sock.close()
+
+    def follow(self) -> None:
+        """Follow a change of the addresses: close the idle connections with nodes that left."""
+        with self._idle_lock:
+            left = [node for node in self._idle if node not in self._addresses]
+        for node in left:
+            self._drop_idle(node)
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""

@@ -34,8 +34,8 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `names`, `configured` and `last` may be called
-    from any thread."""
+    """The address of each other node. Changed on the control loop only; `in`, `names`, `configured` and `last` may be
+    used in any thread."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
