@@ -345,7 +345,10 @@ def _aliases(config: ServerConfig) -> dict[str, str]:
 
 def _other_rings(states: Mapping[str, str]) -> dict[str, str]:
     """The peers whose members differ from those of this node, and how."""
-    text = "its list of members has another content than that of this node: give both the same 'peers'"
+    text = (
+        "its members or their sizes differ from those of this node, so that segments of each are not found at the "
+        "other: give both the same 'peers', with the same sizes"
+    )
     return {name: text for name, state in states.items() if state == "differs"}
 
 

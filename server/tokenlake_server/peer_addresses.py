@@ -62,6 +62,17 @@ class PeerAddresses:
         """The address of a node, as it was configured, for people."""
         return str(self._configured.get(node) or "no address")
 
+    def at(self, host: str) -> list[str]:
+        """The nodes whose address is `host`, an IP address: the configured one, or one that its name had when it was
+        resolved last."""
+        host = host.removeprefix("::ffff:")
+        found = []
+        for name, address in self._configured.items():
+            known = {str(endpoint.address[0]) for endpoint in self._endpoints.get(name, ())}
+            if host in known or (address is not None and host == address.host):
+                found.append(name)
+        return found
+
     def change(self, addresses: Mapping[str, Address | None]) -> list[str]:
         """Replace all addresses; see `__init__`. Nodes whose address changed are resolved anew. Returns those that had
         another address before: their daemons were started elsewhere."""

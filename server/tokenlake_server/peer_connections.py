@@ -158,7 +158,7 @@ class PeerConnections:
         self._newer: set[str] = set()
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
-        self.states = PeerStates(addresses.names, loop)
+        self.states = PeerStates(identity.node, addresses.names, loop)
         self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
         self.address = Address(*self._socks[0].getsockname()[:2])
         for sock in self._socks:
@@ -458,18 +458,27 @@ class PeerConnections:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
         line. Peers repeat their attempts, so a refusal that was left out is logged later."""
         # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
-        # share one entry of the map, so that the map cannot grow.
+        # share one entry of the map, so that the map cannot grow. Handshakes without a name have an entry for each node
+        # that they may belong to; the lines of two nodes would otherwise alternate without a limit.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None and handshake.certified is None:
             name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
-        node = handshake.node if handshake.node in self._addresses else ""
+        node = handshake.node if handshake.node in self._addresses else self._likely(handshake.source)
         self.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
         if line != last and now - logged_at >= REFUSAL_S:
             self._refused[node] = line, now
             log.error("connection with %s", line)
+
+    def _likely(self, source: str) -> str:
+        """The node to which a handshake may belong that ended before it named its node: the only one without a
+        connection that dials this one and has the address `source`. Empty if there is none, or several."""
+        found = [
+            name for name in self._addresses.at(source) if name < self._identity.node and name not in self._connections
+        ]
+        return found[0] if len(found) == 1 else ""
 
     # -- established
 
