@@ -28,6 +28,7 @@ __all__ = ["ca", "init_ca", "issue"]
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca-key.pem"
 EARLY = datetime.timedelta(minutes=5)
 """A new certificate is valid from this long before its issue, because the clocks of machines differ."""
+END_OF_TIME = datetime.datetime.max.replace(tzinfo=datetime.UTC)
 
 
 @click.group()
@@ -148,7 +149,7 @@ def _builder(
     key: ec.EllipticCurvePrivateKey,
     days: float,
     begin: datetime.datetime | None = None,
-    latest: datetime.datetime = datetime.datetime.max.replace(tzinfo=datetime.UTC),
+    latest: datetime.datetime = END_OF_TIME,
 ) -> x509.CertificateBuilder:
     """A certificate that is valid for `days`, but not beyond `latest`."""
     now = datetime.datetime.now(datetime.UTC)

@@ -141,7 +141,8 @@ class Certificates:
         client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
         if not _signed(own, intermediates, authorities):
             log.error(
-                "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse this node",
+                "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse "
+                "this node",
                 files.certificate,
                 files.ca,
             )

@@ -134,8 +134,8 @@ def test_the_log_says_when_a_certificate_that_expires_has_expired(
 
     class Later(datetime.datetime):
         @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
-            return NOW + DAY
+        def now(cls, tz: datetime.tzinfo | None = None) -> Later:
+            return cls.fromtimestamp((NOW + DAY).timestamp(), tz)
 
     monkeypatch.setattr(datetime, "datetime", Later)
     own.reload()
