@@ -148,10 +148,11 @@ def _builder(
     key: ec.EllipticCurvePrivateKey,
     days: float,
     begin: datetime.datetime | None = None,
-    latest: datetime.datetime = datetime.datetime.max.replace(tzinfo=datetime.UTC),
+    latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
     """A certificate that is valid for `days`, but not beyond `latest`."""
     now = datetime.datetime.now(datetime.UTC)
+    end = (begin or now) + datetime.timedelta(days=days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -159,7 +160,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(begin or now - EARLY)
-        .not_valid_after(min((begin or now) + datetime.timedelta(days=days), latest))
+        .not_valid_after(min(end, latest or end))
     )
 
 

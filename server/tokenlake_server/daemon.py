@@ -121,7 +121,7 @@ class Daemon:
         """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
-        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
+        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)))
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
@@ -130,7 +130,14 @@ class Daemon:
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
-            identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
+            identity,
+            parse_address(config.listen),
+            addresses,
+            self.driver,
+            loop,
+            adopt,
+            certificates,
+            config.bulk_listen,
         )
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
         self.peers.on_stranger = lambda node: self.membership.look()

@@ -8,7 +8,8 @@ import pytest
 
 from tests.core.test_directory_node import MEMBERS, Node, keys_of
 from tests.sim.prompts import prompt
-from tokenlake.core import CoreConfig, NodeCore, events, instructions
+from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
+from tokenlake.core.drain import LEFT_BEHIND
 from tokenlake.core.handover import MAX_TAKEN
 from tokenlake.core.ring_change import READ_S
 from tokenlake.hints import NO_HINTS
@@ -51,6 +52,21 @@ def answer(node: Node, sender: str, key: SegmentKey) -> tuple[Code, tuple[str, .
     return Code(reply.codes[0]), reply.nodes
 
 
+def alive(node: Node, seconds: float) -> list[tuple[str, peer.PeerMessage]]:
+    """Time passes; the peers have room, answer pings and refuse offers. The messages to them."""
+    until, all_sent = node.now + seconds, []
+    while node.now < until:
+        sent = node.run_until(min(until, node.now + 0.05))
+        all_sent += sent
+        for name, message in sent:
+            if isinstance(message, peer.Ping):
+                node.say(name, peer.Pong(message.call, EMPTY, 0.0, version(node.core.record)))
+            if isinstance(message, peer.Offer):
+                codes = bytes([Code.WRITE_BUDGET]) * len(message.depths)
+                node.say(name, peer.OfferReply(message.call, codes, EMPTY, 0.0))
+    return all_sent
+
+
 def test_only_a_newer_record_is_followed() -> None:
     node = Node()
     first = node.core.record
@@ -81,6 +97,18 @@ def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring
     node.say("n1", peer.Evicted("red", new))
     node.say("n1", peer.AdvertisingDone(version(record)))
     assert node.lookup("n1", new) == (Code.MISSING, ())
+
+
+def test_a_node_that_missed_a_change_answers_unknown_for_all_keys() -> None:
+    """In the change that it missed, other nodes may have told others which segments hash to this node again."""
+    node = Node()
+    record = node.core.record.with_member("n3", 1 << 16).without("n3")
+    _, kept = gained(node, node.core.record.without("n2"))
+    follow(node, record)
+    assert node.lookup("n1", kept) == (Code.UNKNOWN, ())
+    for name in ("n1", "n2"):
+        node.say(name, peer.AdvertisingDone(version(record)))
+    assert node.lookup("n1", kept) == (Code.MISSING, ())
 
 
 def test_a_node_that_served_alone_knows_nothing_of_the_cluster_that_it_joins() -> None:
@@ -122,6 +150,23 @@ def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     assert sorted(split_keys(owned.keys)) == sorted(to_n1)
     assert told[-1] == peer.AdvertisingDone(version(record))
     assert not [message for to, message in sent if to == "n2"]
+
+
+def test_the_previous_ring_counts_until_all_segments_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the walk over them takes longer than `previous_ring_s`, and the ring changes again during it."""
+    monkeypatch.setattr(context, "PAUSE_S", 12.0)
+    node = Node()
+    without = node.core.record.without("n2")
+    pairs = ((key, node.core.ring.candidates(key)[0], Ring(without).candidates(key)[0]) for key in prompt("slow", 100))
+    key = next(key for key, before, after in pairs if (before[0], after[0]) == ("n2", "n1"))
+    node.own(key)
+    sent: list[tuple[str, peer.PeerMessage]] = []
+    for record in (without, without.with_member("n3", 1 << 9)):
+        follow(node, record)
+        sent += alive(node, node.core.config.previous_ring_s + 1.0)
+    sent += alive(node, 10.0)
+    assert ("n1", peer.Owned("red", key)) in sent
+    assert node.core.ring.candidates(key)[0][0] == "n1"
 
 
 def test_a_key_that_moved_away_is_answered_for_a_while_and_then_forgotten() -> None:
@@ -205,6 +250,16 @@ def test_offers_are_refused(reason: str) -> None:
             break
     (reply,) = node.say("n2", peer.Offer(1000, "red", key, (0,), 512, 2, NO_HINTS))
     assert (reply.call, reply.codes) == (1000, refused)
+
+
+def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
+    node = Node()
+    for key in prompt("left", 3):
+        node.own(key)
+    follow(node, node.core.record.draining("n0"))
+    sent = alive(node, node.core.config.drain_s + 1.0)
+    assert any(isinstance(message, peer.Offer) for _, message in sent)
+    assert node.core.counters[LEFT_BEHIND] == 3
 
 
 @pytest.mark.parametrize("members", [64, 256])

@@ -209,6 +209,21 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
         assert connected(node)
 
 
+def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
+    """Each id that waits for its key is kept, so a process that proves nothing may name one."""
+    ca = authority(tmp_path / "ca")
+    with daemons(0) as cluster:
+        node, _ = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
+        wait_until(lambda: connected(node), "they know each other")
+        with Raw(peer_address(node)) as raw:
+            raw.send(peer.OpenConnection(bytes(32)))
+            raw.send(peer.OpenConnection(bytes([1] * 32)))
+            refused = raw.answer()
+            assert isinstance(refused, peer.PeerRefused)
+            assert "unexpected OpenConnection" in refused.reason
+            assert raw.closed()
+
+
 def test_clusters_on_loopback_do_not_mix() -> None:
     with daemons(0) as cluster:
         a, b = nodes(cluster, {"a": {"cluster": "blue"}, "b": {"cluster": "red"}})

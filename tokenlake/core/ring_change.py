@@ -45,6 +45,8 @@ CHANGES = Metric("tokenlake_ring_changes_total", "Changes of the ring that this 
 
 READ_S = 1.0
 """Minimum seconds between two instructions to read the membership."""
+TELLING_S = 1.0
+"""Seconds by which the previous ring counts longer, while this node still tells which of its segments moved."""
 
 
 class RingChange:
@@ -80,7 +82,7 @@ class RingChange:
                 context.emit(Note(f"a second ring record of epoch {record.epoch} is not used: its members differ"))
             return
         context.counters.add(CHANGES)
-        self._directory_node.ring_changes()
+        self._directory_node.ring_changes(record)
         if context.previous_ring is None or not self._directory_node.telling:
             context.previous_ring = context.ring
         context.record, context.ring_version = record, (record.epoch, record.digest())
@@ -98,6 +100,9 @@ class RingChange:
         self._drain.ring_changed()
 
     def _end_previous(self) -> None:
+        if self._directory_node.telling:
+            self._previous_timer = self._context.after(TELLING_S, self._end_previous)
+            return
         self._previous_timer = None
         self._context.previous_ring = None
         self._directory_node.forget_moved()
