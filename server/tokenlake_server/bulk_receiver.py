@@ -145,6 +145,7 @@ class BulkReceiver:
         self._new_keys = new_keys
         self._buffers: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
+        self._addresses = addresses
         self._paths = BulkPaths(addresses)
         self._next_path = itertools.count()
         self._arena = arena
@@ -355,11 +356,19 @@ class BulkReceiver:
 
     def _give_back(self, node: str, path: Endpoint, stream: BulkStream) -> None:
         with self._idle_lock:
-            idle = self._idle.setdefault((node, path), [])
-            if len(idle) < IDLE_CONNECTIONS:
-                idle.append(stream)
-                return
+            if node in self._addresses:
+                idle = self._idle.setdefault((node, path), [])
+                if len(idle) < IDLE_CONNECTIONS:
+                    idle.append(stream)
+                    return
         stream.sock.close()
+
+    def follow(self) -> None:
+        """Follow a change of the addresses: close the idle connections with nodes that left."""
+        with self._idle_lock:
+            left = [(node, path) for node, path in self._idle if node not in self._addresses]
+        for node, path in left:
+            self._drop_idle(node, path)
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""

@@ -226,6 +226,7 @@ class Daemon:
             members = self.driver.core.record.members
             others = (name for name in members if name != node and node in members)
             self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
+            self.receivers.follow()
 
     def _reachable(self, name: str, address: Address | None) -> Address | None:
         """The address of a member; None where this node must not connect to it."""

@@ -34,7 +34,7 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `names`, `last` and `bulk` may be called from
+    """The address of each other node. Changed on the control loop only; `in`, `names`, `last` and `bulk` may be used in
     any thread."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:

@@ -17,9 +17,11 @@ from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
 from tokenlake.config import Address
 from tokenlake.core.events import Event, FetchDone
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.wire import Code
+from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire.frames import decode
+from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
-from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses
 
 FOREVER_S = 1000.0
@@ -149,3 +151,40 @@ def test_two_paths_that_fail() -> None:
         for fetch in range(3):
             rules.start(fetch, "x", answer_s=0.1)
             assert rules.wait(fetch) == [False]
+
+
+def deliver_nothing(listener: socket.socket) -> socket.socket:
+    """Answer one fetch of a node, which has none of the segments. The connection, which stays open."""
+    sock, _ = listener.accept()
+    sock.settimeout(LIMIT_S)
+    hello = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
+    assert isinstance(hello, peer.PeerHello)
+    sock.sendall(pack_frame(Acceptor(PeerIdentity("x", 1), hello, bytes(NONCE_BYTES)).challenge))
+    read_frame(sock, peer.HANDSHAKE_BYTES)
+    sock.sendall(pack_frame(peer.PeerWelcome()))
+    read_frame(sock, peer.MAX_FRAME)
+    sock.sendall(pack_frame(peer.Pulled(16, bytes([Code.LOST]), b"")))
+    return sock
+
+
+def test_the_idle_connections_with_a_member_that_left_are_closed() -> None:
+    class NoSlots:
+        def slots(self, places: object, nbytes: int) -> list[memoryview]:
+            return []
+
+    rules, arena = Rules(), NoSlots()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        addresses = PeerAddresses({"x": Address(*listener.getsockname())})
+        made = BulkReceiver(PeerIdentity("here", 1), addresses, arena, rules)  # type: ignore[arg-type]
+        rules.start(1, "x")
+        with deliver_nothing(listener) as sock:
+            assert rules.wait(1) == [True]
+            made.follow()
+            sock.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+            addresses.change({})
+            made.follow()
+            sock.settimeout(LIMIT_S)
+            assert sock.recv(1) == b""
+        made.close()

@@ -18,9 +18,8 @@ from tokenlake.config import Address, ServerConfig, load_config, parse_address
 from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.membership import Members, Membership, open_membership
+from tokenlake_server.membership import Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
-from tokenlake_server.membership import keeper
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any
 from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
 from tokenlake_server.membership.stored import (

@@ -93,7 +93,7 @@ class Drain:
                 if not _primary(segment):
                     continue
                 self._found += 1
-                if self._worth(segment) > least:
+                if self._retention_value(segment) > least:
                     age = int(max(0.0, self._context.now - segment.touched)).bit_length()
                     self._by_age.setdefault(age, deque()).append(segment)
             if self._cursor is None:
@@ -139,7 +139,7 @@ class Drain:
         cheapest = min(able, key=lambda peer: peer.vacancy.victim_value * (1 + self._offered[peer.node]))
         return cheapest.node, cheapest.vacancy.victim_value
 
-    def _worth(self, segment: Segment) -> float:
+    def _retention_value(self, segment: Segment) -> float:
         return self._context.store.retention_value(segment, self._context.now)
 
     def _next_part(self, least: float) -> list[Segment]:
@@ -152,7 +152,7 @@ class Drain:
             youngest = min(self._by_age)
             left = self._by_age[youngest]
             segment = left[0]
-            if _primary(segment) and self._worth(segment) > least:
+            if _primary(segment) and self._retention_value(segment) > least:
                 if part and (not _together(part[0], segment) or (len(part) + 1) * segment.slot_bytes > OFFER_BYTES):
                     break
                 part.append(segment)
