@@ -28,7 +28,6 @@ __all__ = ["ca", "init_ca", "issue"]
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca-key.pem"
 EARLY = datetime.timedelta(minutes=5)
 """A new certificate is valid from this long before its issue, because the clocks of machines differ."""
-END_OF_TIME = datetime.datetime.max.replace(tzinfo=datetime.UTC)
 
 
 @click.group()
@@ -149,10 +148,11 @@ def _builder(
     key: ec.EllipticCurvePrivateKey,
     days: float,
     begin: datetime.datetime | None = None,
-    latest: datetime.datetime = END_OF_TIME,
+    latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
     """A certificate that is valid for `days`, but not beyond `latest`."""
     now = datetime.datetime.now(datetime.UTC)
+    end = (begin or now) + datetime.timedelta(days=days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -160,7 +160,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(begin or now - EARLY)
-        .not_valid_after(min((begin or now) + datetime.timedelta(days=days), latest))
+        .not_valid_after(min(end, latest or end))
     )
 
 

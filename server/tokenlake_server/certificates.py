@@ -141,8 +141,7 @@ class Certificates:
         client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
         if not _signed(own, intermediates, authorities):
             log.error(
-                "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse "
-                "this node",
+                "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse it",
                 files.certificate,
                 files.ca,
             )

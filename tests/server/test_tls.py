@@ -125,19 +125,11 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     assert len(caplog.records) == bool(expected), "once an hour"
 
 
-def test_the_log_says_when_a_certificate_that_expires_has_expired(
-    ca: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_says_when_a_certificate_that_expires_has_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
     certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
     own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
     assert "expires at" in caplog.text
-
-    class Later(datetime.datetime):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Later:
-            return cls.fromtimestamp((NOW + DAY).timestamp(), tz)
-
-    monkeypatch.setattr(datetime, "datetime", Later)
+    own.current = own.current._replace(end=NOW - DAY)
     own.reload()
     assert "has expired" in caplog.text
 
