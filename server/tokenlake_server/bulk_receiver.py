@@ -328,7 +328,11 @@ class BulkReceiver:
                 return idle
             _limit(sock, until)
             set_tcp_options(sock)
-            sock.connect(path.address)
+            try:
+                sock.connect(path.address)
+            except OSError:
+                self._addresses.failed(node, path)
+                raise
             _limit(sock, until)
             keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
             size_buffer(sock, socket.SO_RCVBUF, encrypted=keys is not None)

@@ -34,8 +34,8 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `in`, `names`, `last` and `bulk` may be used in
-    any thread."""
+    """The address of each other node. Changed on the control loop only; `in`, `names`, `shown`, `last`, `bulk` and
+    `failed` may be used in any thread."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
@@ -120,6 +120,8 @@ class PeerAddresses:
                 )
             except TimeoutError:
                 raise OSError(f"the host name '{host}' was not resolved within {RESOLVE_S:.0f} s") from None
+            except UnicodeError as error:
+                raise OSError(f"'{host}' is no host name: {error}") from None
             found = [Endpoint(family, address) for family, _, _, _, address in answers]
         tried = self._endpoints.get(node, [])[:1]
         self._endpoints[node] = [each for each in found if each not in tried] + [
@@ -144,6 +146,13 @@ class PeerAddresses:
         """The endpoints for bulk connections with `node`, each once: that of `last`, which raises the same errors, and
         those that the node told."""
         return list(dict.fromkeys([self.last(node), *self._told.get(node, [])]))
+
+    def failed(self, node: str, endpoint: Endpoint) -> None:
+        """The endpoint that `last` returned took no connection: let another one of the name come next, if there is one.
+        A node that was dialled does not know which address of the other node's name can be reached."""
+        found = self._endpoints.get(node, [])
+        if found[:1] == [endpoint]:
+            self._endpoints[node] = [*found[1:], endpoint]
 
     def _allowed(self, endpoint: Endpoint) -> Endpoint:
         host = str(endpoint.address[0])

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 REDIAL_S, LONGEST_REDIAL_S = 0.1, 1.0
 """Seconds between the first two attempts to dial a peer, and the most seconds between two later ones. Each pause is
 twice as long as the one before, longer or shorter by up to a half at random, so that not all nodes dial a peer at the
-moment at which it comes back."""
+moment at which it comes back. A connection that lasted `LONGEST_REDIAL_S` ends the pauses."""
 RELOAD_S = 2.0
 """Seconds between two looks at the files of the certificates."""
 TLS_THREADS = 2
@@ -149,6 +149,8 @@ class PeerConnections:
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, float] = {}
+        """Seconds before the next attempt to dial a peer."""
         self._resolving: set[asyncio.Task[None]] = set()
         self._refused: dict[str, tuple[str, float]] = {}
         """For each node, the last line of the log about a refusal, and its time."""
@@ -173,10 +175,12 @@ class PeerConnections:
         those that left or were started elsewhere, and use the new addresses from the next attempt on. The bulk and
         query connections share the addresses. None: the address is not known, and the node may dial this one."""
         for name in self._addresses.change(addresses):
+            self._pauses.pop(name, None)
             self._drop(name, "its daemon was started at another address")
         self.states.follow(addresses)
         for name in [name for name in self._connections if name not in self._addresses]:
             self._drop(name, "it is not a member any more")
+        self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in self._addresses}
         for name in self._addresses.names:
             if name not in self._connections:
                 self._dial_soon(name)
@@ -189,9 +193,11 @@ class PeerConnections:
 
     async def _dial(self, name: str) -> None:
         """Dial the daemon of node `name` until there is a connection. The peer's `PeerWelcome` completes it."""
-        pause_s = REDIAL_S
         try:
             while name in self._addresses and name not in self._connections and not self._closing:
+                pause_s = self._pauses.get(name, 0.0)
+                self._pauses[name] = min(LONGEST_REDIAL_S, max(REDIAL_S, 2 * pause_s))
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                 try:
                     await self._attempt(name)
                 except OSError as error:
@@ -200,9 +206,6 @@ class PeerConnections:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
                     log.exception("dialling %s failed", name)
-                if name not in self._connections:
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-                    pause_s = min(LONGEST_REDIAL_S, 2 * pause_s)
         finally:
             self._dialling.pop(name, None)
 
@@ -498,7 +501,8 @@ class PeerConnections:
         connection.on_broken = None
         connection.max_frame = peer.MAX_FRAME
         connection.on_frame = lambda body: self._frame(connection, node, body)
-        connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
+        since = self._loop.time()
+        connection.on_closed = lambda reason: self._lost(connection, node, incarnation, since, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
         self._driver.handle(events.PeerUp(node, incarnation))
 
@@ -539,7 +543,7 @@ class PeerConnections:
         if waiting is not None and granted is not None:
             self._open(*waiting, granted)
 
-    def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:
+    def _lost(self, connection: FrameConnection, node: str, incarnation: int, since: float, reason: str) -> None:
         current = self._connections.get(node)
         if current is None or current[0] is not connection:
             return
@@ -549,6 +553,8 @@ class PeerConnections:
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
+        if self._loop.time() - since >= LONGEST_REDIAL_S:
+            self._pauses.pop(node, None)
         if node not in self._addresses:
             # The rules have dropped this member already.
             return
@@ -585,7 +591,9 @@ class PeerConnections:
         for sock in self._socks:
             self._loop.remove_reader(sock)
             sock.close()
-        tasks = [*self._dialling.values(), *self._resolving]
+        tasks: list[asyncio.Task[None]] = [*self._dialling.values(), *self._resolving]
+        if self._reloading is not None:
+            tasks.append(self._reloading)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -231,7 +231,11 @@ class QueryEngine:
             sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
             sock.settimeout(DIAL_S)
             set_tcp_options(sock)
-            sock.connect(endpoint.address)
+            try:
+                sock.connect(endpoint.address)
+            except OSError:
+                self._addresses.failed(node, endpoint)
+                raise
             keys = introduce(sock, self._identity, node, "query", self._new_keys)
             sock.settimeout(None)
         except (OSError, TokenLakeError) as error:

@@ -36,6 +36,14 @@ class Raw:
         self.sock.connect(str(address) if isinstance(address, Path) else address)
         self.sock.settimeout(LIMIT_S)
 
+    @classmethod
+    def of(cls, sock: socket.socket) -> Raw:
+        """A connection that was accepted."""
+        raw = cls.__new__(cls)
+        raw.sock = sock
+        sock.settimeout(LIMIT_S)
+        return raw
+
     def __enter__(self) -> Raw:
         return self
 

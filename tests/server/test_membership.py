@@ -259,6 +259,32 @@ def test_a_killed_daemon_is_replaced_at_once_and_a_living_one_is_not(etcd: EtcdS
 
 @needs_etcd
 @pytest.mark.live
+@pytest.mark.parametrize("same", [True, False])
+def test_two_machines_with_one_name_and_addresses_that_do_not_answer(etcd: EtcdServers, same: bool) -> None:
+    """Such as two copies of one machine, which both name their own loopback: the one that started first gives way."""
+    port = reserve_port()
+
+    async def registered() -> tuple[Address | None, int]:
+        [found] = await ask(etcd, lambda e: e.read(node_key(CLUSTER, "a")))
+        return parse_address(json.loads(found.value)["address"]), found.mod_revision
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints, port) as first:
+            await until(lambda: first.membership.state.known)
+            async with node("a", etcd.endpoints, port if same else None) as second:
+                await until(lambda: "another daemon is called 'a'" in first.membership.state.problem)
+                await until(lambda: second.membership.state.known and not second.membership.state.problem)
+                before = await registered()
+                await asyncio.sleep(2 * RETRY_S)
+                assert await registered() == before
+            await until(lambda: not first.membership.state.problem)
+            assert (await registered())[0] == Address("127.0.0.1", port)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
 def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers) -> None:
     async def main() -> None:
         async with node("a", etcd.endpoints) as a:

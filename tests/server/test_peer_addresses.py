@@ -63,6 +63,26 @@ def test_attempts_take_turns_over_the_addresses_of_a_name() -> None:
     assert dialled == ["10.0.0.1", "10.0.0.2"] * 2
 
 
+def test_an_address_that_takes_no_connection_makes_way_for_the_next() -> None:
+    addresses = PeerAddresses({"b": Address("b.pool", 7440), "c": Address("10.0.0.3", 7440)})
+    resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"])
+    for expected in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        endpoint = addresses.last("b")
+        assert endpoint.address[0] == expected
+        addresses.failed("b", endpoint)
+        addresses.failed("b", endpoint)  # another thread saw the same
+    addresses.failed("c", addresses.last("c"))
+    assert addresses.last("c").address[0] == "10.0.0.3"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_name_that_is_no_host_name(host: str) -> None:
+    """The pattern of addresses accepts it, and etcd may name it."""
+    addresses = PeerAddresses({"b": Address(host, 7440)})
+    with pytest.raises(OSError, match="is no host name"):
+        asyncio.run(addresses.resolve("b"))
+
+
 def test_nodes_come_move_and_leave() -> None:
     addresses = PeerAddresses({"b": Address("b.pool", 1), "c": Address("10.0.0.3", 1)})
     resolve(addresses, "b", ["10.0.0.1"])

@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -15,12 +17,13 @@ from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.handshake import NONCE_BYTES, Dialler
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
+OBSERVED_S = 3.0
 TIMES = 5
 """Several attempts, because the write of the welcome fails at once or later, as the kernel decides."""
 
@@ -64,6 +67,31 @@ def test_a_process_that_has_proven_nothing_sends_short_frames_only() -> None:
             assert said.call == 7
             raw.write((peer.MAX_FRAME + 1).to_bytes(4, "little"))
             _until_logged(node, lambda text: f"at most {peer.MAX_FRAME} are accepted" in text)
+
+
+def test_a_peer_that_ends_each_connection_is_dialled_with_pauses() -> None:
+    welcomed: list[float] = []
+    own = reserve_port()
+    with daemons() as cluster, socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def welcome() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with Raw.of(listener.accept()[0]) as raw:
+                        hello = raw.answer()
+                        assert isinstance(hello, peer.PeerHello)
+                        acceptor = Acceptor(PeerIdentity("b", 1), hello, secrets.token_bytes(NONCE_BYTES))
+                        raw.send(acceptor.challenge)
+                        raw.answer()
+                        raw.send(peer.PeerWelcome())
+                        welcomed.append(time.monotonic())
+
+        threading.Thread(target=welcome, daemon=True).start()
+        _node(cluster, "a", own, f"b=127.0.0.1:{listener.getsockname()[1]}").start()
+        wait_until(lambda: bool(welcomed), "the peer was dialled")
+        time.sleep(OBSERVED_S)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert 2 <= len(welcomed) <= 20
 
 
 def test_two_nodes_of_one_name() -> None:

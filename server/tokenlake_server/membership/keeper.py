@@ -79,6 +79,8 @@ class Keeper:
         """Last known addresses of members."""
         self._rival: tuple[Registration, float] | None = None
         """The last registration of another daemon with this node's name, and until when it counts."""
+        self._registered = False
+        """True once this node has registered."""
         self._warning = RepeatedWarning()
         self._absent: frozenset[str] = frozenset()
         self._looks = False
@@ -170,8 +172,11 @@ class Keeper:
         if self._rival is None:
             return
         rival, until = self._rival
-        # A daemon at the address of this one has ended: this one listens there.
-        if now < until and rival.address != self._registration.address and await _answers(rival.at()):
+        # A registration that replaced that of this node belongs to a daemon that started later, whether or not it can
+        # be reached from here. Else a daemon at the address of this one has ended: this one listens there.
+        displaced = self._registered and rival is found
+        others = rival.address != self._registration.address
+        if displaced or (now < until and others and await _answers(rival.at())):
             raise MembershipRefused(
                 f"another daemon is called '{self._node}': it listens at {rival.address} (incarnation "
                 f"{rival.incarnation}); give every node a name of its own ('node')"
@@ -219,6 +224,7 @@ class Keeper:
         if self._warning.logged:
             log.info("%s answers again; the ring has epoch %d", self._access, record.epoch)
         self._record = record
+        self._registered = True
         found = {name: node.registration.at() for name, node in stored.nodes.items() if node.registration is not None}
         known = {name: at for name, at in {**self._addresses, **found}.items() if name in record.members}
         self._addresses = {name: at for name, at in known.items() if name != self._node}
