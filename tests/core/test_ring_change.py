@@ -10,7 +10,7 @@ from tests.core.test_directory_node import MEMBERS, Node, keys_of
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
 from tokenlake.core.drain import LEFT_BEHIND
-from tokenlake.core.handover import MAX_TAKEN
+from tokenlake.core.handover import HANDED_OVER, MAX_TAKEN
 from tokenlake.core.ring_change import READ_S
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
@@ -52,8 +52,9 @@ def answer(node: Node, sender: str, key: SegmentKey) -> tuple[Code, tuple[str, .
     return Code(reply.codes[0]), reply.nodes
 
 
-def alive(node: Node, seconds: float) -> list[tuple[str, peer.PeerMessage]]:
-    """Time passes; the peers have room, answer pings and refuse offers. The messages to them."""
+def alive(node: Node, seconds: float, takes: str = "") -> list[tuple[str, peer.PeerMessage]]:
+    """Time passes; the peers have room, answer pings and refuse offers, except the peer that takes them. The messages
+    to them."""
     until, all_sent = node.now + seconds, []
     while node.now < until:
         sent = node.run_until(min(until, node.now + 0.05))
@@ -62,8 +63,8 @@ def alive(node: Node, seconds: float) -> list[tuple[str, peer.PeerMessage]]:
             if isinstance(message, peer.Ping):
                 node.say(name, peer.Pong(message.call, EMPTY, 0.0, version(node.core.record)))
             if isinstance(message, peer.Offer):
-                codes = bytes([Code.WRITE_BUDGET]) * len(message.depths)
-                node.say(name, peer.OfferReply(message.call, codes, EMPTY, 0.0))
+                code = Code.COMMITTED if name == takes else Code.WRITE_BUDGET
+                node.say(name, peer.OfferReply(message.call, bytes([code]) * len(message.depths), EMPTY, 0.0))
     return all_sent
 
 
@@ -97,18 +98,6 @@ def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring
     node.say("n1", peer.Evicted("red", new))
     node.say("n1", peer.AdvertisingDone(version(record)))
     assert node.lookup("n1", new) == (Code.MISSING, ())
-
-
-def test_a_node_that_missed_a_change_answers_unknown_for_all_keys() -> None:
-    """In the change that it missed, other nodes may have told others which segments hash to this node again."""
-    node = Node()
-    record = node.core.record.with_member("n3", 1 << 16).without("n3")
-    _, kept = gained(node, node.core.record.without("n2"))
-    follow(node, record)
-    assert node.lookup("n1", kept) == (Code.UNKNOWN, ())
-    for name in ("n1", "n2"):
-        node.say(name, peer.AdvertisingDone(version(record)))
-    assert node.lookup("n1", kept) == (Code.MISSING, ())
 
 
 def test_a_node_that_served_alone_knows_nothing_of_the_cluster_that_it_joins() -> None:
@@ -260,6 +249,28 @@ def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
     sent = alive(node, node.core.config.drain_s + 1.0)
     assert any(isinstance(message, peer.Offer) for _, message in sent)
     assert node.core.counters[LEFT_BEHIND] == 3
+
+
+@pytest.mark.parametrize("takes", ["n1", "n2"])
+def test_a_node_that_refuses_keeps_no_segment_from_another(takes: str) -> None:
+    node = Node()
+    for key in prompt("left", 3):
+        node.own(key)
+    follow(node, node.core.record.draining("n0"))
+    alive(node, 10.0, takes)
+    assert node.core.counters[HANDED_OVER] == 3
+
+
+def test_a_drain_ends_at_once_where_all_others_drain() -> None:
+    node = Node()
+    node.own(prompt("left", 1)[0])
+    follow(node, node.core.record.draining("n0"))
+    follow(node, node.core.record.draining("n1").without("n2"))
+    out: list[instructions.Instruction] = []
+    while (wake := node.core.next_wake()) is not None and wake < 3.0:
+        out += node.core.handle(events.Tick(), wake)
+    assert out.count(instructions.Drained()) == 1
+    assert node.core.counters[LEFT_BEHIND] == 1
 
 
 @pytest.mark.parametrize("members", [64, 256])

@@ -25,7 +25,6 @@ from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -347,14 +346,13 @@ class DirectoryNode:
         """True while this node tells the new directory nodes which of its segments moved to them."""
         return _CHANGE in self._walks
 
-    def ring_changes(self, record: RingRecord) -> None:
-        """Called before the ring changes to that of `record`: from then on this node answers UNKNOWN for keys that it
-        gains, until all peers that can be reached have advertised on the new ring; for all keys if it missed a change,
-        in which other nodes may have ceased to tell it about some."""
-        members, next_one = self._context.record.members, record.epoch == self._context.record.epoch + 1
+    def ring_changes(self) -> None:
+        """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
+        peers that can be reached have advertised on the new ring."""
+        members = self._context.record.members
         # Without peers before, this node was told nothing: it served alone, perhaps because it had not joined yet.
         told = self._context.node in members and len(members) > 1
-        self._kept = self._context.ring if told and next_one and self.complete else None
+        self._kept = self._context.ring if told and self.complete else None
         self._complete = False
         self._changed_at = self._context.now
 

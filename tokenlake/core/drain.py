@@ -8,7 +8,8 @@
             worth more than the segment that another node would evict next, to that node
                taken    the copy here is a cached copy of the new owner
                refused  the segment is offered again in the next round
-        --> none is left, or `drain_s` has passed: Drained, once; the driver takes this node out of the record
+        --> none is left, no other node stays, or `drain_s` has passed: Drained, once; the driver takes this node out of
+            the record
 
 Meanwhile this node is on the ring no more, and serves its engines and the other nodes as before. It refuses offers.
 Segments that no node takes stay until the end, and are lost with this node.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.handover import Handover
@@ -42,6 +44,8 @@ MAX_OFFERS = 8
 """Offers of this node that are under way at a time."""
 OFFER_SEGMENTS, OFFER_BYTES = 32, 64 << 20
 """Limits of one offer; it has at least one segment."""
+REFUSED_S = 2.5
+"""Seconds for which a node that took nothing of an offer is offered nothing: the other nodes are asked in its place."""
 AGAIN_S = 1.0
 """Seconds between two rounds, of which the next offers the segments that were refused before."""
 
@@ -65,6 +69,8 @@ class Drain:
         """Number of primary copies that this round has found."""
         self._offered: Counter[NodeId] = Counter()
         """Offers under way, by node."""
+        self._refused: dict[NodeId, float] = {}
+        """By node, the time in seconds at which it last took nothing of an offer."""
 
     def ring_changed(self) -> None:
         """The ring record has changed: begin or end to drain as it says."""
@@ -111,17 +117,19 @@ class Drain:
             if node is None or not part:
                 break
             self._offered[node] += 1
-            self._handover.offer(node, part, lambda node=node: self._answered(node))  # type: ignore[misc]
+            self._handover.offer(node, part, partial(self._answered, node, part))
         if not self._offered.total():
             self._end_round()
 
-    def _answered(self, node: NodeId) -> None:
+    def _answered(self, node: NodeId, part: list[Segment]) -> None:
         self._offered[node] -= 1
+        if all(map(_primary, part)):
+            self._refused[node] = self._context.now
         if self._cursor is None and self._again is None:
             self._offer_some()
 
     def _end_round(self) -> None:
-        if not self._found:
+        if not self._found or all(peer.draining for peer in self._peers):
             self._end()
         else:
             self._again = self._context.after(AGAIN_S, self._round)
@@ -130,7 +138,12 @@ class Drain:
         """Returns the node to offer segments to next, and the retention value above which it is offered them: the node
         with the most free memory for each offer under way; if all are full, the one that would evict the segment of
         the least value. (None, infinity) if no node can take segments."""
-        able = [peer for peer in self._peers if peer.usable and not peer.draining]
+        since = self._context.now - REFUSED_S
+        able = [
+            peer
+            for peer in self._peers
+            if peer.usable and not peer.draining and self._refused.get(peer.node, -math.inf) <= since
+        ]
         roomy = [peer for peer in able if not peer.vacancy.full]
         if roomy:
             return max(roomy, key=lambda peer: peer.vacancy.free_share / (1 + self._offered[peer.node])).node, -math.inf
@@ -178,6 +191,7 @@ class Drain:
                 timer.cancel()
         self._end_timer = self._again = self._cursor = None
         self._by_age.clear()
+        self._refused.clear()
 
     # -- checks
 

@@ -82,7 +82,7 @@ class RingChange:
                 context.emit(Note(f"a second ring record of epoch {record.epoch} is not used: its members differ"))
             return
         context.counters.add(CHANGES)
-        self._directory_node.ring_changes(record)
+        self._directory_node.ring_changes()
         if context.previous_ring is None or not self._directory_node.telling:
             context.previous_ring = context.ring
         context.record, context.ring_version = record, (record.epoch, record.digest())
