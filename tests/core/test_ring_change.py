@@ -8,9 +8,10 @@ import pytest
 
 from tests.core.test_directory_node import MEMBERS, Node, keys_of
 from tests.sim.prompts import prompt
-from tokenlake.core import CoreConfig, NodeCore, events, instructions
-from tokenlake.core.handover import MAX_TAKEN
-from tokenlake.core.ring_change import READ_S, WARN_S
+from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
+from tokenlake.core.drain import LEFT_BEHIND
+from tokenlake.core.handover import HANDED_OVER, MAX_TAKEN
+from tokenlake.core.ring_change import READ_S
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring
@@ -49,6 +50,22 @@ def answer(node: Node, sender: str, key: SegmentKey) -> tuple[Code, tuple[str, .
     replies = node.say(sender, peer.Lookup(1, "red", key))
     (reply,) = [each for each in replies if isinstance(each, peer.LookupReply)]
     return Code(reply.codes[0]), reply.nodes
+
+
+def alive(node: Node, seconds: float, takes: str = "") -> list[tuple[str, peer.PeerMessage]]:
+    """Time passes; the peers have room, answer pings and refuse offers, except the peer that takes them. The messages
+    to them."""
+    until, all_sent = node.now + seconds, []
+    while node.now < until:
+        sent = node.run_until(min(until, node.now + 0.05))
+        all_sent += sent
+        for name, message in sent:
+            if isinstance(message, peer.Ping):
+                node.say(name, peer.Pong(message.call, EMPTY, 0.0, version(node.core.record)))
+            if isinstance(message, peer.Offer):
+                code = Code.COMMITTED if name == takes else Code.WRITE_BUDGET
+                node.say(name, peer.OfferReply(message.call, bytes([code]) * len(message.depths), EMPTY, 0.0))
+    return all_sent
 
 
 def test_only_a_newer_record_is_followed() -> None:
@@ -124,6 +141,23 @@ def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     assert not [message for to, message in sent if to == "n2"]
 
 
+def test_the_previous_ring_counts_until_all_segments_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the walk over them takes longer than `previous_ring_s`, and the ring changes again during it."""
+    monkeypatch.setattr(context, "PAUSE_S", 12.0)
+    node = Node()
+    without = node.core.record.without("n2")
+    pairs = ((key, node.core.ring.candidates(key)[0], Ring(without).candidates(key)[0]) for key in prompt("slow", 100))
+    key = next(key for key, before, after in pairs if (before[0], after[0]) == ("n2", "n1"))
+    node.own(key)
+    sent: list[tuple[str, peer.PeerMessage]] = []
+    for record in (without, without.with_member("n3", 1 << 9)):
+        follow(node, record)
+        sent += alive(node, node.core.config.previous_ring_s + 1.0)
+    sent += alive(node, 10.0)
+    assert ("n1", peer.Owned("red", key)) in sent
+    assert node.core.ring.candidates(key)[0][0] == "n1"
+
+
 def test_a_key_that_moved_away_is_answered_for_a_while_and_then_forgotten() -> None:
     node = Node()
     record = node.core.record.with_member("n3", 1 << 16)
@@ -163,13 +197,9 @@ def test_a_newer_ring_is_read_at_most_once_a_second() -> None:
     assert node.core.ring_states() == {"n1": "same", "n2": "unknown"}
 
 
-def test_static_lists_that_differ_are_a_warning_that_repeats() -> None:
+def test_static_lists_that_differ_are_a_state() -> None:
     node = Node()
-    ping = events.PeerSent("n1", peer.Ping(1, EMPTY, 0.0, (0, 4711)))
-    assert [("n1" in line, "'peers'" in line) for line in noted(node, ping)] == [(True, True)]
-    assert noted(node, ping) == []
-    node.now += WARN_S
-    assert len(noted(node, ping)) == 1
+    node.say("n1", peer.Ping(1, EMPTY, 0.0, (0, 4711)))
     assert node.core.ring_states()["n1"] == "differs"
 
 
@@ -209,6 +239,38 @@ def test_offers_are_refused(reason: str) -> None:
             break
     (reply,) = node.say("n2", peer.Offer(1000, "red", key, (0,), 512, 2, NO_HINTS))
     assert (reply.call, reply.codes) == (1000, refused)
+
+
+def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
+    node = Node()
+    for key in prompt("left", 3):
+        node.own(key)
+    follow(node, node.core.record.draining("n0"))
+    sent = alive(node, node.core.config.drain_s + 1.0)
+    assert any(isinstance(message, peer.Offer) for _, message in sent)
+    assert node.core.counters[LEFT_BEHIND] == 3
+
+
+@pytest.mark.parametrize("takes", ["n1", "n2"])
+def test_a_node_that_refuses_keeps_no_segment_from_another(takes: str) -> None:
+    node = Node()
+    for key in prompt("left", 3):
+        node.own(key)
+    follow(node, node.core.record.draining("n0"))
+    alive(node, 10.0, takes)
+    assert node.core.counters[HANDED_OVER] == 3
+
+
+def test_a_drain_ends_at_once_where_all_others_drain() -> None:
+    node = Node()
+    node.own(prompt("left", 1)[0])
+    follow(node, node.core.record.draining("n0"))
+    follow(node, node.core.record.draining("n1").without("n2"))
+    out: list[instructions.Instruction] = []
+    while (wake := node.core.next_wake()) is not None and wake < 3.0:
+        out += node.core.handle(events.Tick(), wake)
+    assert out.count(instructions.Drained()) == 1
+    assert node.core.counters[LEFT_BEHIND] == 1
 
 
 @pytest.mark.parametrize("members", [64, 256])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
-from tests.sim.arena import SHARDS
+from tests.sim.arena import REGION_BYTES, SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
+from tests.sim.prompts import prompt
 from tokenlake.core import waiting
 from tokenlake.core.waiting import (
     DEFERRED_WAITS,
@@ -17,6 +18,7 @@ from tokenlake.core.waiting import (
     MAX_IN_FLIGHT_WAIT_S,
 )
 from tokenlake.identity import SegmentKey
+from tokenlake.ring import Ring
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
@@ -365,3 +367,48 @@ def test_polls_for_many_segments_keep_a_distance(monkeypatch: pytest.MonkeyPatch
     cluster.run_for(1.0)
     assert len(said(cluster, 0, peer.Lookup)) - before <= 120
     cluster.check()
+
+
+# -- while the ring changes
+
+
+def moving() -> tuple[Cluster, list[Engine], SegmentKey, list[list[engine.Matched]]]:
+    """The engine of n1 computes a segment, and those of the other nodes wait for it when n4 joins, which becomes its
+    directory node in place of n0. The matches: of n0, n2 and n3 before the change, and of n3 after it."""
+    rules = {"previous_ring_s": 10.0, "reservation_s": 30.0, "lease_s": 60.0}
+    cluster = calm(4, regions=16, dirty_share=1.0, session_reserve_share=1.0, **rules)
+    engines = [cluster.join(node) for node in (0, 1, 2, 3, 3)]
+    cluster.run_for(0.1)
+    before, after = cluster.core(0).ring, Ring(cluster.record.with_member("n4", 16 * REGION_BYTES))
+    pairs = ((key, before.candidates(key)[0], after.candidates(key)[0]) for key in prompt("moves", 400))
+    key = next(key for key, old, new in pairs if (old[0], new[0]) == ("n0", "n4") and "n0" not in new)
+    wait_for(engines[1], [key], 8.0)
+    cluster.run_for(0.05)
+    replies = [wait_for(engines[at], [key], 8.0) for at in (0, 2, 3)]
+    cluster.run_for(0.05)
+    cluster.add()
+    cluster.run_for(1.0)
+    replies.append(wait_for(engines[4], [key], 8.0))
+    cluster.run_for(0.05)
+    assert not any(replies)
+    return cluster, engines, key, replies
+
+
+def test_a_segment_that_is_stored_after_the_change_ends_the_waits() -> None:
+    cluster, engines, key, replies = moving()
+    engines[1].store([key], 0, Storing(fill_s=0.1))
+    cluster.run_for(0.5)
+    assert [Code(reply.codes[0]) for (reply,) in replies] == [Code.REMOTE] * 4
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_engine() -> None:
+    cluster, engines, key, replies = moving()
+    engines[1].store([key], 0, Storing(fill_s=0.1, ending="abort"))
+    cluster.run_for(1.0)
+    (first,) = [at for at, reply in enumerate(replies) if reply]
+    assert replies[first][0].codes[0] == Code.MISSING
+    [engines[0], engines[2], engines[3], engines[4]][first].store([key], 0, Storing(fill_s=0.1))
+    cluster.run_for(0.5)
+    assert [Code(reply.codes[0]) for (reply,) in replies].count(Code.REMOTE) == 3

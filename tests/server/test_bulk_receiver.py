@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.robustness.live import LIMIT_S, wait_until
+from tests.robustness.fake_peer import FakePeer
+from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
 from tokenlake.config import Address
 from tokenlake.core.events import Event, FetchDone
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.wire import Code
+from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire.frames import decode
+from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
-from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses
 
 FOREVER_S = 1000.0
@@ -64,11 +69,16 @@ def silent(backlog: int) -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def receiver(addresses: dict[str, Address]) -> Iterator[Rules]:
+def receiver(addresses: dict[str, Address], told: Address | None = None) -> Iterator[Rules]:
+    """`told`: a further address of every node."""
     rules: Any = Rules()
-    arena: Any = None
+    # No fetch of these tests has segments that come.
+    arena: Any = SimpleNamespace(slots=lambda places, size: [])
     identity = PeerIdentity("here", 1)
-    made = BulkReceiver(identity, PeerAddresses(addresses), arena, rules)
+    known = PeerAddresses(addresses)
+    for name in addresses:
+        known.tell(name, [str(told)] if told is not None else [])
+    made = BulkReceiver(identity, known, arena, rules)
     try:
         yield rules
     finally:
@@ -117,3 +127,64 @@ def test_one_node_leaves_threads_for_another() -> None:
         rules.start(100, "y")
         assert rules.wait(100) == [False]
         assert list(rules.done) == [100]
+
+
+@pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
+@pytest.mark.parametrize("main", [True, False], ids=["the main path", "the further path"])
+def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The node is not taken for a silent one: its other path is used, and the one that failed is left alone."""
+    caplog.set_level(logging.INFO, "tokenlake_server.bulk_receiver")
+    with silent(backlog) as address, FakePeer("x") as node:
+        node.serves([], LAYOUT)
+        sound = Address("127.0.0.1", node.port)
+        addresses = (address, sound) if main else (sound, address)
+        with receiver({"x": addresses[0]}, addresses[1]) as rules:
+            for fetch in range(6):
+                rules.start(fetch, "x", count=0, answer_s=0.5)
+                wait_until(lambda fetch=fetch: fetch in rules.done, "the probe has ended")  # type: ignore[misc]
+                assert rules.done[fetch].answered is True
+        assert [record.getMessage().count("leaves the path") for record in caplog.records] == [1]
+
+
+def test_two_paths_that_fail() -> None:
+    with silent(0) as one, silent(64) as other, receiver({"x": one}, other) as rules:
+        for fetch in range(3):
+            rules.start(fetch, "x", answer_s=0.1)
+            assert rules.wait(fetch) == [False]
+
+
+def deliver_nothing(listener: socket.socket) -> socket.socket:
+    """Answer one fetch of a node, which has none of the segments. The connection, which stays open."""
+    sock, _ = listener.accept()
+    sock.settimeout(LIMIT_S)
+    hello = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
+    assert isinstance(hello, peer.PeerHello)
+    sock.sendall(pack_frame(Acceptor(PeerIdentity("x", 1), hello, bytes(NONCE_BYTES)).challenge))
+    read_frame(sock, peer.HANDSHAKE_BYTES)
+    sock.sendall(pack_frame(peer.PeerWelcome()))
+    read_frame(sock, peer.MAX_FRAME)
+    sock.sendall(pack_frame(peer.Pulled(16, bytes([Code.LOST]), b"")))
+    return sock
+
+
+def test_the_idle_connections_with_a_member_that_left_are_closed() -> None:
+    class NoSlots:
+        def slots(self, places: object, nbytes: int) -> list[memoryview]:
+            return []
+
+    rules, arena = Rules(), NoSlots()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        addresses = PeerAddresses({"x": Address(*listener.getsockname())})
+        made = BulkReceiver(PeerIdentity("here", 1), addresses, arena, rules)  # type: ignore[arg-type]
+        rules.start(1, "x")
+        with deliver_nothing(listener) as sock:
+            assert rules.wait(1) == [True]
+            made.follow()
+            sock.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+            addresses.change({})
+            made.follow()
+            sock.settimeout(LIMIT_S)
+            assert sock.recv(1) == b""
+        made.close()

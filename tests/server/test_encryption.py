@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import socket
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def cases(directory: Path) -> dict[str, Case]:
         "the dialler has another CA": Case(
             files(other, "a", both),
             good["b"],
-            ("'CN=tokenlake CA'", "unknown ca"),
+            ("'CN=tokenlake CA ", "unknown ca"),
             ("not signed by a CA of the setting 'ca'",),
         ),
         "the acceptor has another CA": Case(
@@ -164,7 +165,8 @@ def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
         for node in nodes(cluster, case.settings):
             logged(node, *case.texts[node.name])
             assert total(node, "tokenlake_peers_connected") == 0
-            assert node.page("/health")
+            [(other, state)] = json.loads(node.page("/health"))["peers"].items()
+            assert state["state"] == "refused", (node.name, other, state)
         for node in cluster.nodes:
             assert node.stop() == 0
             assert "Traceback" not in node.log.read_text()

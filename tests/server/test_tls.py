@@ -10,11 +10,12 @@ import pytest
 from tests.server.certified import authority, files
 from tokenlake.errors import CredentialRefused, ProtocolRefused
 from tokenlake.wire import pack_frame, peer
-from tokenlake_server.ca import issue
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.certificates import CertificateFiles, Certificates, PeerCertificate, require_node
 from tokenlake_server.tls import TlsSession, is_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
+"""The time at which the tests were collected, which may be half an hour before a test runs."""
 DAY = datetime.timedelta(days=1)
 
 
@@ -45,8 +46,9 @@ def test_both_sides_know_each_other(ca: Path) -> None:
     a, b = connected(ca)
     assert a.peer is not None
     assert b.peer is not None
-    assert require_node(a.peer, "tokenlake", "b", NOW) == "b"
-    assert require_node(b.peer, "tokenlake", None, NOW) == "a"
+    now = datetime.datetime.now(datetime.UTC)
+    assert require_node(a.peer, "tokenlake", "b", now) == "b"
+    assert require_node(b.peer, "tokenlake", None, now) == "a"
 
 
 @pytest.mark.parametrize("size", [1, 300, 16 << 10, (16 << 10) + 1, 1 << 20])
@@ -123,3 +125,23 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     own.reload()
     assert expected in caplog.text
     assert len(caplog.records) == bool(expected), "once an hour"
+
+
+def test_the_log_says_when_a_certificate_that_expires_has_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+    certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
+    own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
+    assert "expires at" in caplog.text
+    own.current = own.current._replace(end=NOW - DAY)
+    own.reload()
+    assert "has expired" in caplog.text
+
+
+def test_the_log_names_a_certificate_of_an_authority_that_this_node_does_not_trust(
+    ca: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, _ = init_ca(tmp_path / "other", "tokenlake")
+    files = CertificateFiles(*issue(ca, "w", renew=True), ca / "ca.pem")
+    Certificates(files, "tokenlake", "w")
+    assert not caplog.records
+    Certificates(files._replace(ca=other), "tokenlake", "w")
+    assert f"is not signed by a CA in {other}" in caplog.text

@@ -15,6 +15,7 @@ from tokenlake.core.drain import LEFT_BEHIND
 from tokenlake.core.instructions import Drained
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring
+from tokenlake.vacancy import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.wire import Code
 
 NODES, KEYS = 8, 400
@@ -103,8 +104,8 @@ def test_a_node_that_drains_hides_nothing(seed: int) -> None:
 def test_a_node_drains_within_its_time_where_the_others_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(1, drain_s=3.0)
     node, core = pool.cluster.node(2), pool.cluster.core(2)
-    for other in core._peers:
-        monkeypatch.setattr(type(other.vacancy), "full", property(lambda self: True))
+    monkeypatch.setattr(Vacancy, "full", property(lambda self: True))
+    monkeypatch.setattr(Vacancy, "victim_value", property(lambda self: MAX_RETENTION_VALUE))
     pool.cluster.drain(node.name)
     pool.cluster.run_for(2.5)
     assert node.name in pool.cluster.record.members
@@ -112,6 +113,45 @@ def test_a_node_drains_within_its_time_where_the_others_have_no_room(monkeypatch
     assert node.name not in pool.cluster.record.members
     owned = sum(each.node is node for each in pool.owner.values())
     assert core.counters[LEFT_BEHIND] == owned > 0
+
+
+def test_a_full_cluster_keeps_the_valuable_segments_of_a_node_that_drains() -> None:
+    """In place of segments that no engine has read for long. It offers those that are read no more than others to no
+    node."""
+    cluster = Cluster(3, 1, regions=10, lease_s=600.0, dirty_share=1.0, session_reserve_share=1.0, drain_s=6.0)
+    cluster.calm()
+    cluster.run_for(0.5)
+    engines = [cluster.join(node) for node in range(3)]
+    cluster.run_for(0.1)
+    cold = {node: prompt(f"cold {node}", 30 if node < 2 else 10) for node in range(3)}
+    hot = prompt("hot", 20)
+
+    def fill(node: int, keys: list[SegmentKey]) -> None:
+        for key in keys:
+            engines[node].store([key], 0, Storing(fill_s=0.001))
+            cluster.run_for(0.01)
+
+    for node, keys in cold.items():
+        fill(node, keys)
+    cluster.run_for(60.0)
+    fill(2, hot)
+    for _ in range(3):
+        cluster.run_for(5.0)
+        for key in hot:
+            engines[2].read([key], Reading(fetch=False, hold_s=0.001))
+            cluster.run_for(0.005)
+    cluster.run_for(1.0)
+    core = cluster.core(2)
+    here = {segment.key for segment in core.store.segments()}
+    assert all(cluster.core(node).store.vacancy(cluster.clock.now).full for node in range(3))
+    cluster.drain("n2")
+    cluster.run_for(10.0)
+    assert cluster.nodes["n2"].retired
+    kept = {segment.key for node in range(2) for segment in cluster.core(node).store.segments()}
+    assert {*hot} & here <= kept
+    assert not {*cold[2]} & kept
+    assert core.counters[LEFT_BEHIND] == len(here - {*hot}) >= len(cold[2])
+    cluster.check()
 
 
 def test_a_drain_that_is_taken_back_ends() -> None:

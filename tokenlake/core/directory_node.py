@@ -184,9 +184,10 @@ class DirectoryNode:
 
     def _tell(self, keys: Iterable[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
         """Send `make(concatenated keys)` to each node other than this one that keeps the entries of some `keys`.
-        Returns the keys whose entries this node keeps."""
+        Returns the keys whose entries this node keeps. While the previous ring counts, the previous directory nodes of
+        keys that moved keep their entries as well: matches wait there, and nodes without the newest ring ask there."""
         own: Sequence[SegmentKey] = ()
-        for node, its_keys in self._peers.by_directory_node(keys).items():
+        for node, its_keys in self._peers.by_directory_node(keys, previous=True).items():
             if node == self._context.node:
                 own = its_keys
             else:

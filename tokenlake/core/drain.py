@@ -4,18 +4,22 @@
 
     the ring record says that this node drains
         --> a walk over the slots finds the primary copies; those accessed last come first
-        --> Offer, in parts, to the other nodes that have room            (`handover`)
+        --> Offer, in parts, to the other nodes that have room            (`handover`); where none has, those that are
+            worth more than the segment that another node would evict next, to that node
                taken    the copy here is a cached copy of the new owner
                refused  the segment is offered again in the next round
-        --> none is left, or `drain_s` has passed: Drained, once; the driver takes this node out of the record
+        --> none is left, no other node stays, or `drain_s` has passed: Drained, once; the driver takes this node out of
+            the record
 
 Meanwhile this node is on the ring no more, and serves its engines and the other nodes as before. It refuses offers.
-Segments that no node has room for stay until the end, and are lost with this node.
+Segments that no node takes stay until the end, and are lost with this node.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.handover import Handover
@@ -34,10 +38,14 @@ LEFT_BEHIND = Metric(
 
 WALKED_SLOTS = 512
 """Slots that are examined at once, before other events are handled."""
+EXAMINED = 128
+"""Segments that are examined for one offer."""
 MAX_OFFERS = 8
 """Offers of this node that are under way at a time."""
 OFFER_SEGMENTS, OFFER_BYTES = 32, 64 << 20
 """Limits of one offer; it has at least one segment."""
+REFUSED_S = 2.5
+"""Seconds for which a node that took nothing of an offer is offered nothing: the other nodes are asked in its place."""
 AGAIN_S = 1.0
 """Seconds between two rounds, of which the next offers the segments that were refused before."""
 
@@ -61,6 +69,8 @@ class Drain:
         """Number of primary copies that this round has found."""
         self._offered: Counter[NodeId] = Counter()
         """Offers under way, by node."""
+        self._refused: dict[NodeId, float] = {}
+        """By node, the time in seconds at which it last took nothing of an offer."""
 
     def ring_changed(self) -> None:
         """The ring record has changed: begin or end to drain as it says."""
@@ -84,11 +94,14 @@ class Drain:
             if self._cursor is None or self._end_timer is not timer:
                 return False
             segments, self._cursor = self._context.store.walk(self._cursor, WALKED_SLOTS)
+            _, least = self._receiver()
             for segment in segments:
-                if _primary(segment):
+                if not _primary(segment):
+                    continue
+                self._found += 1
+                if self._retention_value(segment) > least:
                     age = int(max(0.0, self._context.now - segment.touched)).bit_length()
                     self._by_age.setdefault(age, deque()).append(segment)
-                    self._found += 1
             if self._cursor is None:
                 self._offer_some()
             return self._cursor is not None
@@ -98,43 +111,61 @@ class Drain:
     def _offer_some(self) -> None:
         if self._end_timer is None:
             return
-        while self._offered.total() < MAX_OFFERS and (node := self._roomiest()) is not None:
-            part = self._next_part()
-            if not part:
+        while self._offered.total() < MAX_OFFERS:
+            node, least = self._receiver()
+            part = self._next_part(least) if node is not None else []
+            if node is None or not part:
                 break
             self._offered[node] += 1
-            self._handover.offer(node, part, lambda node=node: self._answered(node))  # type: ignore[misc]
+            self._handover.offer(node, part, partial(self._answered, node, part))
         if not self._offered.total():
             self._end_round()
 
-    def _answered(self, node: NodeId) -> None:
+    def _answered(self, node: NodeId, part: list[Segment]) -> None:
         self._offered[node] -= 1
+        if all(map(_primary, part)):
+            self._refused[node] = self._context.now
         if self._cursor is None and self._again is None:
             self._offer_some()
 
     def _end_round(self) -> None:
-        if not self._found:
+        if not self._found or all(peer.draining for peer in self._peers):
             self._end()
         else:
             self._again = self._context.after(AGAIN_S, self._round)
 
-    def _roomiest(self) -> NodeId | None:
-        """Returns the node with the most free memory for each offer under way; None if no node has room."""
-        rooms = [
-            (peer.vacancy.free_share / (1 + self._offered[peer.node]), peer.node)
+    def _receiver(self) -> tuple[NodeId | None, float]:
+        """Returns the node to offer segments to next, and the retention value above which it is offered them: the node
+        with the most free memory for each offer under way; if all are full, the one that would evict the segment of
+        the least value. (None, infinity) if no node can take segments."""
+        since = self._context.now - REFUSED_S
+        able = [
+            peer
             for peer in self._peers
-            if peer.usable and not peer.draining and not peer.vacancy.full
+            if peer.usable and not peer.draining and self._refused.get(peer.node, -math.inf) <= since
         ]
-        return max(rooms, key=lambda each: each[0])[1] if rooms else None
+        roomy = [peer for peer in able if not peer.vacancy.full]
+        if roomy:
+            return max(roomy, key=lambda peer: peer.vacancy.free_share / (1 + self._offered[peer.node])).node, -math.inf
+        if not able:
+            return None, math.inf
+        cheapest = min(able, key=lambda peer: peer.vacancy.victim_value * (1 + self._offered[peer.node]))
+        return cheapest.node, cheapest.vacancy.victim_value
 
-    def _next_part(self) -> list[Segment]:
-        """Returns the next segments to offer, which were written with the same hints; none at the end of the round."""
+    def _retention_value(self, segment: Segment) -> float:
+        return self._context.store.retention_value(segment, self._context.now)
+
+    def _next_part(self, least: float) -> list[Segment]:
+        """Returns the next segments to offer, which were written with the same hints and are worth more than `least`;
+        none at the end of the round."""
         part: list[Segment] = []
-        while self._by_age and len(part) < OFFER_SEGMENTS:
+        examined = 0
+        while self._by_age and len(part) < OFFER_SEGMENTS and examined < EXAMINED:
+            examined += 1
             youngest = min(self._by_age)
             left = self._by_age[youngest]
             segment = left[0]
-            if _primary(segment):
+            if _primary(segment) and self._retention_value(segment) > least:
                 if part and (not _together(part[0], segment) or (len(part) + 1) * segment.slot_bytes > OFFER_BYTES):
                     break
                 part.append(segment)
@@ -147,11 +178,11 @@ class Drain:
 
     def _end(self) -> None:
         """Nothing is left to hand over, or the time is up."""
-        left = sum(map(len, self._by_age.values()))
+        left = sum(pool.counts[Kind.PRIMARY] for pool in self._context.store.pools())
         self._stop()
         self._context.counters.add(LEFT_BEHIND, left)
         if left:
-            self._context.emit(Note(f"drained: {left} primary copies found no room at other nodes"))
+            self._context.emit(Note(f"drained: {left} primary copies were taken by no other node"))
         self._context.emit(Drained())
 
     def _stop(self) -> None:
@@ -160,6 +191,7 @@ class Drain:
                 timer.cancel()
         self._end_timer = self._again = self._cursor = None
         self._by_age.clear()
+        self._refused.clear()
 
     # -- checks
 

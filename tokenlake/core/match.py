@@ -181,6 +181,8 @@ class _Search:
     """The node that keeps the directory entry of each missing key, by index of the key, ascending."""
     previous: dict[int, NodeId] = field(default_factory=dict)
     """The node that kept it before the ring changed, where that is another one; empty some time after a change."""
+    marked: dict[int, NodeId] = field(default_factory=dict)
+    """By index of a key: the previous directory node that has its in-flight marker."""
     deadline: float = 0.0
     open: bool = False
     """True while answers to lookups are used. An answer that arrives at another time is ignored, and its leases are
@@ -305,10 +307,12 @@ class Matches:
         here = self._context.node
         own = [index for index, node in search.previous.items() if node == here]
         answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
-        for index, (_, owner) in zip(own, answers, strict=True):
+        for index, (code, owner) in zip(own, answers, strict=True):
             search.asked.add((index, here))
             if owner is not None:
                 search.found.named[index] = (here, owner)
+            elif code is Code.PENDING:
+                self._marked(search, index, here)
 
     def _continue(self, search: _Search) -> None:
         """Send the lookups that follow from the answers so far. When there are no further lookups and no answer is
@@ -459,14 +463,23 @@ class Matches:
             found.codes[index] = min(found.codes[index], code)
         if search.directory_nodes[index] != node:
             # Only the directory node of a key knows whether another node has the segment. A previous one may know too.
-            if search.previous.get(index) == node and owner is not None and search.named_owner(index) is None:
-                self._named(search, index, node, owner)
+            if search.previous.get(index) == node:
+                if owner is not None and search.named_owner(index) is None:
+                    self._named(search, index, node, owner)
+                elif code == Code.PENDING:
+                    self._marked(search, index, node)
             return
         search.answered.add(index)
         if owner is not None:
             self._named(search, index, node, owner)
         elif code < found.codes[index]:
             found.codes[index] = code
+
+    def _marked(self, search: _Search, index: int, node: NodeId) -> None:
+        """The previous directory node `node` has an in-flight marker, of which the one of now need not know."""
+        if search.found.codes[index] > Code.PENDING:
+            search.found.codes[index] = Code.PENDING
+            search.marked[index] = node
 
     def _named(self, search: _Search, index: int, node: NodeId, owner: NodeId) -> None:
         """The directory node `node` named `owner`."""
@@ -517,7 +530,7 @@ class Matches:
             else:
                 self._restart(search)
 
-        key, directory_node = search.keys[gap], search.directory_nodes[gap]
+        key, directory_node = search.keys[gap], search.marked.get(gap, search.directory_nodes[gap])
         self._waiting.pause(wait, search.tenant, key, directory_node, found.codes[gap], sound, resume)
 
     def _claim(self, search: _Search, wait: Wait, gap: int) -> None:
@@ -543,7 +556,7 @@ class Matches:
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()
-        answers = search.answered, search.undelivered, search.redirects
+        answers = search.answered, search.undelivered, search.redirects, search.marked
         for known in (search.asked, search.denied, search.absent, *answers):
             known.clear()
         self._recheck(search)

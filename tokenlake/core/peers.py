@@ -244,12 +244,21 @@ class Peers:
         pairs = zip(kept, now, strict=True)
         return {index: node for index, (node, keeper) in enumerate(pairs) if node != keeper and node in able}
 
-    def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
-        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept."""
+    def by_directory_node(
+        self, keys: Iterable[SegmentKey], *, previous: bool = False
+    ) -> Mapping[NodeId, list[SegmentKey]]:
+        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept. `previous`:
+        keys that moved are also in the group of the node that kept their entries before the ring changed."""
         keys = list(keys)
+        if not keys:
+            return {}
         grouped: dict[NodeId, list[SegmentKey]] = {}
-        for key, node in zip(keys, self.directory_nodes(b"".join(keys)) if keys else (), strict=True):
+        packed = b"".join(keys)
+        nodes = self.directory_nodes(packed)
+        for key, node in zip(keys, nodes, strict=True):
             grouped.setdefault(node, []).append(key)
+        for index, node in self.previous_directory_nodes(packed, nodes).items() if previous else ():
+            grouped.setdefault(node, []).append(keys[index])
         return grouped
 
     def start(self) -> None:

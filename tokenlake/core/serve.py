@@ -242,9 +242,14 @@ class Serving:
         nodes = self._ask_directory(tenant, keys, found, codes, message.ring[0]) if None in found else []
         if message.claim_s:
             pairs = self._context.ring.candidates(message.keys)
-            for key, code, pair in zip(keys, codes, pairs, strict=True):
-                if code == _MISSING and self._context.node in pair:
+            for index, (key, pair) in enumerate(zip(keys, pairs, strict=True)):
+                if codes[index] != _MISSING:
+                    continue
+                if self._context.node in pair:
                     self._directory_node.claim(node, tenant, key, message.claim_s)
+                else:
+                    # The key has moved away since the reader began to wait here: this node grants no markers of it.
+                    codes[index] = Code.UNKNOWN
         leased = self._within_room(found, codes)
         verdict = self._fan_out.decide(node, leased, patient=message.may_defer) if leased else _SERVE
         if verdict.deferred:

@@ -279,6 +279,8 @@ class WaitingMatches:
 
         if directory_node == self._context.node:
             code, owner = self._directory_node.ask(tenant, [key])[0]
+            if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
+                code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:
                 self._directory_node.claim(directory_node, tenant, key, wait.in_flight_wait_s)
             answered(Code.LOCAL if owner is not None else code)

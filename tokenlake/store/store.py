@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -176,6 +177,10 @@ class SegmentStore:
                 age = max(age, now - victim.touched)
                 retention_value = min(retention_value, order.retention_value(victim, now))
         return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
+
+    def retention_value(self, segment: Segment, now: float) -> float:
+        """Returns the value of keeping a READY primary copy; infinite for one that is in use."""
+        return math.inf if segment.excluded else self._pools[segment.pool].retention.retention_value(segment, now)
 
     # -- life of a segment
 
