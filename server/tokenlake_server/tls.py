@@ -63,14 +63,18 @@ class TlsSession:
 
     def read(self) -> bytes:
         """The plain bytes of all whole records received so far. Raises `ProtocolRefused` for a record that was changed,
-        `CredentialRefused` if the other side refused this node's certificate."""
+        and at the end of TLS, which no node sends; `CredentialRefused` if the other side refused this node's
+        certificate."""
         assert self._tls is not None
         parts = []
         try:
             # Asked first, because an error that is raised and caught takes longer than the rest of a frame.
             while self._incoming.pending or self._tls.pending():
-                parts.append(self._tls.read(RECORD_BYTES))
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                part = self._tls.read(RECORD_BYTES)
+                if not part:
+                    raise ProtocolRefused("the other side ended TLS")
+                parts.append(part)
+        except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
             raise self._refused(error) from error

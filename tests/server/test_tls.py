@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import ssl
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,26 @@ def test_a_changed_byte_is_refused(ca: Path) -> None:
     encrypted[-1] ^= 1
     b.receive(bytes(encrypted))
     with pytest.raises(ProtocolRefused, match="TLS failed"):
+        b.read()
+
+
+def test_an_end_of_tls_ends_the_connection(ca: Path) -> None:
+    """`read` would otherwise find no end of the bytes behind it."""
+    b = session(ca, "b", server=True)
+    own = files(ca, "a")
+    paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    a = Certificates(paths, "tokenlake", "a").current.client.wrap_bio(incoming, outgoing)
+    while b.peer is None:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            a.do_handshake()
+        b.receive(outgoing.read())
+        b.handshake()
+        incoming.write(b.to_send())
+    with contextlib.suppress(ssl.SSLWantReadError):
+        a.unwrap()
+    b.receive(outgoing.read())
+    with pytest.raises(ProtocolRefused, match="ended TLS"):
         b.read()
 
 
