@@ -198,11 +198,14 @@ def growth(**arguments: object) -> None:
     "--change",
     "changes",
     multiple=True,
-    type=click.Choice(["join", "drain", "kill", "return"]),
-    help="What happens to a node; repeatable. [default: all]",
+    type=click.Choice(["join", "drain", "kill", "return", "etcd-down"]),
+    help="What happens to a node, or to etcd; repeatable. [default: all]",
 )
 @click.option("--rounds", default=5, show_default=True, help="Runs of each change; the table has their medians.")
 @click.option("--rate", default=10.0, show_default=True, help="Requests per second of each engine; one at each node.")
+@click.option(
+    "--change-s", default=6.0, show_default=True, help="Least seconds of a change, such as of etcd's absence."
+)
 @click.option("--encrypt", type=click.Choice(["on", "off"]), default="on", show_default=True, help="With certificates.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the first round.")
 @_json

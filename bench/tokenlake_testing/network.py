@@ -67,16 +67,18 @@ class Network:
         """The name of the node's namespace: `ip netns exec NAME command` runs a command there."""
         return f"{self._prefix}{self._number[node]}"
 
-    def address(self, node: str) -> str:
-        """The address of the node."""
-        return self._address(node, self._version)
+    def address(self, node: str, interface: int = 0) -> str:
+        """One of the two addresses of the node, which stand for two network interfaces."""
+        return self._address(node, self._version, interface)
 
-    def host(self, node: str) -> str:
+    def host(self, node: str, interface: int = 0) -> str:
         """The address of the node as it stands before a port, an IPv6 address in brackets."""
-        return f"[{self.address(node)}]" if self._version == 6 else self.address(node)
+        address = self.address(node, interface)
+        return f"[{address}]" if self._version == 6 else address
 
-    def _address(self, node: str, version: int) -> str:
-        return f"10.77.{self._number[node]}.2" if version == 4 else f"fd77:{self._number[node]}::2"
+    def _address(self, node: str, version: int, interface: int = 0) -> str:
+        number = self._number[node]
+        return f"10.77.{number}.{2 + interface}" if version == 4 else f"fd77:{number}::{2 + interface}"
 
     def __enter__(self) -> Network:
         _remove_leftovers()
@@ -114,18 +116,18 @@ class Network:
 
     # -- faults
 
-    def drop(self, source: str, target: str) -> None:
-        """Drop all packets from `source` to `target`, without an answer to `source`."""
+    def drop(self, source: str, target: str, interface: int = 0) -> None:
+        """Drop all packets from `source` to one address of `target`, without an answer to `source`."""
         for version in (4, 6):
-            self._rule("add", source, target, version)
+            self._rule("add", source, self._address(target, version, interface), version)
 
-    def forward(self, source: str, target: str) -> None:
+    def forward(self, source: str, target: str, interface: int = 0) -> None:
         """End `drop`."""
         for version in (4, 6):
-            self._rule("del", source, target, version)
+            self._rule("del", source, self._address(target, version, interface), version)
 
     def _rule(self, act: str, source: str, target: str, version: int) -> None:
-        ends = ("from", self._address(source, version), "to", self._address(target, version))
+        ends = ("from", self._address(source, version), "to", target)
         _ip(f"-{version}", "-n", self._router, "rule", act, *ends, "blackhole", "pref", str(DROPS))
 
     def limit(self, node: str, rate: str) -> None:
@@ -149,6 +151,9 @@ class Network:
         name, number = self.namespace(node), self._number[node]
         for address in (f"10.77.{number}.2/24", f"fd77:{number}::2/64"):
             _ip("-n", name, "addr", "add", address, "dev", "eth0")
+        for address in (f"10.77.{number}.3/32", f"fd77:{number}::3/128"):
+            # Deprecated: the node opens no connection from its second address.
+            _ip("-n", name, "addr", "add", address, "dev", "eth0", "preferred_lft", "0")
         _ip("-n", name, "route", "replace", "default", "via", f"10.77.{number}.1")
         _ip("-6", "-n", name, "route", "replace", "default", "via", f"fd77:{number}::1")
 

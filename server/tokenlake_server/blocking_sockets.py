@@ -50,11 +50,12 @@ def introduce(
 def _prove(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
     sock.sendall(pack_frame(dialler.hello))
-    challenge = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
+    body = read_frame(sock, peer.HANDSHAKE_BYTES)
+    challenge = decode(peer.handshake_decoder, body)
     if not isinstance(challenge, peer.PeerChallenge):
         raise ProtocolRefused(f"node {node} refused a {purpose} connection: {challenge}")
     try:
-        proof = dialler.answer(challenge)
+        proof = dialler.answer(challenge, body)
     except TokenLakeError as error:
         sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         raise

@@ -1,8 +1,9 @@
 """Receives segments' bytes from other daemons, over blocking sockets in a bounded number of threads.
 
 The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`) replies with one `Pulled` frame and the
-raw slots. A large fetch is split in two halves over two connections. The rules reserved the slots of the receiver and
-pin those of the sender for as long as the transfer lasts.
+raw slots. A large fetch is split in two halves over two connections. Where a node has several network interfaces for
+bulk connections, the connections spread over them, and the others take the place of one that fails. The rules reserved
+the slots of the receiver and pin those of the sender for as long as the transfer lasts.
 
 A fetch can be aborted at any time: while it waits for a thread, connects, or receives. One node never takes all
 threads, so that a node that does not answer leaves some for the others.
@@ -11,6 +12,7 @@ threads, so that a node that does not answer leaves some for the others.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -21,7 +23,7 @@ import xxhash
 
 from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
@@ -29,10 +31,11 @@ from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import NewKeys, ended, introduce, limit_wait, no_keys, size_buffer
+from tokenlake_server.bulk_paths import BulkPaths
 from tokenlake_server.bulk_stream import BulkStream, is_length
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
 
 __all__ = ["RECEIVE_THREADS", "THREADS_PER_NODE", "BulkReceiver"]
 
@@ -45,7 +48,7 @@ THREADS_PER_NODE = RECEIVE_THREADS - 2
 """Maximum number of these threads that receive from one node at a time: the pieces of background transfers that may be
 under way, in two halves each, and a large fetch."""
 IDLE_CONNECTIONS = 4
-"""Limit of the unused bulk connections per peer that stay open for later fetches."""
+"""Limit of the unused bulk connections per path to a peer that stay open for later fetches."""
 STALL_S = 0.25
 """Least seconds without progress after which a transfer whose first bytes have come is given up; more than the 200 ms
 after which TCP sends a lost packet again."""
@@ -64,8 +67,10 @@ class _Job:
     """The execution of one `StartFetch`. One thread fetches each of `parts` (ranges of indices into the keys) and alone
     writes the entries of its range in `codes` and `checksums`. The control loop may call `abort` at any time."""
 
-    def __init__(self, instruction: StartFetch) -> None:
+    def __init__(self, instruction: StartFetch, first_path: int) -> None:
         self.instruction = instruction
+        self.first_path = first_path
+        """Number of the path of the first part (`BulkPaths.order`)."""
         count = len(instruction.keys) // KEY_BYTES
         self.codes = bytearray([Code.LOST]) * count
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
@@ -85,6 +90,15 @@ class _Job:
         with self._lock:
             if not self._aborted and (stalled or self.answered is None):
                 self.answered = False
+
+    @property
+    def aborted(self) -> bool:
+        """True once `abort` was called."""
+        return self._aborted
+
+    def rest(self, part: range) -> range:
+        """The part from the first segment on that has not come."""
+        return range(next((index for index in part if self.codes[index] == Code.LOST), part.stop), part.stop)
 
     def use(self, sock: socket.socket) -> None:
         """Record that the fetch uses the socket: from now on `abort` shuts it down. Raises TimeoutError when the fetch
@@ -132,6 +146,8 @@ class BulkReceiver:
         self._buffers: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
         self._addresses = addresses
+        self._paths = BulkPaths(addresses)
+        self._next_path = itertools.count()
         self._arena = arena
         self._driver = driver
         self._jobs: dict[int, _Job] = {}
@@ -152,13 +168,13 @@ class BulkReceiver:
                 thread.start()
         except RuntimeError as error:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
-        self._idle: dict[str, list[BulkStream]] = {}
+        self._idle: dict[tuple[str, Endpoint], list[BulkStream]] = {}
         self._idle_lock = threading.Lock()
         driver.carry_out(StartFetch, self._start)
         driver.carry_out(AbortFetch, self._abort)
 
     def _start(self, instruction: StartFetch) -> None:
-        job = _Job(instruction)
+        job = _Job(instruction, next(self._next_path))
         self._jobs[instruction.fetch] = job
         with self._changed:
             self._queue.extend((job, part) for part in job.parts)
@@ -207,7 +223,7 @@ class BulkReceiver:
         instruction = job.instruction
         stalled = False
         try:
-            self._pull(job, part)
+            self._pull_over_any(job, part)
             self._end_part(job)
             return
         except (OSError, TokenLakeError) as error:
@@ -217,9 +233,6 @@ class BulkReceiver:
         except Exception:
             log.exception("fetch %d from %s failed", instruction.fetch, instruction.node)
         job.failed(stalled=stalled)
-        if not job.answered:
-            # What keeps this connection from answering may keep the idle ones from it.
-            self._drop_idle(instruction.node)
         self._end_part(job)
 
     def _end_part(self, job: _Job) -> None:
@@ -228,11 +241,36 @@ class BulkReceiver:
             self._jobs.pop(fetch, None)
             self._driver.post(events.FetchDone(fetch, bytes(job.codes), bytes(job.checksums), job.answered))
 
-    def _pull(self, job: _Job, part: range) -> None:
+    def _pull_over_any(self, job: _Job, part: range) -> None:
+        """Receive the segments over the path of the part; where it fails, the rest of them over another one."""
+        node, answer_s = job.instruction.node, job.instruction.answer_s
+        paths = self._paths.order(node, job.first_path + job.parts.index(part))
+        until = time.monotonic() + answer_s
+        while True:
+            path = paths.pop(0)
+            now = time.monotonic()
+            try:
+                self._pull(job, part, path, now + (until - now) / (len(paths) + 1))
+                return
+            except (OSError, TokenLakeError) as error:
+                if not (job.aborted and job.answered):
+                    # What keeps this connection from answering may keep the idle ones from it.
+                    self._drop_idle(node, path)
+                if job.aborted or isinstance(error, Unreachable):
+                    raise
+                self._paths.failed(node, path)
+                if not paths:
+                    raise
+                log.info("fetch %d from %s leaves the path %s: %s", job.instruction.fetch, node, path.address, error)
+            part = job.rest(part)
+            if time.monotonic() >= until:
+                # Bytes had come over the path before.
+                until = time.monotonic() + answer_s
+
+    def _pull(self, job: _Job, part: range, path: Endpoint, until: float) -> None:
         instruction = job.instruction
         whole = False
-        until = time.monotonic() + instruction.answer_s
-        stream = self._borrow(instruction.node, job, until)
+        stream = self._borrow(instruction.node, path, job, until)
         buffer = self._buffers.pop() if self._buffers else bytearray()
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
@@ -246,7 +284,7 @@ class BulkReceiver:
             self._buffers.append(buffer)
             job.leave(stream.sock)
             if whole:
-                self._give_back(instruction.node, stream)
+                self._give_back(instruction.node, path, stream)
             else:
                 stream.sock.close()
 
@@ -278,12 +316,11 @@ class BulkReceiver:
 
     # -- connections
 
-    def _borrow(self, node: str, job: _Job, until: float) -> BulkStream:
-        """An idle bulk connection to `node`, else a new one, made until the time `until`. The caller owns it, and an
-        abort of `job` shuts it down."""
-        idle = self._take_idle(node)
-        endpoint = self._addresses.last(node)
-        sock = idle.sock if idle is not None else socket.socket(endpoint.family, socket.SOCK_STREAM)
+    def _borrow(self, node: str, path: Endpoint, job: _Job, until: float) -> BulkStream:
+        """An idle bulk connection to `node` over `path`, else a new one, made until the time `until`. The caller owns
+        it, and an abort of `job` shuts it down."""
+        idle = self._take_idle(node, path)
+        sock = idle.sock if idle is not None else socket.socket(path.family, socket.SOCK_STREAM)
         try:
             # From here on an abort also ends the attempt to connect: it shuts the socket down.
             job.use(sock)
@@ -291,7 +328,7 @@ class BulkReceiver:
                 return idle
             _limit(sock, until)
             set_tcp_options(sock)
-            sock.connect(endpoint.address)
+            sock.connect(path.address)
             _limit(sock, until)
             keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
             size_buffer(sock, socket.SO_RCVBUF, encrypted=keys is not None)
@@ -301,9 +338,9 @@ class BulkReceiver:
             sock.close()
             raise
 
-    def _take_idle(self, node: str) -> BulkStream | None:
+    def _take_idle(self, node: str, path: Endpoint) -> BulkStream | None:
         with self._idle_lock:
-            idle = self._idle.get(node)
+            idle = self._idle.get((node, path))
             while idle:
                 stream = idle.pop()
                 if not _dropped(stream.sock):
@@ -311,16 +348,16 @@ class BulkReceiver:
                 stream.sock.close()
         return None
 
-    def _drop_idle(self, node: str) -> None:
+    def _drop_idle(self, node: str, path: Endpoint) -> None:
         with self._idle_lock:
-            idle = self._idle.pop(node, [])
+            idle = self._idle.pop((node, path), [])
         for stream in idle:
             stream.sock.close()
 
-    def _give_back(self, node: str, stream: BulkStream) -> None:
+    def _give_back(self, node: str, path: Endpoint, stream: BulkStream) -> None:
         with self._idle_lock:
             if node in self._addresses:
-                idle = self._idle.setdefault(node, [])
+                idle = self._idle.setdefault((node, path), [])
                 if len(idle) < IDLE_CONNECTIONS:
                     idle.append(stream)
                     return
@@ -329,9 +366,9 @@ class BulkReceiver:
     def follow(self) -> None:
         """Follow a change of the addresses: close the idle connections with nodes that left."""
         with self._idle_lock:
-            left = [node for node in self._idle if node not in self._addresses]
-        for node in left:
-            self._drop_idle(node)
+            left = [(node, path) for node, path in self._idle if node not in self._addresses]
+        for node, path in left:
+            self._drop_idle(node, path)
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
+from tokenlake_server.certificates import shown
 from tokenlake_server.identity import cluster_uri, node_uri
 from tokenlake_server.private_file import open_private
 
@@ -62,12 +64,16 @@ def _init(directory: Path, cluster: str, days: float) -> None:
 @click.option("--days", default=365.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
 @click.option("--renew", is_flag=True, help="Replace the files of the node; a running daemon reads the new ones.")
 def _issue(name: str, directory: Path, addresses: tuple[str, ...], days: float, renew: bool) -> None:
-    """Make the certificate NAME.pem and the key NAME-key.pem of node NAME."""
+    """Make the certificate NAME.pem and the key NAME-key.pem of node NAME. It ends with the CA at the latest."""
+    if renew and not (directory / f"{name}.pem").exists():
+        raise click.ClickException(f"{directory / name}.pem does not exist; issue it without --renew")
     try:
         certificate, key = issue(directory, name, addresses, days, renew=renew)
+        end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
         raise click.ClickException(_text(error)) from error
-    click.echo(f"{certificate}: the setting 'certificate' of node {name}\n{key}: its setting 'key'")
+    click.echo(f"{certificate}: the setting 'certificate' of node {name}, valid until {shown(end)}")
+    click.echo(f"{key}: its setting 'key'")
 
 
 def init_ca(directory: Path, cluster: str, days: float = 3650) -> tuple[Path, Path]:
@@ -78,7 +84,8 @@ def init_ca(directory: Path, cluster: str, days: float = 3650) -> tuple[Path, Pa
     _refuse_existing(files, "a CA is never replaced; choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{cluster} CA")])
+    # A number, because refusals name the CA of a certificate, and a cluster may have had several.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{cluster} CA {secrets.token_hex(3)}")])
     usage = {"key_cert_sign": True, "crl_sign": True}
     builder = (
         _builder(name, name, key, days)
@@ -100,9 +107,9 @@ def issue(
     renew: bool = False,
 ) -> tuple[Path, Path]:
     """Make a certificate of `node`, signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
-    or from `EARLY` before now. Returns the files of the certificate and of its key. Raises ValueError for a name or
-    address that is not valid, a directory without a CA, and without `renew` for files that exist; OSError for files
-    that cannot be read or written."""
+    or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the certificate and of its key.
+    Raises ValueError for a name or address that is not valid, a directory without a CA, and without `renew` for files
+    that exist; OSError for files that cannot be read or written."""
     _check("node", node)
     try:
         authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
@@ -125,7 +132,7 @@ def issue(
     names = [x509.UniformResourceIdentifier(uri), *map(_address, addresses)]
     authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     builder = (
-        _builder(name, authority.subject, key, days, begin)
+        _builder(name, authority.subject, key, days, begin, authority.not_valid_after_utc)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -141,8 +148,11 @@ def _builder(
     key: ec.EllipticCurvePrivateKey,
     days: float,
     begin: datetime.datetime | None = None,
+    latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
+    """A certificate that is valid for `days`, but not beyond `latest`."""
     now = datetime.datetime.now(datetime.UTC)
+    end = (begin or now) + datetime.timedelta(days=days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -150,7 +160,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(begin or now - EARLY)
-        .not_valid_after((begin or now) + datetime.timedelta(days=days))
+        .not_valid_after(min(end, latest or end))
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 from tokenlake.errors import ConfigurationError, CredentialRefused
@@ -76,7 +77,8 @@ class Certificates:
         self._uri = node_uri(cluster, node)
         self._seen = self._states()
         self._problem = ""
-        self._warned_at = -math.inf
+        self._warned: tuple[str, float] = "", -math.inf
+        """The kind of the last warning about the validity, and its time."""
         self.current = self._load()
         self._warn()
 
@@ -97,22 +99,22 @@ class Certificates:
         else:
             self._seen = states
             self._problem = ""
-            self._warned_at = -math.inf
+            self._warned = "", -math.inf
             log.info("the changed files of 'certificate', 'key' and 'ca' are in use for new connections")
 
     def _warn(self) -> None:
         """Log that this node's certificate is not valid, or soon will not be."""
-        if time.monotonic() - self._warned_at < WARN_S:
-            return
         begin, end = self.current.begin, self.current.end
         now = datetime.datetime.now(datetime.UTC)
-        if not begin <= now <= end:
-            log.error("other nodes refuse this node: %s", _outside("its certificate", (begin, end), now))
-        elif end - now < LAST_PART * (end - begin):
+        kind = "not valid" if not begin <= now <= end else "expires" if end - now < LAST_PART * (end - begin) else ""
+        last, logged_at = self._warned
+        if not kind or (kind == last and time.monotonic() - logged_at < WARN_S):
+            return
+        self._warned = kind, time.monotonic()
+        if kind == "expires":
             log.warning("the certificate of this node expires at %s; renew %s", shown(end), self._files.certificate)
         else:
-            return
-        self._warned_at = time.monotonic()
+            log.error("other nodes refuse this node: %s", _outside("its certificate", (begin, end), now))
 
     def _states(self) -> list[tuple[int, int, int]]:
         found = []
@@ -127,7 +129,7 @@ class Certificates:
     def _load(self) -> Contexts:
         files = self._files
         _require_private(files.key)
-        [own, *_] = _parse("certificate", files.certificate)
+        [own, *intermediates] = _parse("certificate", files.certificate)
         uri = _uri(own)
         if uri != self._uri:
             has = f"one for {uri}" if uri else "one without a single SPIFFE URI"
@@ -137,6 +139,12 @@ class Certificates:
         # A resumed session would skip the checks of the certificate.
         server.num_tickets = 0
         client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
+        if not _signed(own, intermediates, authorities):
+            log.error(
+                "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse it",
+                files.certificate,
+                files.ca,
+            )
         return Contexts(server, client, own.issuer.rfc4514_string(), *_valid([own]))
 
     def _context(self, protocol: int, authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
@@ -197,6 +205,28 @@ def _verified_chain(tls: ssl.SSLObject) -> list[bytes]:
     # Python before 3.13 has the method on the object inside only.
     inner = tls._sslobj  # type: ignore[attr-defined]
     return [ssl.PEM_cert_to_DER_cert(each.public_bytes()) for each in inner.get_verified_chain()]
+
+
+def _signed(
+    own: x509.Certificate, intermediates: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
+) -> bool:
+    """Does a chain of signatures lead from `own` over `intermediates` to one of `authorities`?"""
+    reached, left = [own], list(intermediates)
+    while reached:
+        each = reached.pop()
+        if each in authorities or any(_issued(each, authority) for authority in authorities):
+            return True
+        reached += [issuer for issuer in left if _issued(each, issuer)]
+        left = [issuer for issuer in left if issuer not in reached]
+    return False
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def _valid(chain: Sequence[x509.Certificate]) -> tuple[datetime.datetime, datetime.datetime]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
@@ -22,11 +23,15 @@ from tokenlake.log_lines import set_up_log
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.event_log import replay as replay_log
+from tokenlake_server.tables import print_table
 from tokenlake_server.watchdog import new_event_loop
 
 __all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
 
 log = logging.getLogger(__name__)
+
+LINK: Final = re.compile(r" \(\[[^]]*\]\([^)]*\)\)")
+"""A link of the documents behind the meaning of a setting."""
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +39,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     because other users of the machine can read a command line."""
     for name, setting in reversed(list(settings_of(ServerConfig).items())):
         if not setting.secret:
-            text = f"{setting.meaning[0].upper()}{setting.meaning[1:]}. Value: {setting.kind.expected}."
+            meaning = LINK.sub("", setting.meaning)
+            text = f"{meaning[0].upper()}{meaning[1:]}. Value: {setting.kind.expected}."
             command = click.option(f"--{name.replace('_', '-')}", default=None, help=text)(command)
     option = click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file.")
     return option(command)
@@ -132,6 +138,6 @@ def show(file: Path | None, **flags: object) -> None:
     table = Table("setting", "value", "source")
     for field, value, origin in settings.describe():
         table.add_row(field, value, origin)
-    Console().print(table)
+    print_table(table)
     if settings.ignored:
         click.echo(f"variables of a Kubernetes Service, which are not settings: {', '.join(settings.ignored)}")

@@ -121,7 +121,7 @@ class Daemon:
         """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
-        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster)
+        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)))
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
@@ -130,7 +130,14 @@ class Daemon:
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
-            identity, parse_address(config.listen), addresses, self.driver, loop, adopt, certificates
+            identity,
+            parse_address(config.listen),
+            addresses,
+            self.driver,
+            loop,
+            adopt,
+            certificates,
+            config.bulk_listen,
         )
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
         self.peers.on_stranger = lambda node: self.membership.look()
@@ -338,7 +345,10 @@ def _aliases(config: ServerConfig) -> dict[str, str]:
 
 def _other_rings(states: Mapping[str, str]) -> dict[str, str]:
     """The peers whose members differ from those of this node, and how."""
-    text = "its list of members has another content than that of this node: give both the same 'peers'"
+    text = (
+        "its members or their sizes differ from those of this node, so that segments of each are not found at the "
+        "other: give both the same 'peers', with the same sizes"
+    )
     return {name: text for name, state in states.items() if state == "differs"}
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import click
 import msgspec
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.config_file import read_foreign_file
 from tokenlake_server.local_socket import dial
+from tokenlake_server.tables import print_table
 
 __all__ = ["Explanation", "ask", "explain"]
 
@@ -180,7 +180,7 @@ def _print(funnel: Funnel, as_json: bool) -> None:
     table.columns[1].justify = "right"
     for name, tokens, detail in _rows(funnel):
         table.add_row(name, f"{tokens:,}", escape(_printable(detail)))
-    Console().print(table)
+    print_table(table)
 
 
 def _printable(text: str) -> str:

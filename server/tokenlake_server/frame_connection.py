@@ -86,6 +86,8 @@ class FrameConnection:
         self._secured: Callable[[TokenLakeError | None], None] | None = None
         """Called when the TLS handshake has ended; None before and afterwards."""
         self._threads: Executor | None = None
+        self._stepping: asyncio.Future[None] | None = None
+        """The last step of the TLS handshake."""
         self._loop = loop
         self._max_unsent = max_unsent
         self._pause_bytes = pause_bytes
@@ -134,8 +136,8 @@ class FrameConnection:
         assert self._tls is not None
         assert self._threads is not None
         self._loop.remove_reader(self.sock)
-        step = self._loop.run_in_executor(self._threads, self._tls.handshake)
-        step.add_done_callback(self._stepped)
+        self._stepping = self._loop.run_in_executor(self._threads, self._tls.handshake)
+        self._stepping.add_done_callback(self._stepped)
 
     def _stepped(self, step: asyncio.Future[None]) -> None:
         if not self._open or step.cancelled():
@@ -360,6 +362,9 @@ class FrameConnection:
                 os.close(descriptor)
         self._unsent.clear()
         self._bodies, self._work = iter(()), iter(())
+        if self._stepping is not None:
+            # A step that waits for a thread is not done any more: it would delay the handshakes of other connections.
+            self._stepping.cancel()
         if self._charge is not None:
             self._charge(-self._charged)
         self.on_closed(reason)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from tokenlake.config import ServerConfig, format_size
 from tokenlake.errors import MembershipRefused, TokenLakeError
 from tokenlake_server.cli import load, with_settings
 from tokenlake_server.membership import static_members
+from tokenlake_server.tables import print_table
 
 if TYPE_CHECKING:
     # grpcio is an extra, which a static list does not need.
@@ -49,7 +49,7 @@ def members(file: Path | None, as_json: bool, **flags: object) -> None:
     table = Table("member", "weight", "state", "address", title=f"cluster {config.cluster}, epoch {text['epoch']}")
     for name, each in text["members"].items():
         table.add_row(name, format_size(each["weight"]), each["state"], each["address"])
-    Console().print(table)
+    print_table(table)
 
 
 @click.command()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tokenlake.config import Address
+from tokenlake.config import Address, parse_address
 
 __all__ = ["Endpoint", "PeerAddresses", "set_tcp_options"]
 
@@ -34,14 +34,16 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `in`, `names`, `configured` and `last` may be
-    used in any thread."""
+    """The address of each other node. Changed on the control loop only; `in`, `names`, `last` and `bulk` may be used in
+    any thread."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
         address beyond loopback, which etcd may name, is an error."""
         self._configured = dict(addresses)
         self._loopback_only = loopback_only
+        self._told: dict[str, list[Endpoint]] = {}
+        """Further endpoints for bulk connections, which each node tells itself."""
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
 
@@ -60,6 +62,17 @@ class PeerAddresses:
         """The address of a node, as it was configured, for people."""
         return str(self._configured.get(node) or "no address")
 
+    def at(self, host: str) -> list[str]:
+        """The nodes whose address is `host`, an IP address: the configured one, or one that its name had when it was
+        resolved last."""
+        host = host.removeprefix("::ffff:")
+        found = []
+        for name, address in self._configured.items():
+            known = {str(endpoint.address[0]) for endpoint in self._endpoints.get(name, ())}
+            if host in known or (address is not None and host == address.host):
+                found.append(name)
+        return found
+
     def change(self, addresses: Mapping[str, Address | None]) -> list[str]:
         """Replace all addresses; see `__init__`. Nodes whose address changed are resolved anew. Returns those that had
         another address before: their daemons were started elsewhere."""
@@ -70,8 +83,23 @@ class PeerAddresses:
         ]
         kept = {name for name, address in addresses.items() if self._configured.get(name) == address}
         self._endpoints = {name: found for name, found in self._endpoints.items() if name in kept}
+        self._told = {name: told for name, told in self._told.items() if name in kept}
         self._configured = dict(addresses)
         return moved
+
+    def tell(self, node: str, addresses: Sequence[str]) -> None:
+        """Replace the further addresses at which `node` accepts bulk connections, as it tells them. Raises ValueError
+        for one that is no address, or is not allowed; the others are used."""
+        told, refused = [], []
+        for text in addresses:
+            try:
+                endpoint = _literal(*parse_address(text))
+                told += [self._allowed(endpoint)] if endpoint is not None else []
+            except (ValueError, OSError) as error:
+                refused.append(f"{text} ({error})")
+        self._told[node] = told
+        if refused:
+            raise ValueError(f"bulk connections cannot go to {', '.join(refused)}")
 
     async def resolve(self, node: str) -> Endpoint:
         """The endpoint to dial for a control connection. A host name with several addresses yields another one of them
@@ -111,6 +139,11 @@ class PeerAddresses:
         if literal is None:
             raise OSError(f"the address of node '{node}' ({configured or 'none'}) is not known yet")
         return self._allowed(literal)
+
+    def bulk(self, node: str) -> list[Endpoint]:
+        """The endpoints for bulk connections with `node`, each once: that of `last`, which raises the same errors, and
+        those that the node told."""
+        return list(dict.fromkeys([self.last(node), *self._told.get(node, [])]))
 
     def _allowed(self, endpoint: Endpoint) -> Endpoint:
         host = str(endpoint.address[0])

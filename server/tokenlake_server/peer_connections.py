@@ -16,7 +16,7 @@ import random
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,6 +31,7 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
+from tokenlake.metrics import Metric
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -79,6 +80,10 @@ MAX_REASON = 2000
 REFUSAL_S = 1.0
 """Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
 
+UNKNOWN_MESSAGES = Metric(
+    "tokenlake_unknown_messages_total", "Messages of other nodes, of types that only a newer version knows; dropped"
+)
+
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
 """Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
@@ -126,9 +131,10 @@ class PeerConnections:
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
         certificates: Certificates | None = None,
+        bulk_listen: Sequence[Address] = (),
     ) -> None:
         """`adopt`: for each purpose of a connection but control, the function that takes such connections over.
-        `certificates`: None where connections are plain."""
+        `certificates`: None where connections are plain. `bulk_listen`: further addresses to listen at."""
         self._certificates = certificates
         self._tls_threads = started_threads(TLS_THREADS, "tls") if certificates is not None else None
         self._reloading = loop.create_task(self._keep_reloading()) if certificates is not None else None
@@ -149,11 +155,14 @@ class PeerConnections:
         self.on_stranger: Callable[[str], None] = lambda node: None
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
+        self._newer: set[str] = set()
+        """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
-        self.states = PeerStates(addresses.names, loop)
-        self._sock = _listen(listen)
-        self.address = Address(*self._sock.getsockname()[:2])
-        loop.add_reader(self._sock, self._accept)
+        self.states = PeerStates(identity.node, addresses.names, loop)
+        self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
+        self.address = Address(*self._socks[0].getsockname()[:2])
+        for sock in self._socks:
+            loop.add_reader(sock, self._accept, sock)
         driver.carry_out(SendToPeer, self._say)
         driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
@@ -217,15 +226,15 @@ class PeerConnections:
 
     # -- accepting
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, (source, *_) = self._sock.accept()
+            sock, (source, *_) = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
             log.warning("a connection could not be accepted: %s", error)
-            self._loop.remove_reader(self._sock)
-            self._loop.call_later(REDIAL_S, self._accept_again)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(REDIAL_S, self._accept_again, listener)
             return
         self._make_room(source)
         self._begin_handshake(sock, source, None, None)
@@ -243,9 +252,9 @@ class PeerConnections:
         oldest = next(each for each, handshake in self._handshakes.items() if handshake.source == crowded)
         oldest.close("its handshake was not complete when too many others had connected")
 
-    def _accept_again(self) -> None:
+    def _accept_again(self, listener: socket.socket) -> None:
         if not self._closing:
-            self._loop.add_reader(self._sock, self._accept)
+            self._loop.add_reader(listener, self._accept, listener)
 
     def _begin_handshake(
         self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
@@ -367,7 +376,7 @@ class PeerConnections:
                         reason += f"; the clock of this node says {shown(datetime.datetime.now(datetime.UTC))}"
                     self._log_refusal(handshake, reason)
                     connection.close("refused by the other side")
-                case peer.OpenConnection() as opening, None if self._certificates is not None:
+                case peer.OpenConnection() as opening, None if self._names_its_key(handshake):
                     granted = self._keys.take(opening.connection, self._loop.time())
                     if granted is not None:
                         self._open(connection, handshake, granted)
@@ -378,22 +387,26 @@ class PeerConnections:
                     raise ProtocolRefused(TLS_REQUIRED)
                 case peer.PeerHello() as hello, None:
                     self._check_certified(handshake, hello)
-                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
+                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES), body)
                     connection.send(pack_frame(handshake.side.challenge))
                 case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
-                    connection.send(pack_frame(dialler.answer(challenge)))
+                    connection.send(pack_frame(dialler.answer(challenge, body)))
                 case peer.PeerProof() as proof, Acceptor() as acceptor:
                     acceptor.check(proof)
                     self._accepted(connection, acceptor.hello)
-                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
+                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
-                    self._established(connection, handshake.dialled, incarnation)
+                    self._established(connection, handshake.dialled, incarnation, dialler.bulk)
                     if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
                     raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
         except TokenLakeError as error:
             self._refuse_handshake(connection, handshake, error)
+
+    def _names_its_key(self, handshake: _Handshake) -> bool:
+        """True while a connection may name its keys: once, and before anything else."""
+        return self._certificates is not None and handshake.certified is None and not handshake.opening
 
     def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
         self._log_refusal(handshake, str(error))
@@ -419,7 +432,7 @@ class PeerConnections:
             self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
-            self._established(connection, hello.node, hello.incarnation)
+            self._established(connection, hello.node, hello.incarnation, hello.bulk)
 
     def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
@@ -445,12 +458,13 @@ class PeerConnections:
         """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
         line. Peers repeat their attempts, so a refusal that was left out is logged later."""
         # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
-        # share one entry of the map, so that the map cannot grow.
+        # share one entry of the map, so that the map cannot grow. Handshakes without a name have an entry for each node
+        # that they may belong to; the lines of two nodes would otherwise alternate without a limit.
         name = handshake.node or "an unnamed process"
         if handshake.dialled is None and handshake.certified is None:
             name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
-        node = handshake.node if handshake.node in self._addresses else ""
+        node = handshake.node if handshake.node in self._addresses else self._likely(handshake.source)
         self.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
@@ -458,13 +472,25 @@ class PeerConnections:
             self._refused[node] = line, now
             log.error("connection with %s", line)
 
+    def _likely(self, source: str) -> str:
+        """The node to which a handshake may belong that ended before it named its node: the only one without a
+        connection that dials this one and has the address `source`. Empty if there is none, or several."""
+        found = [
+            name for name in self._addresses.at(source) if name < self._identity.node and name not in self._connections
+        ]
+        return found[0] if len(found) == 1 else ""
+
     # -- established
 
-    def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+    def _established(self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...]) -> None:
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
         self._handshakes.pop(connection).timer.cancel()
+        try:
+            self._addresses.tell(node, bulk)
+        except ValueError as error:
+            log.warning("peer %s: %s", node, error)
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
         self.states.connected(node)
@@ -483,11 +509,25 @@ class PeerConnections:
                 self._take_key(node, message)
                 return
         except ProtocolRefused as error:
-            connection.close(str(error))
+            tag = peer.unknown_tag(body)
+            if tag is None:
+                connection.close(str(error))
+            else:
+                self._leave_out(node, tag)
             return
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup):
             log.debug("request %r: a Lookup of %s", message.request, node)
         self._driver.handle(events.PeerSent(node, message))
+
+    def _leave_out(self, node: str, tag: int) -> None:
+        """Count a message of a type that this version does not know. The other node runs a newer one: without the
+        connection no request between the two would be served during an upgrade."""
+        self._driver.core.counters.add(UNKNOWN_MESSAGES)
+        if node not in self._newer:
+            self._newer.add(node)
+            log.warning(
+                "peer %s sends messages of type %d, which only a newer version knows; they are dropped", node, tag
+            )
 
     def _take_key(self, node: str, message: peer.ConnectionKey) -> None:
         if self._certificates is None:
@@ -504,6 +544,7 @@ class PeerConnections:
         if current is None or current[0] is not connection:
             return
         del self._connections[node]
+        self._newer.discard(node)
         self._keys.forget(node)
         if self._closing:
             return
@@ -541,8 +582,9 @@ class PeerConnections:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
         self.states.close()
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
+        for sock in self._socks:
+            self._loop.remove_reader(sock)
+            sock.close()
         tasks = [*self._dialling.values(), *self._resolving]
         for task in tasks:
             task.cancel()
@@ -558,11 +600,11 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
-def _listen(address: Address) -> socket.socket:
+def _listen(address: Address, setting: str) -> socket.socket:
     try:
         family, _, _, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigurationError("listen", str(address), f"an address of this machine ({error.strerror})") from error
+        raise ConfigurationError(setting, str(address), f"an address of this machine ({error.strerror})") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -570,7 +612,7 @@ def _listen(address: Address) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigurationError(
-            "listen", str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
+            setting, str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
         ) from error
     sock.listen(128)
     sock.setblocking(False)

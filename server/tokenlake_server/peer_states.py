@@ -39,7 +39,9 @@ class PeerState(NamedTuple):
 class PeerStates:
     """The states of all other members. Used on the control loop only."""
 
-    def __init__(self, names: Collection[str], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, node: str, names: Collection[str], loop: asyncio.AbstractEventLoop) -> None:
+        """`node`: the name of this node."""
+        self._node = node
         self._loop = loop
         self._states: dict[str, PeerState] = {}
         self._warnings: dict[str, RepeatedWarning] = {}
@@ -50,9 +52,19 @@ class PeerStates:
     def follow(self, names: Collection[str]) -> None:
         """Make `names` the other members."""
         now = self._loop.time()
-        fresh = PeerState("unreachable", "it has not connected to this node yet", now)
-        self._states = {name: self._states.get(name, fresh) for name in sorted(names)}
+        self._states = {
+            name: self._states.get(name) or PeerState("unreachable", self._awaited(name), now) for name in sorted(names)
+        }
         self._warnings = {name: self._warnings.get(name) or RepeatedWarning(WARN_S) for name in self._states}
+
+    def _awaited(self, name: str) -> str:
+        """Why there is no connection with a member before the first attempt."""
+        if self._node < name:
+            return "the first attempt to connect to it has not ended yet"
+        return (
+            f"it has not connected to this node, although it is the one of the two that connects: its members must "
+            f"include '{self._node}', and the address of '{self._node}' must be right and reachable from there"
+        )
 
     def rings_from(self, other_rings: Callable[[], Mapping[str, str]]) -> None:
         """Take the members with another ring from a function: by name, the difference."""

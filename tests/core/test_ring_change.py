@@ -11,7 +11,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
 from tokenlake.core.drain import LEFT_BEHIND
 from tokenlake.core.handover import HANDED_OVER, MAX_TAKEN
-from tokenlake.core.ring_change import READ_S, WARN_S
+from tokenlake.core.ring_change import READ_S
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring
@@ -197,13 +197,9 @@ def test_a_newer_ring_is_read_at_most_once_a_second() -> None:
     assert node.core.ring_states() == {"n1": "same", "n2": "unknown"}
 
 
-def test_static_lists_that_differ_are_a_warning_that_repeats() -> None:
+def test_static_lists_that_differ_are_a_state() -> None:
     node = Node()
-    ping = events.PeerSent("n1", peer.Ping(1, EMPTY, 0.0, (0, 4711)))
-    assert [("n1" in line, "'peers'" in line) for line in noted(node, ping)] == [(True, True)]
-    assert noted(node, ping) == []
-    node.now += WARN_S
-    assert len(noted(node, ping)) == 1
+    node.say("n1", peer.Ping(1, EMPTY, 0.0, (0, 4711)))
     assert node.core.ring_states()["n1"] == "differs"
 
 

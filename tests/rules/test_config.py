@@ -211,6 +211,23 @@ def test_huge_pages_need_regions_of_whole_pages() -> None:
         load(huge_pages=True, region_size="3MiB")
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("0.0.0.0:1", "IP addresses of this machine, each one of an interface"),
+        ("[::]:1", "IP addresses of this machine, each one of an interface"),
+        ("b.pool:1", "IP addresses of this machine, each one of an interface"),
+        (",".join(f"127.0.0.1:{port}" for port in range(1, 10)), "at most 8"),
+        ("10.0.0.1:1", "a loopback address"),
+        ("127.0.0.1:0", "ports from 1"),
+    ],
+)
+def test_addresses_for_bulk_connections_are_those_of_interfaces(address: str, reason: str) -> None:
+    load(node="a", bulk_listen="127.0.0.2:1,[::1]:1")
+    with pytest.raises(ConfigurationError, match=reason):
+        load(node="a", bulk_listen=address)
+
+
 def test_one_list_of_peers_serves_all_nodes() -> None:
     everyone = "a=127.0.0.1:1,b=127.0.0.1:2"
     first = load(node="a", listen="127.0.0.1:1", peers=everyone).config

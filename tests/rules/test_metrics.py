@@ -22,6 +22,7 @@ UNITS = {
     "demotions",
     "fetches",
     "lookups",
+    "messages",
     "misses",
     "peers",
     "promotions",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.robustness.live import LIMIT_S, wait_until
+from tests.robustness.fake_peer import FakePeer
+from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
 from tokenlake.config import Address
 from tokenlake.core.events import Event, FetchDone
 from tokenlake.core.instructions import AbortFetch, StartFetch
@@ -66,11 +69,16 @@ def silent(backlog: int) -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def receiver(addresses: dict[str, Address]) -> Iterator[Rules]:
+def receiver(addresses: dict[str, Address], told: Address | None = None) -> Iterator[Rules]:
+    """`told`: a further address of every node."""
     rules: Any = Rules()
-    arena: Any = None
+    # No fetch of these tests has segments that come.
+    arena: Any = SimpleNamespace(slots=lambda places, size: [])
     identity = PeerIdentity("here", 1)
-    made = BulkReceiver(identity, PeerAddresses(addresses), arena, rules)
+    known = PeerAddresses(addresses)
+    for name in addresses:
+        known.tell(name, [str(told)] if told is not None else [])
+    made = BulkReceiver(identity, known, arena, rules)
     try:
         yield rules
     finally:
@@ -119,6 +127,30 @@ def test_one_node_leaves_threads_for_another() -> None:
         rules.start(100, "y")
         assert rules.wait(100) == [False]
         assert list(rules.done) == [100]
+
+
+@pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
+@pytest.mark.parametrize("main", [True, False], ids=["the main path", "the further path"])
+def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The node is not taken for a silent one: its other path is used, and the one that failed is left alone."""
+    caplog.set_level(logging.INFO, "tokenlake_server.bulk_receiver")
+    with silent(backlog) as address, FakePeer("x") as node:
+        node.serves([], LAYOUT)
+        sound = Address("127.0.0.1", node.port)
+        addresses = (address, sound) if main else (sound, address)
+        with receiver({"x": addresses[0]}, addresses[1]) as rules:
+            for fetch in range(6):
+                rules.start(fetch, "x", count=0, answer_s=0.5)
+                wait_until(lambda fetch=fetch: fetch in rules.done, "the probe has ended")  # type: ignore[misc]
+                assert rules.done[fetch].answered is True
+        assert [record.getMessage().count("leaves the path") for record in caplog.records] == [1]
+
+
+def test_two_paths_that_fail() -> None:
+    with silent(0) as one, silent(64) as other, receiver({"x": one}, other) as rules:
+        for fetch in range(3):
+            rules.start(fetch, "x", answer_s=0.1)
+            assert rules.wait(fetch) == [False]
 
 
 def deliver_nothing(listener: socket.socket) -> socket.socket:

@@ -49,6 +49,22 @@ def test_the_validity_is_an_option(directory: Path, days: str) -> None:
     assert abs(left.total_seconds() - float(days) * 86400) < 60
 
 
+def test_no_certificate_outlives_the_authority(directory: Path) -> None:
+    issued = run("issue", "n1", "--directory", directory, "--days", "9999")
+    certificate, authority = (
+        x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes()) for name in ("n1", "ca")
+    )
+    assert certificate.not_valid_after_utc == authority.not_valid_after_utc
+    assert f"valid until {authority.not_valid_after_utc:%Y-%m-%d}" in issued.output
+
+
+def test_a_name_without_a_certificate_is_not_renewed(directory: Path) -> None:
+    refused = run("issue", "n1", "--directory", directory, "--renew")
+    assert refused.exit_code == 1
+    assert "n1.pem does not exist" in refused.output
+    assert not (directory / "n1.pem").exists()
+
+
 def test_renewal_replaces_both_files(directory: Path) -> None:
     run("issue", "n1", "--directory", directory)
     before = [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")]

@@ -20,6 +20,7 @@ from tokenlake_testing.cluster import Node
 pytestmark = pytest.mark.live
 
 SERVE = [sys.executable, "-m", "tokenlake_server"]
+COMMAND = [sys.executable, "-c", "from tokenlake.command import main; main()"]
 
 
 def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None) -> str:
@@ -189,3 +190,22 @@ def test_stale_sockets_and_clean_stops() -> None:
         assert node.process is not None
         node.process.send_signal(signal.SIGINT)
         assert node.process.wait(LIMIT_S) == 0
+
+
+def test_a_pipe_gets_every_value_whole(tmp_path: Path) -> None:
+    path = "/" + "long/" * 40 + "ca.pem"
+    shown = subprocess.run(
+        [*COMMAND, "config", "show", "--ca", path, "--certificate", path, "--key", path],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | {"COLUMNS": "60"},
+        check=False,
+    )
+    assert shown.stdout.count(path) == 3, shown
+    assert "unencrypted_beyond_loopback" in shown.stdout
+
+
+def test_help_has_no_links() -> None:
+    ended = subprocess.run([*SERVE, "--help"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert "](" not in ended.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import socket
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def cases(directory: Path) -> dict[str, Case]:
         "the dialler has another CA": Case(
             files(other, "a", both),
             good["b"],
-            ("'CN=tokenlake CA'", "unknown ca"),
+            ("'CN=tokenlake CA ", "unknown ca"),
             ("not signed by a CA of the setting 'ca'",),
         ),
         "the acceptor has another CA": Case(
@@ -164,7 +165,8 @@ def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
         for node in nodes(cluster, case.settings):
             logged(node, *case.texts[node.name])
             assert total(node, "tokenlake_peers_connected") == 0
-            assert node.page("/health")
+            [(other, state)] = json.loads(node.page("/health"))["peers"].items()
+            assert state["state"] == "refused", (node.name, other, state)
         for node in cluster.nodes:
             assert node.stop() == 0
             assert "Traceback" not in node.log.read_text()
@@ -205,6 +207,21 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
                 assert "node-" not in refused.reason
                 assert raw.closed()
         assert connected(node)
+
+
+def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
+    """Each id that waits for its key is kept, so a process that proves nothing may name one."""
+    ca = authority(tmp_path / "ca")
+    with daemons(0) as cluster:
+        node, _ = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
+        wait_until(lambda: connected(node), "they know each other")
+        with Raw(peer_address(node)) as raw:
+            raw.send(peer.OpenConnection(bytes(32)))
+            raw.send(peer.OpenConnection(bytes([1] * 32)))
+            refused = raw.answer()
+            assert isinstance(refused, peer.PeerRefused)
+            assert "unexpected OpenConnection" in refused.reason
+            assert raw.closed()
 
 
 def test_clusters_on_loopback_do_not_mix() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
+from tests.rules.next_version import installed
 from tokenlake.config import Secret
 from tokenlake.errors import ClusterRefused, CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import peer
+from tokenlake.wire.frames import decode, encode
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
@@ -154,3 +156,38 @@ def test_another_node_at_the_address_and_versions() -> None:
 
 def test_no_representation_shows_the_secret() -> None:
     assert "ssss" not in f"{A} {A!r} {SECRET} {SECRET!r}"
+
+
+def test_a_dialler_of_a_newer_version_is_accepted() -> None:
+    """Its hello has a field that this version does not know; the proofs cover it."""
+    dialler = Dialler(A, "b", NONCE_A, purpose="control")
+    with installed() as newer:
+        dialler.hello = newer["tokenlake.wire.peer"].PeerHello(*astuple(dialler.hello))
+    body = encode(dialler.hello)
+    acceptor = Acceptor(B, hello_of(body), NONCE_B, body)
+    acceptor.check(dialler.answer(acceptor.challenge, encode(acceptor.challenge)))
+    changed = body.replace(b"next", b"text")
+    assert changed != body
+    with pytest.raises(CredentialRefused):
+        dialler.answer(Acceptor(B, hello_of(changed), NONCE_B, changed).challenge)
+
+
+def test_an_acceptor_of_a_newer_version_is_accepted() -> None:
+    dialler = Dialler(A, "b", NONCE_A, purpose="control")
+    acceptor = Acceptor(B, dialler.hello, NONCE_B)
+    with installed() as newer:
+        unproven = newer["tokenlake.wire.peer"].PeerChallenge(*astuple(acceptor.challenge))
+    proof = acceptor_proof(SECRET, dialler.hello, encode(replace(unproven, proof=bytes(32))))
+    acceptor.challenge = replace(unproven, proof=proof)
+    body = encode(acceptor.challenge)
+    challenge = decode(peer.handshake_decoder, body)
+    assert isinstance(challenge, peer.PeerChallenge)
+    acceptor.check(dialler.answer(challenge, body))
+    with pytest.raises(CredentialRefused):
+        dialler.answer(challenge, body.replace(b"next", b"text"))
+
+
+def hello_of(body: bytes) -> peer.PeerHello:
+    hello = decode(peer.handshake_decoder, body)
+    assert isinstance(hello, peer.PeerHello)
+    return hello

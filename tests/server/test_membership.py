@@ -18,11 +18,19 @@ from tokenlake.config import Address, ServerConfig, load_config, parse_address
 from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.membership import Members, Membership, open_membership
+from tokenlake_server.membership import Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
-from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
-from tokenlake_server.membership.keeper import LEASE_S
-from tokenlake_server.membership.stored import change, decode_ring, encode_ring, node_key, prefix_of, ring_key
+from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any
+from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
+from tokenlake_server.membership.stored import (
+    Registration,
+    change,
+    decode_ring,
+    encode_ring,
+    node_key,
+    prefix_of,
+    ring_key,
+)
 from tokenlake_testing.etcd import EtcdServers, TlsFiles, etcd_version
 from tokenlake_testing.ports import reserve_port
 
@@ -557,6 +565,9 @@ def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
         ("ring", '{"epoch": 1, "unit": 0, "members": {}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"a/b": {"weight": 1}}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1000000000000}}}', "virtual nodes"),
+        ("ring", '{"epoch": 1, "unit": 5e-324, "members": {"z": {"weight": 1000}}}', "no ring record"),
+        ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1' + "0" * 400 + "}}}", "no ring record"),
+        ("ring", '{"epoch": 1, "unit": 1, "members": {}, "x": ' + "[" * 10000 + "]" * 10000 + "}", "no ring record"),
         ("ring", '{"epoch": 1000000000000000000, "unit": 1, "members": {}}', "epoch of 1000000000000000000"),
         ("users/7", "{}", "keys of another application below /tokenlake/test/"),
     ],
@@ -571,6 +582,26 @@ def test_a_prefix_that_no_daemon_wrote_is_refused_by_name(etcd: EtcdServers, key
             assert a.names == ["a"]
             await ask(etcd, lambda e: e.write({}, [], [path]))
             await until(lambda: a.membership.state.known)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("b", '{"address": "127.0.0.1:1", "incarnation": 1, "capacity": 1, "version": "1", "x": ' + "[" * 10000),
+        ("a", '{"address": "x..y:1", "incarnation": 1, "capacity": 1, "version": "1"}'),
+    ],
+)
+def test_a_registration_that_no_daemon_wrote_keeps_no_node_out(etcd: EtcdServers, name: str, value: str) -> None:
+    async def main() -> None:
+        async with node("c", etcd.endpoints) as c:
+            await until(lambda: c.membership.state.known)
+            await put(etcd, node_key(CLUSTER, name), value.encode())
+            async with node("a", etcd.endpoints) as a:
+                await until(lambda: a.membership.state.known, 10 * RETRY_S)
 
     asyncio.run(main())
 
@@ -634,3 +665,47 @@ def test_a_problem_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureFixtu
 
     with EtcdServers() as servers:
         asyncio.run(main(servers))
+
+
+# -- the keeper alone
+
+
+def keeper_of(publish: Publish = lambda members, state: None) -> Keeper:
+    registration = Registration("127.0.0.1:7000", 1, 1 << 20, "1")
+    return Keeper(Access((Address("127.0.0.1", 1),)), CLUSTER, "a", registration, publish)
+
+
+def test_a_session_ends_when_its_watch_fails_beside_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch reports a change and fails in one iteration of the loop. A session that went on would neither watch nor
+    renew the lease."""
+    sessions: list[object] = []
+
+    class Failing:
+        def __init__(self, access: Access, endpoint: Address) -> None:
+            sessions.append(self)
+
+        async def __aenter__(self) -> Failing:
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            return None
+
+        async def read(self, prefix: bytes) -> list[Read]:
+            raise MembershipRefused("the step waits for the next change")
+
+        async def watch(self, prefix: bytes) -> AsyncIterator[None]:
+            await asyncio.sleep(0.01)
+            yield None
+            raise Unreachable("the endpoint died")
+
+    monkeypatch.setattr(keeper, "Etcd", Failing)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(keeper_of().run())
+        try:
+            await until(lambda: len(sessions) > 1, 2 * RETRY_S)
+        finally:
+            running.cancel()
+            await asyncio.wait([running], timeout=1)
+
+    asyncio.run(main())

@@ -52,10 +52,10 @@ def peer(node: Node, name: str) -> dict[str, Any]:
 
 
 def test_each_state_of_a_peer_has_a_name_and_a_reason(tmp_path: Path) -> None:
-    ports = {name: reserve_port() for name in "abcd"}
+    ports = {name: reserve_port() for name in "abcde"}
     address = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-    # b does not know a; c knows all; nobody listens at d.
-    peers = {"a": "bcd", "b": "c", "c": "abd"}
+    # b does not know a; c knows all but e; no daemon listens at d; e is in no other list, and knows a.
+    peers = {"a": "bcd", "b": "c", "c": "abd", "e": "a"}
     settings = {
         name: {"listen": address[name], "peers": ",".join(f"{other}={address[other]}" for other in others)}
         for name, others in peers.items()
@@ -69,6 +69,9 @@ def test_each_state_of_a_peer_has_a_name_and_a_reason(tmp_path: Path) -> None:
         wait_until(lambda: address["d"] in peer(a, "d")["reason"], "a dialled d")
         assert peer(a, "d")["state"] == "unreachable"
         assert "refused" in peer(a, "d")["reason"].lower()
+        # a, whose name sorts first, would dial e.
+        assert peer(nodes["e"], "a")["state"] == "unreachable"
+        assert "must include 'e'" in peer(nodes["e"], "a")["reason"]
         # b and c are connected, and their lists differ.
         wait_until(lambda: peer(nodes["c"], "b")["state"] == "other ring", "the lists of b and c differ")
         assert "'peers'" in peer(nodes["c"], "b")["reason"]

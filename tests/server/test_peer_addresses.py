@@ -100,3 +100,11 @@ def test_plain_connections_stay_on_loopback_whatever_etcd_names(host: str) -> No
         with pytest.raises(OSError, match="beyond loopback"):
             addresses.last("b")
     assert resolve(PeerAddresses({"b": Address("::1", 1)}, loopback_only=True), "b").address[0] == "::1"
+
+
+def test_the_nodes_at_an_address() -> None:
+    addresses = PeerAddresses({"a": Address("10.0.0.1", 7440), "b": Address("node-b", 7440), "c": None})
+    assert addresses.at("10.0.0.2") == []
+    resolve(addresses, "b", ["10.0.0.2", "10.0.0.1"])
+    assert addresses.at("10.0.0.2") == ["b"]
+    assert addresses.at("::ffff:10.0.0.1") == ["a", "b"]

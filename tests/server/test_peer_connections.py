@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from tests.robustness.live import daemons, total, wait_until
@@ -162,3 +163,24 @@ def test_connections_of_one_address_close_none_of_another() -> None:
             assert isinstance(challenge, peer.PeerChallenge)
             raw.send(dialler.answer(challenge))
             assert isinstance(raw.answer(), peer.PeerWelcome)
+
+
+def test_messages_of_an_unknown_type_keep_the_connection() -> None:
+    """A node of a newer version sends them: they are dropped and counted. Bytes that are no message end it."""
+    with daemons(2) as cluster:
+        member, node = cluster.nodes
+        member.kill()
+        with Raw(peer_address(node)) as raw:
+            introduce(raw, identity_of(member), node.name, "control")
+            for fields in ([120], [121, "text", {"a": 1}], [120, [1, 2]]):
+                body = msgspec.msgpack.encode(fields)
+                raw.write(len(body).to_bytes(4, "little") + body)
+            raw.send(peer.Ping(77, (0.5, 0.0, 0.0), 0.0))
+            while not isinstance(message := decode(peer.peer_decoder, raw.body()), peer.Pong):
+                pass
+            assert message.call == 77
+            assert total(node, "tokenlake_unknown_messages_total") == 3
+            assert node.log.read_text().count("which only a newer version knows") == 1
+            # A known type with wrong fields.
+            raw.write(b"\x02\x00\x00\x00\x91\x12")
+            _until_logged(node, lambda log: "a frame that this protocol does not know" in log)

@@ -10,7 +10,7 @@ import pytest
 from tests.server.certified import authority, files
 from tokenlake.errors import CredentialRefused, ProtocolRefused
 from tokenlake.wire import pack_frame, peer
-from tokenlake_server.ca import issue
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.certificates import CertificateFiles, Certificates, PeerCertificate, require_node
 from tokenlake_server.tls import TlsSession, is_tls
 
@@ -123,3 +123,23 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     own.reload()
     assert expected in caplog.text
     assert len(caplog.records) == bool(expected), "once an hour"
+
+
+def test_the_log_says_when_a_certificate_that_expires_has_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+    certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
+    own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
+    assert "expires at" in caplog.text
+    own.current = own.current._replace(end=NOW - DAY)
+    own.reload()
+    assert "has expired" in caplog.text
+
+
+def test_the_log_names_a_certificate_of_an_authority_that_this_node_does_not_trust(
+    ca: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, _ = init_ca(tmp_path / "other", "tokenlake")
+    files = CertificateFiles(*issue(ca, "w", renew=True), ca / "ca.pem")
+    Certificates(files, "tokenlake", "w")
+    assert not caplog.records
+    Certificates(files._replace(ca=other), "tokenlake", "w")
+    assert f"is not signed by a CA in {other}" in caplog.text

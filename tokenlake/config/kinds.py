@@ -33,6 +33,7 @@ __all__ = [
     "endpoints",
     "cluster",
     "is_loopback",
+    "is_own_address",
     "loopback",
     "name",
     "one_of",
@@ -264,6 +265,14 @@ def is_loopback(host: str) -> bool:
     """True for an address of this machine's loopback, or its name; False for any other name."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_address(host: str) -> bool:
+    """True for an IP address that a single interface may have: no host name, and not the address of all interfaces."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_unspecified
     except ValueError:
         return False
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 
-from tokenlake.config.kinds import HUGE_PAGE, is_loopback
+from tokenlake.config.kinds import HUGE_PAGE, is_loopback, is_own_address
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
 from tokenlake.config.values import format_size, parse_address
 from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
+from tokenlake.wire.fields import MAX_ADDRESSES
 
 __all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
 
@@ -109,6 +110,8 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
     for name, needed in (("etcd_certificate", "etcd_key"), ("etcd_key", "etcd_certificate"), ("etcd_key", "etcd_ca")):
         if getattr(config, name) and not getattr(config, needed):
             raise refuse(name, f"also the setting '{needed}'")
+    if len(config.bulk_listen) > MAX_ADDRESSES or not all(is_own_address(each.host) for each in config.bulk_listen):
+        raise refuse("bulk_listen", f"at most {MAX_ADDRESSES} IP addresses of this machine, each one of an interface")
     if config.drain_s and not config.etcd:
         raise refuse("drain_s", "0, because a node can leave the ring only where 'etcd' stores the members")
     files = {name: getattr(config, name) for name in ("certificate", "key", "ca")}
@@ -123,6 +126,9 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         )
         if not is_loopback(parse_address(config.listen).host):
             raise refuse("listen", remedy)
+        for address in config.bulk_listen:
+            if not is_loopback(address.host):
+                raise refusal(ServerConfig, "bulk_listen", str(address), remedy, origin["bulk_listen"])
         for peer in config.peers:
             if not is_loopback(peer.host):
                 raise refusal(ServerConfig, "peers", str(peer), remedy, origin["peers"])

@@ -72,6 +72,16 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             default="`listen`",
         ),
     ] = ""
+    bulk_listen: Annotated[
+        tuple[Address, ...],
+        Setting(
+            kinds.endpoints(),
+            "further addresses of this machine at which other nodes read segments, one for each further network "
+            "interface: IP addresses with ports, at most 8; reads spread over them and `listen`",
+            why="most machines have one network interface for the pool",
+            default="none",
+        ),
+    ] = ()
     etcd: Annotated[
         tuple[Address, ...],
         Setting(

@@ -47,8 +47,6 @@ READ_S = 1.0
 """Minimum seconds between two instructions to read the membership."""
 TELLING_S = 1.0
 """Seconds by which the previous ring counts longer, while this node still tells which of its segments moved."""
-WARN_S = 10.0
-"""Minimum seconds between two warnings that the members configured on a peer and on this node differ."""
 
 
 class RingChange:
@@ -75,8 +73,6 @@ class RingChange:
         self._previous_timer: Timer | None = None
         self._read_at = -math.inf
         """Time in seconds of the last `ReadRing`."""
-        self._warned: dict[str, float] = {}
-        """Time in seconds of the last warning about a peer whose members differ."""
 
     def changed(self, record: RingRecord) -> None:
         """Follow a record that is newer than the one of now; another record changes nothing."""
@@ -100,7 +96,6 @@ class RingChange:
             self._peers.end(peer)
             self._serving.release_all(peer.node)
             self._ownership.owner_lost(peer)
-            self._warned.pop(peer.node, None)
         self._handover.ring_changed()
         self._drain.ring_changed()
 
@@ -116,19 +111,10 @@ class RingChange:
 
     def differs(self, peer: Peer) -> None:
         """`peer` has named a ring that is not that of this node."""
-        now, (epoch, digest), (here, own) = self._context.now, peer.ring, self._context.ring_version
-        if epoch > here:
-            if now >= self._read_at + READ_S:
-                self._read_at = now
-                self._context.emit(ReadRing(epoch))
-        elif epoch == here and NO_RING[1] != digest != own and now >= self._warned.get(peer.node, -math.inf) + WARN_S:
-            self._warned[peer.node] = now
-            self._context.emit(
-                Note(
-                    f"peer {peer.node} has another ring of epoch {epoch}: give both daemons the same list 'peers', "
-                    "with the same sizes; until then segments of each are not found at the other"
-                )
-            )
+        now, (epoch, _), (here, _) = self._context.now, peer.ring, self._context.ring_version
+        if epoch > here and now >= self._read_at + READ_S:
+            self._read_at = now
+            self._context.emit(ReadRing(epoch))
 
     def states(self) -> dict[str, str]:
         """How the ring of each peer compares with that of this node: see `NodeCore.ring_states`."""

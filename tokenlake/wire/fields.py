@@ -15,6 +15,8 @@ __all__ = [
     "MAX_AMOUNT",
     "MAX_REQUEST_NAME",
     "MAX_SECONDS",
+    "MAX_ADDRESSES",
+    "Addresses",
     "Amount",
     "Index",
     "Key",
@@ -53,6 +55,10 @@ Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
 authenticated."""
+
+MAX_ADDRESSES = 8
+Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
+"""Addresses of one node as `HOST:PORT`, the host being an IP address."""
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

@@ -9,13 +9,14 @@ certificates the control connection is encrypted, and bulk and query connections
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
     NO_RING,
+    Addresses,
     Amount,
     Index,
     Name,
@@ -74,6 +75,7 @@ __all__ = [
     "handshake_decoder",
     "peer_decoder",
     "pulled_decoder",
+    "unknown_tag",
 ]
 
 
@@ -107,6 +109,8 @@ class PeerHello(_Message, frozen=True, tag=1):
     incarnation: int
     purpose: Purpose
     nonce: Nonce
+    bulk: Addresses = ()
+    """Further addresses at which the dialler accepts bulk connections."""
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
@@ -118,6 +122,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     incarnation: int
     nonce: Nonce
     proof: Proof
+    bulk: Addresses = ()
+    """Further addresses at which the acceptor accepts bulk connections."""
 
 
 class PeerProof(_Message, frozen=True, tag=23):
@@ -427,3 +433,23 @@ Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
+
+
+class _Tagged(msgspec.Struct, array_like=True):
+    """The beginning of any message."""
+
+    tag: int
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
+_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey)}
+
+
+def unknown_tag(body: bytes) -> int | None:
+    """The tag of a message of a control connection whose type this version does not know; None for a message of a known
+    type, and for bytes that are no message."""
+    try:
+        tag = _tag_decoder.decode(body).tag
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if tag in _KNOWN_TAGS else tag

@@ -1,4 +1,11 @@
-"""Agreement of two sides on a protocol version."""
+"""Agreement of two sides on a protocol version.
+
+A cluster is upgraded one node at a time, so nodes of two versions talk to each other. Without a new protocol version a
+message may get a field at its end, with a default: decoders leave out fields that they do not know. A message of a new
+type may be sent between daemons if it asks for no reply: a node that does not know the type drops it and keeps the
+connection. Every other change of the wire, a new code included, raises `PROTOCOL_VERSION`. A node may use the change
+only where both sides agreed on that version.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ __all__ = ["CHANGES", "ChurnArguments", "run_churn"]
 
 CHANGES: Final[tuple[Change, ...]] = get_args(Change)
 BEFORE_S: Final = 6.0
-LEAST_CHANGE_S: Final = 6.0
-"""A change counts as under way for at least so long: what nodes tell each other is told within 5 s."""
 AFTER_S: Final = 6.0
 SHOWN: Final = 5
 """Limit of the errors of a round that are shown."""
@@ -41,6 +40,8 @@ class ChurnArguments:
     changes: tuple[Change, ...]
     rounds: int
     rate: float
+    change_s: float
+    """A change counts as under way for at least so many seconds; what nodes tell each other is told within 5 s."""
     encrypt: bool
     seed: int
     json_file: Path | None
@@ -51,8 +52,9 @@ class ChurnArguments:
             raise ConfigurationError("nodes", self.nodes, "3 to 16")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
-        if self.rate <= 0:
-            raise ConfigurationError("rate", self.rate, "above 0")
+        for name in ("rate", "change_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(name.replace("_", "-"), getattr(self, name), "a finite number above 0")
         if self.plot_file is not None:
             check_plot(self.plot_file)
 
@@ -92,11 +94,12 @@ def run_churn(arguments: ChurnArguments, console: Console | None = None) -> list
 def _round(arguments: ChurnArguments, change: Change, seed: int) -> tuple[ChurnResult, Run, Run]:
     names = [f"node{number}" for number in range(arguments.nodes)]
     # The node that changes sorts first or last by turns: the node whose name sorts first dials.
-    subject = f"node{arguments.nodes}" if change == "join" else names[seed % arguments.nodes]
+    stays = change in ("join", "etcd-down")
+    subject = f"node{arguments.nodes}" if stays else names[seed % arguments.nodes]
     run, evicted = _run(arguments, change, names, subject, seed)
     control, _ = _run(arguments, None, names, subject, seed, run.phases.settled_s - run.phases.change_s)
     during = p99_ms(run.during())
-    after = [name for name in names if name != subject] if change == "drain" else [*names, subject]
+    after = {"join": [*names, subject], "drain": [name for name in names if name != subject]}.get(change, names)
     result = ChurnResult(
         change=change,
         nodes=arguments.nodes,
@@ -108,7 +111,7 @@ def _round(arguments: ChurnArguments, change: Change, seed: int) -> tuple[ChurnR
         token_hit_rate_after=rate(run.after(), fixed=False),
         findable_during=findable(run.before(), run.during()),
         findable_after=findable(run.before(), run.after()),
-        held_share=0.0 if change == "join" else _share_of(names.index(subject), len(names)),
+        held_share=0.0 if stays else _share_of(names.index(subject), len(names)),
         directory_keys_moved_ratio=keys_moved_ratio(names, after),
         match_p99_ratio=during / (p99_ms(control.during()) or 1.0),
         match_p99_ms=during,
@@ -145,8 +148,7 @@ def _run(
             fleet.begin("kill", subject)
             fleet.wait_connected()
         # The engine of a machine that leaves ends before its daemon does, in the control run as well.
-        leaving = subject in engines and change != "join"
-        running = {name: engine for name, engine in engines.items() if not (leaving and name == subject)}
+        running = {name: engine for name, engine in engines.items() if name != subject}
         began = time.monotonic()
         for engine in running.values():
             engine.began = began
@@ -156,8 +158,10 @@ def _run(
         if change is not None:
             fleet.begin(change, subject)
             fleet.wait_settled(change, subject)
-            change_s = max(LEAST_CHANGE_S, time.monotonic() - began - begin_s)
+            change_s = max(arguments.change_s, time.monotonic() - began - begin_s)
         time.sleep(max(0.0, begin_s + change_s - (time.monotonic() - began)))
+        if change is not None:
+            fleet.end(change)
         settled_s = time.monotonic() - began
         time.sleep(AFTER_S)
         for engine in running.values():

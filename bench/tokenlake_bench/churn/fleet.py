@@ -17,7 +17,7 @@ from tokenlake_testing.ports import reserve_port
 
 __all__ = ["Change", "Fleet"]
 
-Change = Literal["join", "drain", "kill", "return"]
+Change = Literal["join", "drain", "kill", "return", "etcd-down"]
 
 MEMORY: Final = 64 << 20
 """Bytes of a daemon's memory: a run evicts nothing, so that a segment that is not found was lost by the change."""
@@ -75,8 +75,10 @@ class Fleet:
     # -- changes
 
     def begin(self, change: Change, name: str) -> None:
-        """Begin a change of the node `name`."""
-        if change in ("join", "return"):
+        """Begin a change of the node `name`; `etcd-down` kills etcd."""
+        if change == "etcd-down":
+            self._etcd.kill()
+        elif change in ("join", "return"):
             if name not in self.nodes:
                 self.nodes[name] = self._make(name)
             self._start(self.nodes[name])
@@ -86,6 +88,11 @@ class Fleet:
             process.terminate()
         else:
             self.nodes[name].kill()
+
+    def end(self, change: Change) -> None:
+        """End the change where it does not end by itself: start etcd again."""
+        if change == "etcd-down":
+            self._etcd.restart()
 
     def wait_settled(self, change: Change, name: str) -> None:
         """Wait until a node that drains has ended, or one that joins or returns is connected with all others. Raises

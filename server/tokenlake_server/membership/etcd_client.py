@@ -199,7 +199,8 @@ class Etcd:
     async def _within(self, awaitable: Any) -> Any:
         """The result of a gRPC operation. Its errors become the project's."""
         try:
-            return await asyncio.wait_for(awaitable, CALL_S)
+            async with asyncio.timeout(CALL_S):
+                return await awaitable
         except TimeoutError:
             raise Unreachable(f"etcd at {self._endpoint} did not answer within {CALL_S:g} s") from None
         except grpc.aio.AioRpcError as error:

@@ -126,8 +126,10 @@ class Keeper:
                 except MembershipRefused as error:
                     self._failed(error)
                     wait_s = RETRY_S
+                # `asyncio.wait_for` of Python 3.11 loses the cancellation by the group when the bell rings meanwhile.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._bell.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._bell.wait()
 
     async def _watch(self, etcd: Etcd) -> None:
         async for _ in etcd.watch(prefix_of(self._cluster)):
@@ -275,8 +277,9 @@ def _first(error: BaseException) -> BaseException:
 async def _answers(address: Address) -> bool:
     """Returns whether a connection to the address is accepted within `ANSWER_S`."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), ANSWER_S)
-    except (OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except (OSError, UnicodeError):
         return False
     writer.close()
     return True

@@ -43,6 +43,8 @@ MAX_VIRTUAL_NODES = 1 << 18
 written by a daemon, or its unit is far too small for the nodes of today."""
 MAX_EPOCH = 1 << 48
 _NAME = kinds.name()
+_NO_VALUE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
+"""Errors of a value that no daemon wrote: other JSON, numbers out of range, lists in lists without end."""
 CONFLICT_S = 0.05
 """Mean seconds until a change is tried again that met another one."""
 
@@ -129,7 +131,7 @@ def decode_ring(key: bytes, text: bytes) -> RingRecord:
             _NAME.parse(name)
         if record.epoch > MAX_EPOCH or virtual_nodes(record) > MAX_VIRTUAL_NODES:
             raise ValueError(f"no daemon writes an epoch of {record.epoch} with {virtual_nodes(record)} virtual nodes")
-    except (msgspec.DecodeError, ValueError, UnicodeError) as error:
+    except _NO_VALUE as error:
         raise MembershipRefused(f"the key {key.decode()} of etcd is no ring record: {error}") from None
     return record
 
@@ -176,6 +178,6 @@ def _registration(text: bytes) -> Registration | None:
     try:
         found = msgspec.json.decode(text, type=Registration)
         found.at()
-    except (msgspec.DecodeError, ValueError, UnicodeError):
+    except _NO_VALUE:
         return None
     return found

@@ -1,0 +1,87 @@
+"""Nodes with two network interfaces for bulk connections: reads use both, and one of them where the other fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.robustness.live import LIMIT_S, PATIENT, PATIENT_S, total
+from tests.server import certified
+from tests.server.test_bulk_transfers import COUNT, LARGE, store_at_first
+from tokenlake_testing.cluster import Cluster, Node, node_names
+from tokenlake_testing.network import Network, missing
+from tokenlake_testing.ports import reserve_port
+
+pytestmark = pytest.mark.live
+
+
+@contextlib.contextmanager
+def two(directory: Path, hosts: list[str], *, encrypted: bool, network: Network | None = None) -> Iterator[Cluster]:
+    """Two nodes, each with a further address at one of these hosts."""
+    settings = {"match_deadline_ms": "2000", "cached_share": "0.5"}
+    cluster = Cluster(2, "96MiB", "32MiB", None, "tokenlake_server", network, **settings)
+    cluster.deadlines = PATIENT
+    authority = certified.authority(directory / "ca")
+    for node, host in zip(cluster.nodes, hosts, strict=True):
+        node.settings |= certified.files(authority, node.name) if encrypted else {}
+        node.settings["bulk-listen"] = f"{host}:{reserve_port()}"
+    with cluster:
+        yield cluster
+
+
+def read_large(cluster: Cluster, seed: int) -> None:
+    """The second node reads what the first one stored: two halves over two connections."""
+    keys, content = store_at_first(cluster, seed)
+    with cluster.connect(1, LARGE) as pool, pool.match(keys, deadline_s=PATIENT_S) as lease:
+        out = np.zeros_like(content)
+        assert lease.copy_into(list(out), deadline_s=LIMIT_S) == COUNT
+        assert np.array_equal(out, content)
+
+
+def connections(node: Node, port: int) -> int:
+    """The number of connections that the node has opened to this port of another node."""
+    assert node.process is not None
+    found = 0
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{node.process.pid}/net/{name}").read_text().splitlines()[1:]:
+            remote, state = line.split()[2:4]
+            found += state == "01" and int(remote.rpartition(":")[2], 16) == port
+    return found
+
+
+def port_of(node: Node, setting: str) -> int:
+    return int(node.settings[setting].rpartition(":")[2])
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("hosts", [["127.0.0.2", "127.0.0.3"], ["[::1]", "[::1]"]], ids=["IPv4", "IPv6"])
+def test_a_large_fetch_uses_both_interfaces(tmp_path: Path, hosts: list[str], encrypted: bool) -> None:
+    with two(tmp_path, hosts, encrypted=encrypted) as cluster:
+        owner, reader = cluster.nodes
+        read_large(cluster, 1)
+        for setting in ("listen", "bulk-listen"):
+            assert connections(reader, port_of(owner, setting)) == 1, setting
+        for node in cluster.nodes:
+            assert "Traceback" not in node.log.read_text()
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("version", [4, 6])
+def test_one_interface_fails(tmp_path: Path, version: int) -> None:
+    """Its packets are lost: reads go on over the other one, and the owner is not taken for a node that delivers
+    nothing."""
+    names = node_names(2)
+    with (
+        Network(names, version) as network,
+        two(tmp_path, [network.host(name, 1) for name in names], encrypted=True, network=network) as cluster,
+    ):
+        read_large(cluster, 1)
+        network.drop(names[1], names[0], 1)
+        for seed in range(2, 4):
+            read_large(cluster, seed)
+            assert total(cluster.nodes[1], "tokenlake_unanswered_fetches_total") == 0
+        assert "leaves the path" in cluster.nodes[1].log.read_text()
