@@ -121,3 +121,12 @@ def test_describe_masks_secrets_and_names_origins() -> None:
         assert SECRET not in text
         assert "hush" not in text
         assert repr(bytes.fromhex(SECRET)) not in text
+
+
+def test_a_password_goes_to_no_other_machine_without_encryption() -> None:
+    there = {"etcd": "10.0.0.9:2379", "etcd_user": "lake", **CERTIFICATE}
+    with pytest.raises(ConfigurationError, match=r"'etcd_user'.*'etcd_ca'.*10.0.0.9:2379 without encryption"):
+        load(**there)
+    assert load(**there, etcd_ca="etcd-ca.pem").config.etcd_user == "lake"
+    assert load(**there | {"etcd": "127.0.0.1:2379"}).config.etcd_user == "lake"
+    assert load(**there, unencrypted_beyond_loopback=True).config.etcd_user == "lake"

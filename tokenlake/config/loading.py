@@ -110,6 +110,11 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
     for name, needed in (("etcd_certificate", "etcd_key"), ("etcd_key", "etcd_certificate"), ("etcd_key", "etcd_ca")):
         if getattr(config, name) and not getattr(config, needed):
             raise refuse(name, f"also the setting '{needed}'")
+    if config.etcd_user and not config.etcd_ca and not config.unencrypted_beyond_loopback:
+        for endpoint in config.etcd:
+            if not is_loopback(endpoint.host):
+                expected = f"also the setting 'etcd_ca': the password would go to {endpoint} without encryption"
+                raise refuse("etcd_user", expected)
     if len(config.bulk_listen) > MAX_ADDRESSES or not all(is_own_address(each.host) for each in config.bulk_listen):
         raise refuse("bulk_listen", f"at most {MAX_ADDRESSES} IP addresses of this machine, each one of an interface")
     if config.drain_s and not config.etcd:
