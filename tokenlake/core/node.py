@@ -202,6 +202,7 @@ class NodeCore:
         self._handover.start()
         self._learned.start()
         self._sessions.start()
+        self._ring_change.start()
         self._context.after(self._context.config.gossip_s, self._report)
 
     def next_wake(self) -> float | None:

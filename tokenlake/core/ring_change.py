@@ -74,6 +74,11 @@ class RingChange:
         self._read_at = -math.inf
         """Time in seconds of the last `ReadRing`."""
 
+    def start(self) -> None:
+        """Called when the rules start. Other nodes may have changed the ring shortly before, and take this node for a
+        previous directory node of keys: the entries that they tell it are forgotten when that time is over."""
+        self._context.after(self._context.config.previous_ring_s, self._directory_node.forget_moved)
+
     def changed(self, record: RingRecord) -> None:
         """Follow a record that is newer than the one of now; another record changes nothing."""
         context = self._context
