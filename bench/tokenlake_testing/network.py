@@ -37,7 +37,7 @@ DROPS: Final = 100
 
 @functools.cache
 def missing() -> str | None:
-    """What this machine lacks for a `Network`, as a reason to skip a test; None if nothing."""
+    """Returns the reason for which this machine can make no `Network`, to skip a test; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc", "sysctl"):

@@ -3,7 +3,6 @@ the moment."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from pathlib import Path
@@ -20,14 +19,13 @@ from tokenlake_server.cli import run_daemon, with_settings
 def main(file: Path | None, hosts: Path, **flags: object) -> None:
     """Run a daemon with a resolver of its own."""
 
-    async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (json.loads(hosts.read_text()).get(host, host), port))]
+    resolve = socket.getaddrinfo
 
-    def made(_: object) -> None:
-        loop: Any = asyncio.get_running_loop()
-        loop.getaddrinfo = getaddrinfo
+    def getaddrinfo(host: Any, *rest: Any, **more: Any) -> Any:
+        return resolve(json.loads(hosts.read_text()).get(host, host), *rest, **more)
 
-    run_daemon(file, flags, made=made)
+    socket.getaddrinfo = getaddrinfo
+    run_daemon(file, flags)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_state_directory_that_takes_no_files(tmp_path: Path) -> None:
-    """Also for root, whom the modes of directories do not stop."""
+    """Also for root, which the modes of directories do not stop."""
     assert "setting 'state_directory' is '/proc'" in start(tmp_path, "--state-directory", "/proc")
 
 
