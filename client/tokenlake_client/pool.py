@@ -151,7 +151,8 @@ class Pool:
     def match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> Lease:
-        """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. `deadline_s`: how long the daemon may
+        """Lease the longest prefix of `keys` that the pool has or, with `MatchOptions.independent`, all of `keys` that
+        it has; `hits` may be 0. `deadline_s`: how long the daemon may
         ask other nodes (default: `Deadlines.match_s`). Raises `Unreachable`."""
         return self.begin_match(keys, options, deadline_s=deadline_s).wait()
 
@@ -170,7 +171,8 @@ class Pool:
 
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
-        `keys`; its `hits` is 0 when the lease has ended. `request`: as of `MatchOptions`. `deadline_s`: by default
+        `keys`; its segments have the same indices. Its `hits` is 0 when the lease has ended, and less than in the other
+        process where a part has. `request`: as of `MatchOptions`. `deadline_s`: by default
         `Deadlines.call_s`. Raises `Unreachable`."""
         if not parts:
             raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
@@ -182,7 +184,8 @@ class Pool:
                 left_s = max(0.0, until - time.monotonic())
                 link, reply = attached.enter_context(self._grants.attaching(part, left_s, write=False))
                 granted.append(link.expect(reply, engine.Matched))
-                if granted[-1].hits < MAX_KEYS:
+                if not granted[-1].hits:
+                    # This part has ended: the segments of later ones would have other indices than in the lease.
                     break
             keys = [SegmentKey(b"")] * sum(matched.hits for matched in granted)
             return Lease(self._state, link, keys, granted, request[:MAX_REQUEST_NAME])
