@@ -63,13 +63,14 @@ class OpaqueLayout(CanonicalFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 AnyLayout = Layout | OpaqueLayout
+_ONLY_OPAQUE = frozenset(OpaqueLayout.__struct_fields__).difference(Layout.__struct_fields__)
 
 
 def decode_layout(encoded: bytes) -> AnyLayout:
     """The layout that `encoded` holds, checked; its fields tell the kind. Raises `LayoutRefused` as
     `Layout.decode`."""
-    kind = OpaqueLayout if any(name == "engine" for name, _ in fields_in(encoded)) else Layout
-    return kind.decode(encoded)
+    opaque = any(name in _ONLY_OPAQUE for name, _ in fields_in(encoded))
+    return OpaqueLayout.decode(encoded) if opaque else Layout.decode(encoded)
 
 
 def understood(layout: AnyLayout) -> Layout:

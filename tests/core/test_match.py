@@ -315,7 +315,7 @@ def checksums_of(keys: list[SegmentKey]) -> bytes:
 
 def test_independent_keys_are_leased_behind_gaps() -> None:
     """At the node that has them, in the order of the keys."""
-    cluster = calm(**ROOMY)
+    cluster = calm(3, **ROOMY)
     writer = cluster.join(0)
     keys = placed(cluster, 0, 1, 6)
     held = [keys[1], keys[2], keys[5]]
@@ -423,7 +423,7 @@ def test_independent_keys_are_found_at_the_directory_node_before_a_ring_change()
 
 
 def test_every_token_of_independent_keys_is_counted_once() -> None:
-    cluster = calm(**ROOMY)
+    cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 6)
     store(cluster, writer, [keys[1], keys[3], keys[5]])

@@ -107,7 +107,7 @@ class RecentMatches:
         prompt; a new record if no remembered match fits."""
         at = first * KEY_BYTES
         for known, access, independent in reversed(self._matches):
-            if keys and (known[at : at + KEY_BYTES] == keys[0] or (independent and keys[0] in known)):
+            if keys and (known[at : at + KEY_BYTES] == keys[0] or (independent and known.find(keys[0]) >= 0)):
                 return access
         return AccessRecord(first + len(keys), first)
 
