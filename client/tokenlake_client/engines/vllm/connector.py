@@ -435,7 +435,7 @@ def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
 
 
 def _set_version(connector: Any, version: str) -> None:
-    if isinstance(connector, KnownLayoutConnector):
+    if hasattr(connector, "new_weights"):
         connector.new_weights(version)
 
 

@@ -26,7 +26,7 @@ _GROUP_BYTES = 4
 class ChunkPart(NamedTuple):
     """The blocks of a job that belong to one chunk."""
 
-    index: int
+    chunk: int
     """The index of the chunk's key among the keys of the job."""
     group: int
     """The position of the chunk's cache group among the groups of the job."""

@@ -14,18 +14,22 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
-from tokenlake_client.engines.vllm.identity import digest_of_checkpoint, digest_of_draft
+from tokenlake_client.engines.vllm.identity import digest_of_checkpoint
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
-__all__ = ["EngineIdentity", "RankFacts", "identity_of", "merged", "opaque_layout", "rank_facts"]
+__all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_facts"]
 
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
+
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no draft model."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,10 @@ def identity_of(
             )
         },
         "position": _position(model),
-        "draft": digest_of_draft(vllm_config),
+        "draft": _draft(vllm_config),
     }
     ranks = int(parallel.world_size)
-    return EngineIdentity(
-        str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache
-    )
+    return EngineIdentity(str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache)
 
 
 def opaque_layout(identity: EngineIdentity, facts: Sequence[RankFacts]) -> OpaqueLayout:
@@ -152,21 +154,29 @@ def rank_facts(
     return RankFacts(rank, shard_bytes, hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest())
 
 
-def merged(first: Mapping[int, RankFacts], second: Mapping[int, RankFacts]) -> dict[int, RankFacts]:
-    """The reports of several ranks, by rank."""
-    return {**first, **second}
-
-
 def hash_seed() -> str | None:
     """The seed of vLLM's block hashes that the environment sets; None: vLLM's fixed seed for SHA-256."""
     return os.environ.get("PYTHONHASHSEED")
+
+
+def _draft(vllm_config: Any) -> str | None:
+    """The method of speculative decoding and, where a draft model has a cache of its own, the digest of its weights;
+    None without speculation."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    method, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None or method in WITHOUT_WEIGHTS:
+        return method
+    config = SimpleNamespace(model_config=draft, load_config=vllm_config.load_config)
+    return f"{method} {digest_of_checkpoint(config)}"
 
 
 def _backends(vllm_config: Any) -> list[str]:
     """The names of the attention backends, with the instruction set where the memory layout depends on it."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
-    names = sorted({str(backend.full_cls_name()) for backend in get_current_attn_backends(vllm_config)})
+    names = sorted({".".join(one.full_cls_name()) for one in get_current_attn_backends(vllm_config)})
     if any("cpu" in name.lower() for name in names):
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -175,8 +185,6 @@ def _backends(vllm_config: Any) -> list[str]:
         # kernels are.
         names.append(str(_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)))
     return names
-
-
 
 
 def _position(model: Any) -> object:

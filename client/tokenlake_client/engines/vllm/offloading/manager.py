@@ -47,10 +47,11 @@ FETCH_QUEUE = 256
 class _Request:
     name: str
     hints: Hints | None
-    adapter: Future[str] | None
+    adapter: Future[str] | None = None
     """The digest of the request's LoRA adapter; None: it has no adapter."""
-    adapter_due: float
-    served: bool
+    adapter_due: float = 0.0
+    served: bool = True
+    """False: the contents of the request's adapter are not known."""
     lookup: ChunkLookup | None = None
     may_load: bool = True
     """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
@@ -111,14 +112,14 @@ class ChunkManager:
             self._stopped = True
             self._log_refusal(reason)
 
-    def new_request(self, name: str, hints: Hints | None = None, adapter: Future[str] | None = None) -> None:
-        """Record a request. `adapter`: the digest of its LoRA adapter."""
-        self._requests[name] = _Request(name, hints, adapter, self._clock() + ADAPTER_S, served=True)
+    def new_request(self, name: str, hints: Hints | None = None) -> None:
+        """Record a request that has arrived."""
+        self._requests[name] = _Request(name, hints)
 
-    def refuse_request(self, name: str) -> None:
-        """Serve a request without the pool."""
-        if name in self._requests:
-            self._requests[name].served = False
+    def with_adapter(self, name: str, digest: Future[str]) -> None:
+        """Record that a request, which has just arrived, is for the LoRA adapter with this digest."""
+        state = self._requests[name]
+        state.adapter, state.adapter_due = digest, self._clock() + ADAPTER_S
 
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
         """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
@@ -183,8 +184,8 @@ class ChunkManager:
                 self._give_up(state).may_load = False
 
     def prepare_store(self, name: str, keys: Sequence[bytes]) -> tuple[Sequence[bytes], StoreJob] | None:
-        """The chunks of `keys` that are stored, and the job that stores them; None: nothing is stored. Raises the errors
-        of the pool."""
+        """The chunks of `keys` that are stored, and the job that stores them; None: nothing is stored. Raises the
+        errors of the pool."""
         state = self._requests.get(name)
         if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
             return None

@@ -229,7 +229,7 @@ class ChunkWorker:
         if pool is None or pages is None or -1 in job.segments:
             raise Unreachable("the rank has no connection to the daemon that has the segments")
         task.ready()
-        by_segment = {job.segments[part.index]: part for part in task.parts}
+        by_segment = {job.segments[part.chunk]: part for part in task.parts}
         lease = pool.attach(*map(LeaseId, job.leases), request=job.request)
         nbytes = 0
         try:
@@ -291,7 +291,7 @@ class ChunkWorker:
     ) -> bytes:
         """Store whole segments, because this rank alone fills them. Returns a `Code` for each part."""
         job, parts = task.job, task.parts
-        keys = [SegmentKey(job.keys[part.index]) for part in parts]
+        keys = [SegmentKey(job.keys[part.chunk]) for part in parts]
         patience = self._settings.write_patience_s
         return pool.store_all(
             keys, lambda at, slot: fill(parts[at], slot), 0, patience, request=job.request, hints=job.hints
@@ -301,7 +301,7 @@ class ChunkWorker:
         self, pool: ChunkRankPool, task: _Task[StoreJob], fill: Callable[[ChunkPart, NDArray[np.uint8]], None]
     ) -> bytes:
         """Fill this rank's shard of the slots that the manager reserved. Returns a `Code` for each part."""
-        by_key = {part.index: part for part in task.parts}
+        by_key = {part.chunk: part for part in task.parts}
         write = pool.attach_write(WriteId(task.job.write))
         try:
             if write.incarnation != task.job.member.incarnation:
@@ -316,7 +316,7 @@ class ChunkWorker:
             raise
         codes = write.commit(1 << self._place.shard)
         write.leave()
-        return bytes(codes[part.index] for part in task.parts)
+        return bytes(codes[part.chunk] for part in task.parts)
 
     def _shard(self, segment: NDArray[np.uint8], member: Member) -> NDArray[np.uint8]:
         size = member.shard_bytes
