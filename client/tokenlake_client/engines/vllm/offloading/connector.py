@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.connector import check_failure_policy
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.epoch import on_weight_version
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
@@ -56,6 +57,8 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             "spec_module_path": TokenLakeOffloadingSpec.__module__,
         }
         super().__init__(config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            check_failure_policy()
         side = self.connector_scheduler if role == KVConnectorRole.SCHEDULER else self.connector_worker
         manager: PoolManager | None = manager_of(self)
         self._manager = manager

@@ -1,12 +1,13 @@
 """Hooks that vLLM's OffloadingConnector lacks, added to its class for backends that are ours.
 
 vLLM's class takes each load for a success, does not tell the backend whose request it serves, and does not tell the
-scheduler's side about the caches of the ranks. So four of its methods are extended::
+scheduler's side about the caches of the ranks. So some of its methods are extended::
 
     on_new_request                the digest of the request's LoRA adapter goes to the manager
-    build_connector_worker_meta   the first report of a rank describes its cache
-    update_connector_output       when all ranks have reported, the layout is known, and the pool is opened
     get_transfer_results          requests whose load failed are named, so that vLLM computes them
+    the other four                each rank reports on its cache. When all have, the layout is known, and the pool is
+                                  opened: before the first request, by vLLM's handshake, or else in the first step.
+                                  Within `MultiConnector`, which has one handshake for all connectors, the latter
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -40,6 +41,13 @@ class PoolWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
         return PoolWorkerMetadata(whole.completed_jobs, whole.transfer_stats, facts)
 
 
+@dataclass
+class FactsHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """vLLM's message from a rank to the scheduler's side before the first request."""
+
+    facts: dict[int, RankFacts] = field(default_factory=dict)
+
+
 def manager_of(connector: Any) -> Any:
     """The `PoolManager` of an OffloadingConnector in vLLM's scheduler; None if it has another backend or role."""
     manager = getattr(connector.connector_scheduler, "manager", None)
@@ -56,7 +64,9 @@ def extend() -> None:
     """Extend the methods of vLLM's OffloadingConnector. A second call does nothing."""
     if getattr(OffloadingConnector, _EXTENDED, False):
         return
-    for hook in (on_new_request, build_connector_worker_meta, update_connector_output, get_transfer_results):
+    hooks: list[Callable[..., Any]] = [on_new_request, get_transfer_results, build_connector_worker_meta]
+    hooks += [update_connector_output, get_handshake_metadata, set_xfer_handshake_metadata_pp_aware]
+    for hook in hooks:
         setattr(OffloadingConnector, hook.__name__, _extended(getattr(OffloadingConnector, hook.__name__), hook))
     setattr(OffloadingConnector, _EXTENDED, True)
 
@@ -80,25 +90,35 @@ def on_new_request(connector: Any, original: Callable[..., Any], request: Any) -
 
 def build_connector_worker_meta(connector: Any, original: Callable[..., Any]) -> Any:
     """Add the report on the rank's cache to the first message."""
-    meta, worker = original(), worker_of(connector)
-    if worker is None or worker.told:
+    meta = original()
+    facts = _take_facts(connector)
+    if not facts:
         return meta
-    worker.told = True
-    facts = rank_facts(
-        connector._vllm_config, connector._kv_cache_config, worker.rank, worker.shard_bytes, worker.page_bytes
-    )
-    told = PoolWorkerMetadata(facts={worker.rank: facts})
+    told = PoolWorkerMetadata(facts=facts)
     return told if meta is None else told.aggregate(meta)
 
 
 def update_connector_output(connector: Any, original: Callable[..., Any], connector_output: Any) -> Any:
     """Hand the reports of ranks to the manager."""
-    manager, meta = manager_of(connector), connector_output.kv_connector_worker_meta
-    facts = getattr(meta, "facts", None)
-    if manager is not None and facts:
-        begin(connector)
-        manager.opening.reported(facts, connector._vllm_config.parallel_config.world_size)
+    _reported(connector, getattr(connector_output.kv_connector_worker_meta, "facts", {}))
     return original(connector_output)
+
+
+def get_handshake_metadata(connector: Any, original: Callable[..., Any]) -> Any:
+    """The report on the rank's cache, before the first request."""
+    if worker_of(connector) is None or worker_of(connector).nested:
+        return original()
+    return FactsHandshake(_take_facts(connector))
+
+
+def set_xfer_handshake_metadata_pp_aware(connector: Any, original: Callable[..., Any], metadata: Any) -> Any:
+    """Hand the reports of all ranks to the manager."""
+    reports = [one.facts for one in metadata.values() if isinstance(one, FactsHandshake)]
+    if not reports:
+        return original(metadata)
+    for facts in reports:
+        _reported(connector, facts)
+    return None
 
 
 def get_transfer_results(connector: Any, original: Callable[..., Any], finished_req_ids: set[str]) -> Any:
@@ -107,6 +127,25 @@ def get_transfer_results(connector: Any, original: Callable[..., Any], finished_
     if worker is not None:
         results.failed_recving |= worker.take_failed() & set(results.finished_recving or ())
     return results
+
+
+def _take_facts(connector: Any) -> dict[int, RankFacts]:
+    """The report of this rank, by rank; empty if it was made before."""
+    worker = worker_of(connector)
+    if worker is None or worker.told:
+        return {}
+    worker.told = True
+    facts = rank_facts(
+        connector._vllm_config, connector._kv_cache_config, worker.rank, worker.shard_bytes, worker.page_bytes
+    )
+    return {worker.rank: facts}
+
+
+def _reported(connector: Any, facts: dict[int, RankFacts]) -> None:
+    manager = manager_of(connector)
+    if manager is not None and facts:
+        begin(connector)
+        manager.opening.reported(facts, connector._vllm_config.parallel_config.world_size)
 
 
 def begin(connector: Any) -> None:

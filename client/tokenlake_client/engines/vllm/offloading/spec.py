@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -235,6 +236,10 @@ class PoolWorker(OffloadingWorker):  # type: ignore[misc]
         self.rank = rank
         self.shard_bytes = shard_bytes
         """The bytes of the largest chunk on this rank."""
+        outer = get_current_vllm_config_or_none()
+        transfer = outer.kv_transfer_config if outer is not None else None
+        self.nested = transfer is None or transfer.kv_connector == "MultiConnector"
+        """True: the connector is, or may be, one of several."""
         self.told = False
         """True: the rank has reported on its cache."""
         self.page_bytes = [[table.nbytes for table in group] for group in groups]
