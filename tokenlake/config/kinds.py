@@ -278,8 +278,8 @@ def is_own_address(host: str) -> bool:
 
 
 def peers() -> Kind:
-    """The kind of a setting whose value lists nodes as `name=host:port[/SIZE]`, where SIZE is a node's memory: each name
-    and each address once, and sizes for all entries or for none."""
+    """The kind of a setting whose value lists nodes as `name=host:port[/SIZE]`, where SIZE is a node's memory: each
+    name and each address once, and sizes for all entries or for none."""
     expected = "a list of name=HOST:PORT[/SIZE]"
 
     def parse(value: object) -> tuple[Peer, ...]:

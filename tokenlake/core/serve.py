@@ -319,7 +319,8 @@ class Serving:
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
         """Returns those found segments that other nodes may still lease, within the limit of slots that they may lease;
-        the codes of the other found segments become UNKNOWN. A segment that another node leases already takes no further slot."""
+        the codes of the other found segments become UNKNOWN. A segment that another node leases already takes no
+        further slot."""
         leased = [segment for segment in found if segment is not None]
         rooms: dict[PoolId, int] = {}
         enough = True
