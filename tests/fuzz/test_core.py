@@ -119,11 +119,12 @@ class Node:
                 commit = engine.Commit(2, instruction.message.write, filled, shards, checksums)
                 self.feed(events.Requested(connection, commit))
 
-    def read(self, connection: int, keys: bytes, fetched: int) -> None:
+    def read(self, connection: int, keys: bytes, fetched: int, independent: bool) -> None:
         """Match, and fetch the first `fetched`; the lease stays."""
         if connection not in self.joined:
             return
-        for instruction in self.feed(events.Requested(connection, engine.Match(3, keys, 0.0, True, "r"))):
+        match = engine.Match(3, keys, 0.0, True, "r", independent=independent)
+        for instruction in self.feed(events.Requested(connection, match)):
             if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Matched):
                 lease = instruction.message.lease
                 self.feed(events.Requested(connection, engine.Fetch(4, lease, 0, fetched, 0.0)))
@@ -288,7 +289,7 @@ steps = st.one_of(
     step("gone", connections),
     step("store", connections, plain, st.integers(0, 8), st.integers(0, 3)),
     step("store", connections, plain, st.just(8), st.just(3)),
-    step("read", connections, plain, st.integers(0, 9)),
+    step("read", connections, plain, st.integers(0, 9), st.booleans()),
     step("answer", codes, st.lists(st.sampled_from(NODES), max_size=8).map(tuple), st.integers(0, 9)),
     step("request", connections, requests),
     step("ask", connections, st.sampled_from(TENANTS), hostile(engine.Explain)),
