@@ -1,5 +1,5 @@
 """vLLM's connector: translates between vLLM's hooks and the two sides of the connector, `SchedulerSide` and
-`WorkerSide`. Beside this module only `identity` and `epoch` import vLLM."""
+`WorkerSide`. Beside this module only `identity`, `epoch` and `stats` import vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
@@ -28,11 +32,10 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import Counts, EngineCounters, Side
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -41,6 +44,7 @@ from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_o
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
+from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, sources_of_hit
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
@@ -115,7 +119,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
         # connector.
         transfer.kv_load_failure_policy = "recompute"
-        self.counters = Counters(Counts)
+        self.counters = EngineCounters()
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
@@ -157,6 +161,39 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
+    # -- hooks of both sides, and of the process that serves the metrics page
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> TokenLakeStats | None:
+        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
+        growth = self.counters.take(self._side)
+        return TokenLakeStats(growth) if growth else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TokenLakeStats:
+        """The stats whose `data` an engine has sent."""
+        return TokenLakeStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> TokenLakePromMetrics | None:
+        """The metrics of the connector on vLLM's metrics page. vLLM calls this method in the process that serves the
+        page, before any stats arrive. None after an error, which is logged."""
+        find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
+        try:
+            return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception as error:
+            logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
+            return None
+
+    @functools.cached_property
+    def _side(self) -> Side:
+        if self.role == KVConnectorRole.SCHEDULER:
+            return Side.SCHEDULER
+        first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
+        return Side.FIRST_RANK if first else Side.OTHER_RANK
+
     # -- hooks of the scheduler's side
 
     @guarded(lambda: None)
@@ -186,6 +223,14 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM's hook for a request that was given blocks, also where nothing is to be loaded: plan its load."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM's hook after `update_state_after_alloc`: returns the loaded tokens by their source. vLLM counts tokens
+        that are missing in the result as those of an unspecified source."""
+        if self._scheduler is None:
+            return {}
+        return sources_of_hit(num_external_tokens, self._scheduler.remote_tokens(request.request_id))
 
     @guarded(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
