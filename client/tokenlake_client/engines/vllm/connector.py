@@ -1,5 +1,5 @@
-"""vLLM's connector: translates between vLLM's hooks and the two sides of the connector, `SchedulerSide` and
-`WorkerSide`. Beside this module only `identity`, `epoch` and `stats` import vLLM."""
+"""The connector for models whose layout the pool knows: translates between vLLM's hooks and the two sides of the
+connector, `SchedulerSide` and `WorkerSide`. `front` makes it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import (
-    get_pp_group,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
@@ -35,7 +31,7 @@ from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.counters import Counts, EngineCounters, Side
+from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -44,13 +40,13 @@ from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_o
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
-from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, sources_of_hit
+from tokenlake_client.engines.vllm.stats import TokenLakeStats, sources_of_hit, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["TokenLakeConnector"]
+__all__ = ["KnownLayoutConnector"]
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -60,12 +56,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """A decorator for hooks of `TokenLakeConnector`: after an error, which is reported, the hook returns `default()`.
+    """A decorator for hooks of `KnownLayoutConnector`: after an error, which is reported, the hook returns `default()`.
     The hook's time is added to the counts."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def call(self: TokenLakeConnector, *args: Any, **kwargs: Any) -> Any:
+        def call(self: KnownLayoutConnector, *args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
@@ -98,7 +94,7 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
-class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. No hook raises, and none waits longer than its
     deadline.
 
@@ -161,38 +157,10 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
-    # -- hooks of both sides, and of the process that serves the metrics page
-
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> TokenLakeStats | None:
         """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
-        growth = self.counters.take(self._side)
-        return TokenLakeStats(growth) if growth else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TokenLakeStats:
-        """The stats whose `data` an engine has sent."""
-        return TokenLakeStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> TokenLakePromMetrics | None:
-        """The metrics of the connector on vLLM's metrics page. vLLM calls this method in the process that serves the
-        page, before any stats arrive. None after an error, which is logged."""
-        find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
-        try:
-            return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        except Exception as error:
-            logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
-            return None
-
-    @functools.cached_property
-    def _side(self) -> Side:
-        if self.role == KVConnectorRole.SCHEDULER:
-            return Side.SCHEDULER
-        first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
-        return Side.FIRST_RANK if first else Side.OTHER_RANK
+        return stats_of(self.counters, self.role)
 
     # -- hooks of the scheduler's side
 
@@ -480,7 +448,7 @@ def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
 
 
 def _set_version(connector: Any, version: str) -> None:
-    if isinstance(connector, TokenLakeConnector):
+    if isinstance(connector, KnownLayoutConnector):
         connector.new_weights(version)
 
 

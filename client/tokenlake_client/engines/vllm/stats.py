@@ -11,13 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tokenlake_client.engines.vllm.counters import BUCKETS_S, COUNTS, PREFIX, TIMES, Growth, merge, summary
+from tokenlake_client.engines.vllm.counters import (
+    BUCKETS_S,
+    COUNTS,
+    PREFIX,
+    TIMES,
+    EngineCounters,
+    Growth,
+    Side,
+    merge,
+    summary,
+)
 
-__all__ = ["TokenLakePromMetrics", "TokenLakeStats", "find_by_name", "sources_of_hit"]
+__all__ = ["TokenLakePromMetrics", "TokenLakeStats", "find_by_name", "prom_metrics", "sources_of_hit", "stats_of"]
 
 logger = init_logger("vllm.tokenlake")
 
@@ -87,6 +99,29 @@ class TokenLakePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     series.inc(value)
         except Exception as error:
             logger.warning_once("TokenLake: some metrics are missing: %s: %s", type(error).__name__, error)
+
+
+def prom_metrics(
+    vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+) -> TokenLakePromMetrics | None:
+    """The metrics of the connector; None after an error, which is logged."""
+    try:
+        return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    except Exception as error:
+        logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
+        return None
+
+
+def stats_of(counters: EngineCounters, role: KVConnectorRole) -> TokenLakeStats | None:
+    """The growth of a connector's counts since the last call; None: they have not grown. `role`: vLLM's name of the
+    connector's side."""
+    if role == KVConnectorRole.SCHEDULER:
+        side = Side.SCHEDULER
+    else:
+        first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
+        side = Side.FIRST_RANK if first else Side.OTHER_RANK
+    growth = counters.take(side)
+    return TokenLakeStats(growth) if growth else None
 
 
 def sources_of_hit(tokens: int, remote: int) -> dict[CacheHitSource, int]:
