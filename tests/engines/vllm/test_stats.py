@@ -159,7 +159,7 @@ def test_the_page_of_an_engine(start: Callable[..., Engine], plain: Engine, clus
     # From the other node; computed; from vLLM's own cache; from this node; too short for a segment.
     for tokens, answer in zip((far, new, new), (*expected, expected[1]), strict=True):
         assert engine.generate([tokens])[0] == answer
-    assert engine.call("flush")
+        assert engine.call("flush")
     assert engine.call("forget")
     assert engine.generate([new])[0] == expected[1]
     engine.generate([prompt(40, 3)])
