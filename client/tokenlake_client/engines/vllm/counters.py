@@ -194,6 +194,14 @@ class EngineCounters(Counters[Counts]):
         super().__init__(Counts)
         self._samples: dict[str, deque[float]] = {}
         self._taken = Counts()
+        self._grown = False
+        """Has a count other than `hook_seconds` grown since the last reading? Spares a reading after most steps."""
+
+    def add(self, **amounts: float) -> None:
+        """Add each amount to the count of that name."""
+        super().add(**amounts)
+        if len(amounts) > 1 or "hook_seconds" not in amounts:
+            self._grown = True
 
     def add_request(
         self, tokens: int, local: int, *, here: int = 0, remote: int = 0, skipped: int = 0, asked: bool = True
@@ -217,11 +225,15 @@ class EngineCounters(Counters[Counts]):
         with self._lock:
             for name, value in seconds.items():
                 self._samples.setdefault(name, deque(maxlen=MAX_SAMPLES)).append(value)
+            self._grown = True
 
     def take(self, side: Side) -> Growth:
         """The growth since the last call of the counts that `side` reports, and the new samples. Empty if only
         `hook_seconds` has grown, which each hook adds to: its growth is part of a later result."""
+        if not self._grown:
+            return {}
         with self._lock:
+            self._grown = False
             now = dataclasses.replace(self._counts)
             growth: Growth = {}
             for name in _reported(side):
