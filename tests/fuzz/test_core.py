@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
-from tokenlake.core import NodeCore, directory_node, events
+from tokenlake.core import NodeCore, corruption, directory_node, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import (
     Answer,
@@ -345,6 +345,20 @@ def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
         for _ in range(200):
             node.wait(0.005)
     assert not node.core.census()["walks"]
+
+
+def test_a_check_that_takes_long_does_not_delay_the_next_ones() -> None:
+    """Found by `test_senseless_messages_break_nothing`: after a check of 40 s the next copy was checked 120 s later."""
+    node = begun()
+    node.store(1, b"".join(KEYS[:2]), 8, 3)
+    node.wait(2.0)
+    node.said("n1", peer.Corrupt("red", b"".join(KEYS[:2])))
+    assert node.core.census()["copies to check"] == 2
+    node.wait(40.0)
+    node.checked(True)
+    node.wait(corruption.MAX_REST_S)
+    node.checked(True)
+    assert node.core.census()["copies to check"] == 0
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
