@@ -10,7 +10,16 @@ import msgspec
 from tokenlake.errors import LayoutRefused
 from tokenlake.identity import Fingerprint
 
-__all__ = ["DTYPE_BYTES", "MAX_LAYOUT_BYTES", "MAX_SEGMENT_BYTES", "MAX_SHARDS", "Layout"]
+__all__ = [
+    "COMPUTED_DTYPES",
+    "DTYPE_BYTES",
+    "MAX_LAYOUT_BYTES",
+    "MAX_SEGMENT_BYTES",
+    "MAX_SHARDS",
+    "QUANTISED_DTYPES",
+    "Layout",
+    "static_quantisation",
+]
 
 SCHEMA_VERSION = 1
 """First item of the fingerprint; grows when a field is added or changes its meaning."""
@@ -25,11 +34,22 @@ MAX_SEGMENT_BYTES = 1 << 31
 MAX_LAYOUT_BYTES = 64 << 10
 """Bound on an encoded layout; more than one that `Layout.check` accepts can have."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTED_DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes in which engines compute. A cache in one of them is not quantised."""
+QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+"""The dtypes of quantised caches. Only engines that compute with such a cache use its segments; the pool stores them."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ATTENTION_KINDS = ("full", "latent")
 """Causal attention over the whole prefix. `full`: multi-head or grouped-query. `latent`: over latent rows (MLA), which
 are one KV head whose value is the first `value_dim` columns of its key."""
 STORAGE_ORDER = "group-layer-kv-head-token-dim"
+
+
+def static_quantisation(computed: str) -> str:
+    """The layout's `quantisation` for a cache of `QUANTISED_DTYPES`: each element is a key or a value that was computed
+    in the dtype `computed`, divided by a constant scale, and rounded to the cache's dtype. The scales belong to the
+    weights, and are 1 where the weights have none."""
+    return f"static scales, computed in {computed}"
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +75,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Canonical text of the position encoding (kind, base, scaling)."""
     attention: str = "full"
     quantisation: str = "none"
+    """`none`, or the `static_quantisation` of a cache whose dtype is one of `QUANTISED_DTYPES`."""
     storage: str = STORAGE_ORDER
     segment_tokens: int = 256
 
@@ -66,8 +87,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise LayoutRefused(
                 f"layout field 'attention' is {self.attention!r}; supported: {', '.join(ATTENTION_KINDS)}"
             )
-        if self.quantisation != "none":
-            raise LayoutRefused(f"layout field 'quantisation' is {self.quantisation!r}; supported: none")
+        quantisations = (
+            [static_quantisation(computed) for computed in COMPUTED_DTYPES]
+            if self.dtype in QUANTISED_DTYPES
+            else ["none"]
+        )
+        if self.quantisation not in quantisations:
+            raise LayoutRefused(
+                f"layout field 'quantisation' is {self.quantisation!r}; supported with dtype {self.dtype!r}: "
+                f"{'; '.join(quantisations)}"
+            )
         if self.storage != STORAGE_ORDER:
             raise LayoutRefused(f"layout field 'storage' is {self.storage!r}; supported: {STORAGE_ORDER}")
         for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens"):

@@ -30,7 +30,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.common.slots import TORCH_DTYPES
+from tokenlake_client.engines.common.slots import SLOT_DTYPES
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
@@ -392,7 +392,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shards = rank_shards(layout, get_tensor_model_parallel_rank(), size)
         heads = max(1, layout.kv_heads // size)
         width = layout.key_dim + layout.value_dim
-        names = check_tensors(kv_caches, heads, width, TORCH_DTYPES[layout.dtype], self._blocks)
+        names = check_tensors(kv_caches, heads, width, SLOT_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
         copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
