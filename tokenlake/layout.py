@@ -37,7 +37,7 @@ MAX_LAYOUT_BYTES = 64 << 10
 COMPUTED_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes in which engines compute. A cache in one of them is not quantised."""
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-"""The dtypes of quantised caches. Only engines that compute with such a cache use its segments; the pool stores them."""
+"""The dtypes of quantised caches. The pool stores their segments, and computes no attention over them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ATTENTION_KINDS = ("full", "latent")
 """Causal attention over the whole prefix. `full`: multi-head or grouped-query. `latent`: over latent rows (MLA), which

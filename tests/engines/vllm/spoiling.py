@@ -23,9 +23,7 @@ def tracebacks(engine: Engine) -> list[str]:
     return [line for line in lines if "Traceback" in line and "[base.py:" not in line]
 
 
-def spoil(
-    cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int | None = None, **identity: Any
-) -> int:
+def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int | None = None, **identity: Any) -> int:
     """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. `identity`:
     arguments of `Pool.prefix`, which are part of the keys. Returns the number of segments."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tests.engines.vllm.scenario import check_scenario, three
 from tokenlake.layout import Layout
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
-from tokenlake_testing.quantised_model import save_quantised_model
+from tokenlake_testing.families import save_quantised
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def quantised(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_quantised_model(model, tmp_path_factory.mktemp("quantised") / "model")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_quantised(tmp_path_factory.mktemp("quantised"), TINY)
 
 
 def test_quantised_weights(start: Callable[..., Engine], cluster: Cluster, quantised: Path) -> None:

@@ -25,7 +25,7 @@ TORCH_DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-SLOT_DTYPES: dict[str, Any] = TORCH_DTYPES | {name: torch.uint8 for name in QUANTISED_DTYPES}
+SLOT_DTYPES: dict[str, Any] = TORCH_DTYPES | dict.fromkeys(QUANTISED_DTYPES, torch.uint8)
 """By the layout's dtype, the dtype of the tensors over a slot. Quantised elements are bytes, as in vLLM's own cache."""
 
 LayerPair = tuple[Any, Any]
@@ -51,8 +51,8 @@ def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
 
 
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
-    """The slot's memory as a flat tensor of the layout's dtype (`SLOT_DTYPES`). It does not own the memory, and must not be written if
-    `slot` is read-only. Raises ValueError for a slot of another size."""
+    """The slot's memory as a flat tensor of the layout's dtype (`SLOT_DTYPES`). It does not own the memory, and must not be
+    written if `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
     # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no

@@ -3,8 +3,9 @@
 For a model directory that vLLM serves without overrides, the layout equals that of the transformers integration, so
 both share segments. The weights digest is then that of the directory. A configuration that differs from the directory's
 (overrides, the path of another configuration, a window that is switched off) changes the digest, and so does the load
-format where the directory holds weights in several formats. The quantisation of the weights is part of the digest. Models whose weights cannot be identified, and all others
-that the pool cannot serve, are refused with the name of the setting.
+format where the directory holds weights in several formats. The quantisation of the weights is part of the digest.
+Models whose weights cannot be identified, and all others that the pool cannot serve, are refused with the name of the
+setting.
 
 vLLM's names are imported in the functions that use them: an engine whose version of vLLM lacks one of them runs without
 the pool.
@@ -114,7 +115,7 @@ def _elements_of(vllm_config: Any, spec: Any) -> tuple[str, str]:
             )
         if getattr(cache, "calculate_kv_scales", False):
             raise LayoutRefused(
-                "vLLM setting 'calculate_kv_scales' is True: the scales of the cache depend on the prompts of one engine"
+                "vLLM setting 'calculate_kv_scales' is True: the scales of the cache depend on one engine's prompts"
             )
         if _is_fnuz():
             raise LayoutRefused(f"vLLM setting 'kv_cache_dtype' is {name!r}: fp8 in the format fnuz is not supported")
