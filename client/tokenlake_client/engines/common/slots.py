@@ -51,7 +51,7 @@ def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
 
 
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
-    """The slot's memory as a flat tensor of the layout's dtype (`SLOT_DTYPES`). It does not own the memory, and must not be
+    """The slot's memory as a flat tensor, of the dtype in `SLOT_DTYPES`. It does not own the memory, and must not be
     written if `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
