@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.forked import ForkedEngine
-from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.cluster import Cluster, parse_metrics
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
@@ -32,6 +33,19 @@ def prompt(length: int, seed: int) -> list[int]:
         state = (state * 1103515245 + 12345) % 2147483648
         tokens.append((state >> 12) % TINY.vocabulary)
     return tokens
+
+
+def totals(page: str) -> dict[str, float]:
+    """The values on vLLM's metrics page, without the labels that all its series have."""
+    return {
+        re.sub(r"\{,?\}", "", re.sub(r'(engine|model_name)="[^"]*",?', "", name)): value
+        for name, value in parse_metrics(page).items()
+    }
+
+
+def metrics_of(engine: Engine) -> dict[str, float]:
+    """The metrics of an engine that was started with `disable_log_stats=False`."""
+    return totals(engine.call("metrics"))
 
 
 @pytest.fixture(scope="session")
