@@ -61,14 +61,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, which end with the module."""
+    """Starts engines, which end with the module. An argument `model` replaces the tiny model."""
     engines: list[Engine] = []
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
         kind = Engine if "environment" in arguments else ForkedEngine
         # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
-        engine = kind(model, logs / f"{len(engines)}.log", pool, nice=10, **arguments)
+        engine = kind(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=10, **arguments)
         engines.append(engine)
         return engine
 
