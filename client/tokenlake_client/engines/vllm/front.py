@@ -14,6 +14,7 @@ from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
 from tokenlake_client.engines.vllm.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
+from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
 
 __all__ = ["TokenLakeConnector"]
 
@@ -59,9 +60,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """The statistics of a connector of either class."""
-        return KnownLayoutConnector.build_kv_connector_stats(data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TokenLakeStats:
+        """The stats whose `data` a connector of either class has sent."""
+        return TokenLakeStats({} if data is None else data)
 
     @classmethod
     def build_prom_metrics(
@@ -70,9 +71,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        """vLLM's metrics of a connector of either class."""
-        return KnownLayoutConnector.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> TokenLakePromMetrics | None:
+        """The metrics of a connector of either class on vLLM's metrics page. vLLM calls this method in the process that
+        serves the page, before any stats arrive. None after an error, which is logged."""
+        find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
+        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -12,14 +12,15 @@ from typing import Any, TypeVar, cast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.vllm.connector import check_failure_policy
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import on_weight_version
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
+from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
 
 __all__ = ["OpaqueLayoutConnector"]
 
@@ -63,7 +64,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         manager: PoolManager | None = manager_of(self)
         self._manager = manager
         spec: TokenLakeOffloadingSpec = manager.spec if manager is not None else side.spec
-        self.counters: Counters[Counts] = spec.counters
+        self.counters: EngineCounters = spec.counters
         self._reports = spec.reports
         self._gpu_blocks: Any = None
         self._placed: set[str] = set()
@@ -94,6 +95,8 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         """vLLM's hook that asks how many tokens of a request the pool has."""
         self._placed.discard(request.request_id)
         self._local[request.request_id] = num_computed_tokens
+        if self._manager is not None and num_computed_tokens:
+            self._manager.chunks.cached_locally(request.request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
@@ -104,10 +107,26 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
-            local = self._local.get(name, 0)
-            self.counters.add(
-                requests=1, tokens_asked=request.num_tokens, tokens_local=local, tokens_hit=num_external_tokens
-            )
+            self._count(request, num_external_tokens)
+
+    def _count(self, request: Any, hit: int) -> None:
+        """Count the tokens of a request that was given blocks, `hit` of which are loaded."""
+        assert self._manager is not None
+        remote = 0
+        if hit:
+            sources = self.get_external_cache_hit_sources(request, hit)
+            remote = sources.get(CacheHitSource.P2P, 0)
+        local = self._local.get(request.request_id, 0)
+        rest = request.num_tokens - local - hit
+        asked = self._manager.chunks.asked(request.request_id)
+        self.counters.add(
+            requests=1,
+            tokens_local=local,
+            tokens_hit_here=hit - remote,
+            tokens_hit_remote=remote,
+            tokens_not_found=rest if asked else 0,
+            tokens_not_asked=0 if asked else rest,
+        )
 
     @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -160,9 +179,9 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             digest = self._manager.opening.reset(empty=False)
         self._manager.chunks.new_weights(digest)
 
-    def get_kv_connector_stats(self) -> Any:
-        """None: vLLM's statistics of its own backends."""
-        return None
+    def get_kv_connector_stats(self) -> TokenLakeStats | None:
+        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
+        return stats_of(self.counters, self.role)
 
     # -- hooks of the ranks
 

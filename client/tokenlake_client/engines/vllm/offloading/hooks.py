@@ -151,9 +151,10 @@ def _reported(connector: Any, facts: dict[int, RankFacts]) -> None:
 def begin(connector: Any) -> None:
     """Begin to identify the model of a connector in vLLM's scheduler. Reads the model's files in the background."""
     manager = manager_of(connector)
-    if manager is None:
+    if manager is None or manager.opening.begun:
         return
     spec, config, cached = manager.spec, connector._vllm_config, connector._kv_cache_config
+    manager.serve_adapters(config.lora_config, config.model_config.dtype)
     manager.opening.identify(
         lambda: identity_of(
             config, cached, spec.settings, chunk_blocks=spec.blocks_per_chunk, replicated=spec.replicated_layout

@@ -14,13 +14,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
-from tokenlake_client.engines.vllm.identity import digest_of_checkpoint
+from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 __all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_facts"]
@@ -28,8 +27,6 @@ __all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
 
-WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that have no draft model."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def identity_of(
     groups = kv_cache_config.kv_cache_groups
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
         raise LayoutRefused("a token's cache depends on tokens after it")
-    weights = settings.weights_digest or digest_of_checkpoint(vllm_config)
+    weights = weights_digest_of(vllm_config, settings)
     architectures = model.hf_config.architectures or [type(model.hf_config).__name__]
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     tokens = max(group.kv_cache_spec.block_size for group in groups) * chunk_blocks
@@ -102,7 +99,7 @@ def identity_of(
             )
         },
         "position": _position(model),
-        "draft": _draft(vllm_config),
+        "draft": digest_of_draft(vllm_config),
     }
     ranks = int(parallel.world_size)
     return EngineIdentity(str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache)
@@ -157,19 +154,6 @@ def rank_facts(
 def hash_seed() -> str | None:
     """The seed of vLLM's block hashes that the environment sets; None: vLLM's fixed seed for SHA-256."""
     return os.environ.get("PYTHONHASHSEED")
-
-
-def _draft(vllm_config: Any) -> str | None:
-    """The method of speculative decoding and, where a draft model has a cache of its own, the digest of its weights;
-    None without speculation."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return None
-    method, draft = str(speculative.method), speculative.draft_model_config
-    if draft is None or method in WITHOUT_WEIGHTS:
-        return method
-    config = SimpleNamespace(model_config=draft, load_config=vllm_config.load_config)
-    return f"{method} {digest_of_checkpoint(config)}"
 
 
 def _backends(vllm_config: Any) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenlake.hints import Hints
+from tokenlake_client.engines.vllm.adapters import AdapterUse
 
 __all__ = ["NOWHERE", "LoadJob", "Member", "StoreJob"]
 
@@ -40,6 +41,8 @@ class LoadJob:
     """For each chunk of the job, the index of its segment in the lease; -1: it has none."""
     groups: tuple[int, ...]
     """For each chunk of the job, the number of its cache group."""
+    adapter: AdapterUse | None = None
+    """The request's LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +60,5 @@ class StoreJob:
     segments, and reserves the slots itself."""
     hints: Hints | None = None
     """The request's hints, which a rank that reserves the slots itself sends along."""
+    adapter: AdapterUse | None = None
+    """The request's LoRA adapter."""

@@ -69,6 +69,7 @@ class ChunkLookup:
         """For each leased chunk, the index of its segment in the lease."""
         self._found: list[Found] = []
         """For each leased segment: PENDING until it is fetched. `fetch` sets it from a background thread."""
+        self._remote: set[int | None] = set()
         self._wanted: set[int] = set()
         self._next_poll = 0.0
 
@@ -91,6 +92,8 @@ class ChunkLookup:
         for key, code in zip(self._asked, lease.codes, strict=True):
             if code in (Code.LOCAL, Code.REMOTE) and len(self._found) < lease.hits:
                 self._segments[key] = len(self._found)
+                if code == Code.REMOTE:
+                    self._remote.add(len(self._found))
                 self._found.append(Found.HIT if code in at_once else Found.PENDING)
         self.lease = lease
         return True
@@ -104,6 +107,10 @@ class ChunkLookup:
         if found is Found.PENDING:
             self._wanted.add(index)
         return found
+
+    def remote(self, key: bytes) -> bool:
+        """Was the chunk on another node when it was leased?"""
+        return self._segments.get(key) in self._remote
 
     def take_wanted(self) -> list[int]:
         """The indices of the segments that are wanted since the last call, in order."""

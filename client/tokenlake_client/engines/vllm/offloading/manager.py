@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tokenlake.errors import TokenLakeError, Unreachable
@@ -23,8 +22,8 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, ChunkLookups, Found
@@ -47,11 +46,12 @@ FETCH_QUEUE = 256
 class _Request:
     name: str
     hints: Hints | None
-    adapter: Future[str] | None = None
-    """The digest of the request's LoRA adapter; None: it has no adapter."""
+    adapter: RequestAdapter | None = None
+    """The request's LoRA adapter."""
     adapter_due: float = 0.0
+    """The time until which the request waits for the digest of its adapter."""
     served: bool = True
-    """False: the contents of the request's adapter are not known."""
+    """False: the request is served without the pool."""
     lookup: ChunkLookup | None = None
     may_load: bool = True
     """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
@@ -60,6 +60,16 @@ class _Request:
     may_store: bool = True
     """False: the weights changed while the request had blocks, so they may hold cache of two versions."""
 
+    @property
+    def adapter_refused(self) -> bool:
+        """The files of the request's adapter cannot be read."""
+        return self.adapter is not None and self.adapter.refused
+
+    @property
+    def adapter_use(self) -> AdapterUse | None:
+        """The request's adapter, as the ranks know it."""
+        return self.adapter.use if self.adapter is not None else None
+
 
 class ChunkManager:
     """Looks chunks up, and plans the jobs of the ranks. One per engine. For the scheduler's thread."""
@@ -67,7 +77,7 @@ class ChunkManager:
     def __init__(
         self,
         settings: EngineSettings,
-        counters: Counters[Counts],
+        counters: EngineCounters,
         report: Callable[[str, BaseException], None],
         refuse: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -116,10 +126,30 @@ class ChunkManager:
         """Record a request that has arrived."""
         self._requests[name] = _Request(name, hints)
 
-    def with_adapter(self, name: str, digest: Future[str]) -> None:
-        """Record that a request, which has just arrived, is for the LoRA adapter with this digest."""
+    def with_adapter(self, name: str, adapter: RequestAdapter | None) -> None:
+        """Record that a request, which has just arrived, is for a LoRA adapter; None: for one that cannot be
+        identified, so the request is served without the pool."""
         state = self._requests[name]
-        state.adapter, state.adapter_due = digest, self._clock() + ADAPTER_S
+        state.adapter, state.adapter_due = adapter, self._clock() + ADAPTER_S
+        state.served = adapter is not None
+        self._counters.add(requests_not_served=not state.served)
+
+    def cached_locally(self, name: str) -> None:
+        """vLLM's own cache has a part of a request's prompt."""
+        state = self._requests.get(name)
+        # It may have been computed with other files of the adapter.
+        if state is not None and state.adapter is not None and state.adapter.replaced:
+            state.may_store = False
+
+    def asked(self, name: str) -> bool:
+        """Has the pool answered, for a request that is given its blocks, which chunks it has?"""
+        state = self._requests.get(name)
+        return name in self._loads or (state is not None and state.lookup is not None)
+
+    def remote(self, name: str, key: bytes) -> bool:
+        """Was a chunk that is loaded for a request on another node?"""
+        lookup = self._loads.get(name)
+        return lookup is not None and lookup.remote(key)
 
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
         """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
@@ -157,7 +187,7 @@ class ChunkManager:
         self._loads[name] = lookup
         segments = tuple(lookup.keep(keys))
         member = self._member(int(lookup.lease.incarnation))
-        return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups)
+        return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups, state.adapter_use)
 
     def complete_load(self, name: str) -> None:
         """All ranks have ended the load of a request."""
@@ -197,13 +227,13 @@ class ChunkManager:
         member = self._member(int(pool.incarnation))
         packed = tuple(map(bytes, segments))
         if self._layout is None or self._layout.shards == 1:
-            return keys, StoreJob(member, name, packed, groups, hints=state.hints)
+            return keys, StoreJob(member, name, packed, groups, hints=state.hints, adapter=state.adapter_use)
         deadline_s = self._settings.match_ms / 1e3
         reservation = pool.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
         if not reservation.id:
             return None
         self._reservations[frozenset(keys)] = reservation
-        return keys, StoreJob(member, name, packed, groups, int(reservation.id))
+        return keys, StoreJob(member, name, packed, groups, int(reservation.id), adapter=state.adapter_use)
 
     def complete_store(self, keys: Collection[bytes]) -> None:
         """All ranks have ended the job that stores the chunks `keys`."""
@@ -252,10 +282,9 @@ class ChunkManager:
         asked = chunks() if pool is not None else ()
         if pool is None or not asked or not self._hashed(asked):
             return Found.MISS
-        if state.adapter is not None and not state.adapter.done() and self._clock() < state.adapter_due:
-            return Found.RETRY
         if not self._adapter_known(state):
-            return Found.MISS
+            waits = not state.adapter_refused and self._clock() < state.adapter_due
+            return Found.RETRY if waits else Found.MISS
         keys = self._segment_keys(pool, state, asked)
         options = MatchOptions(request=state.name, hints=state.hints, independent=True)
         state.lookup = self._lookups.begin(pool, asked, keys, options)
@@ -284,21 +313,14 @@ class ChunkManager:
         return self._take(state)
 
     def _segment_keys(self, pool: ChunkPool, state: _Request, keys: Iterable[bytes]) -> list[SegmentKey]:
-        adapter = None if state.adapter is None else state.adapter.result()
+        adapter = None if state.adapter is None else state.adapter.digest
         return pool.opaque_keys(
             map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=self._weights
         )
 
     def _adapter_known(self, state: _Request) -> bool:
-        """Is the digest of the request's adapter known? Otherwise the request is served without the pool."""
-        if state.adapter is None or (state.adapter.done() and state.adapter.exception() is None):
-            return True
-        if state.adapter.done():
-            error = state.adapter.exception()
-            assert error is not None
-            self._report("reading a LoRA adapter", error)
-        state.served = False
-        return False
+        """Is the digest of the request's adapter known, if it has one?"""
+        return state.adapter is None or state.adapter.digest is not None
 
     def _hashed(self, keys: Sequence[bytes]) -> bool:
         """Has vLLM hashed the blocks with SHA-256? Otherwise two prompts may have one hash, and the pool is not

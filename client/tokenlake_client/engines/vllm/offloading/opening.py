@@ -38,10 +38,14 @@ class Opening:
         self.connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Was `identify` called?"""
+        return self._identity is not None
+
     def identify(self, identity: Callable[[], EngineIdentity]) -> None:
-        """Begin to find out what the scheduler's side knows of the layout, unless that was begun before."""
-        if self._identity is None:
-            self._identity = self._thread.submit(identity)
+        """Begin to find out what the scheduler's side knows of the layout."""
+        self._identity = self._thread.submit(identity)
 
     def reported(self, facts: Mapping[int, RankFacts], ranks: int) -> None:
         """Take the reports of some of the `ranks` ranks. The last one opens the pool."""

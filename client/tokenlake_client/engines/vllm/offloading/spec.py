@@ -25,14 +25,14 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     TransferResult,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.offloading.adapters import AdapterDigests
+from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import blocks_per_chunk
 from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
@@ -67,7 +67,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         given = {name: value for name, value in config.extra_config.items() if name not in VLLM_SETTINGS}
         self.settings = read_settings(given, os.environ)
-        self.counters = Counters(Counts)
+        self.counters = EngineCounters()
         self.reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self.replicated_layout = config.replicated_layout
         # The tokens that a request generates are stored too: they are the prompt of the conversation's next turn.
@@ -104,13 +104,19 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             pages = _pages(groups, self.blocks_per_chunk)
         except LayoutRefused as error:
             self.refuse(str(error))
-        worker = ChunkWorker(pages, place, self.settings, self._join, self.counters, self.reports.failure)
+        watch_loads()
+        loaded = LoadedAdapters(self.warn_of_adapter)
+        worker = ChunkWorker(pages, place, self.settings, self._join, self.counters, self.reports.failure, loaded)
         self.worker = PoolWorker(worker, parallel.rank, chunk_bytes(groups, self.blocks_per_chunk), groups)
         return self.worker
 
     def refuse(self, reason: str) -> None:
         """Log why the pool does not serve the engine."""
         self.reports.warn(f"served without the pool: {reason}")
+
+    def warn_of_adapter(self, line: str) -> None:
+        """Log a line about a LoRA adapter."""
+        self.reports.warn(line, kind="adapters")
 
     def connect(self, layout: OpaqueLayout) -> Pool:
         """A connection of the manager. Raises the errors of `Pool.connect`."""
@@ -146,7 +152,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.chunks = ChunkManager(spec.settings, spec.counters, spec.reports.failure, spec.refuse)
         self.opening = Opening(self.chunks, spec.connect, spec.reports.failure)
         self._status = PoolStatus(logger)
-        self._adapters = AdapterDigests()
+        self._adapters: Adapters | None = None
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM's hook: can the chunk be loaded?"""
@@ -157,6 +163,10 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         except Exception as error:
             self._reports.failure("looking up segments", error)
             return LookupResult.MISS
+
+    def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
+        """vLLM's hook: where was a chunk that is loaded?"""
+        return CacheHitSource.P2P if self.chunks.remote(req_context.req_id, key) else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         """vLLM's hook: the job that loads chunks whose lookups were hits."""
@@ -199,9 +209,15 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
         lora = request.lora_request
         if lora is not None:
-            name = (lora.lora_int_id, lora.lora_path)
-            changed = bool(getattr(lora, "load_inplace", False))
-            self.chunks.with_adapter(request.request_id, self._adapters.digest(name, lora.lora_path, changed=changed))
+            adapter = self._adapters.find(lora) if self._adapters is not None else None
+            if adapter is None:
+                self.spec.refuse("requests with LoRA adapters, whose loads this version of vLLM does not show")
+            self.chunks.with_adapter(request.request_id, adapter)
+
+    def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
+        """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
+        if lora_config is not None and watch_loads():
+            self._adapters = Adapters(options_of(lora_config, dtype), self.spec.warn_of_adapter)
 
     def on_request_finished(self, req_context: Any) -> None:
         """vLLM's hook for a request that has ended."""
@@ -219,13 +235,16 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def new_epoch(self, *, empty: bool) -> None:
         """Begin an epoch of the weights: chunks that were stored before are not loaded any more. `empty`: vLLM's own
         cache is empty."""
+        if empty and self._adapters is not None:
+            self._adapters.cache_emptied()
         self.chunks.new_weights(self.opening.reset(empty=empty))
 
     def shutdown(self) -> None:
         """Release all leases, and end the connection."""
         self.chunks.close()
         self.opening.close()
-        self._adapters.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 class PoolWorker(OffloadingWorker):  # type: ignore[misc]

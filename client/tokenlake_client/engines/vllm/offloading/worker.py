@@ -20,8 +20,8 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.adapters import LoadedAdapters
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart, chunk_parts, whole_chunks
 from tokenlake_client.engines.vllm.offloading.jobs import LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import WINDOW, runs
@@ -106,13 +106,15 @@ class ChunkWorker:
         place: RankPlace,
         settings: EngineSettings,
         join: Callable[[int, bytes], ChunkRankPool],
-        counters: Counters[Counts],
+        counters: EngineCounters,
         report: Callable[[str, BaseException], None],
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         """`pages`: None where the rank cannot read and write vLLM's cache: it stores nothing, and its loads fail.
         `join(session, layout)` opens a connection in a session. `report` is called with the operation that failed and
-        its error."""
+        its error. `adapters`: the LoRA adapters that vLLM has loaded on this rank."""
         self._pages = pages
+        self._adapters = adapters or LoadedAdapters(lambda line: None)
         self._place = place
         self._settings = settings
         self._join = join
@@ -138,7 +140,8 @@ class ChunkWorker:
         """Store chunks in the background. Never raises."""
         try:
             parts = whole_chunks(self._parts(job.groups, blocks), self._place.chunk_blocks)
-            if self._pages is not None and parts:
+            # An adapter may be loaded again before the chunks are stored, so the check belongs to the step.
+            if self._pages is not None and parts and self._adapters.may_store(job.adapter):
                 task = _Task(number, job, parts, self._pages.computed())
                 if self._stores.submit(task):
                     return
@@ -228,6 +231,8 @@ class ChunkWorker:
         pool = self._member(job.member)
         if pool is None or pages is None or -1 in job.segments:
             raise Unreachable("the rank has no connection to the daemon that has the segments")
+        if not self._adapters.may_load(job.adapter):
+            raise _Taken
         task.ready()
         by_segment = {job.segments[part.chunk]: part for part in task.parts}
         lease = pool.attach(*map(LeaseId, job.leases), request=job.request)
