@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tests.engines.vllm.forked import ForkedEngine
+from tests.engines.vllm.forked import ForkedEngine, answers, refusals
 from tests.engines.vllm.spoiling import spoil_all, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -35,18 +35,20 @@ class Case:
 
     save: Callable[[str | Path, TinyModel | None], Path]
     cached: int
-    """The tokens of a prompt of 1,000 that can be loaded."""
+    """The tokens of a prompt that can be loaded."""
     sizes: TinyModel = SIZES
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
+    length: int = 1000
+    """The tokens of a prompt. Few are left behind the cached ones, so that a wrong cache changes the answer."""
 
 
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 FAMILIES = {
     "window": Case(save_mistral, 768),
     "mixed": Case(save_sliding_window, 768),
-    "hybrid": Case(save_hybrid, 640, WIDE, {"dtype": "bfloat16"}),
+    "hybrid": Case(save_hybrid, 640, WIDE, {"dtype": "bfloat16"}, length=660),
     # vLLM's CPU kernels compute up to 32 tokens behind a cached prefix of this family with another rounding, so that a
     # long rest would change the tokens.
     "latent": Case(save_latent, 992, settings={"segment_tokens": 16}),
@@ -67,9 +69,13 @@ class Run:
     second: Engine
     """It does not."""
 
+    def prompt(self, seed: int) -> list[int]:
+        """A prompt; two seeds share no prefix."""
+        return prompt(self.case.length, seed)
+
     def tokens(self, engine: Engine, seed: int) -> int:
         """Generate for the prompt of `seed`, and compare the tokens. Returns the number of cached prompt tokens."""
-        answer = engine.timed([prompt(1000, seed)])
+        answer = engine.timed([self.prompt(seed)])
         assert answer.tokens[0] == self.expected[seed]
         return answer.cached
 
@@ -105,7 +111,7 @@ def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pyte
     first = ForkedEngine(model, directory / "first.log", {**pool, "verify": True}, nice=10, **arguments)
     second = ForkedEngine(model, directory / "second.log", pool, nice=10, **arguments)
     try:
-        expected = {seed: plain.generate([prompt(1000, seed)])[0] for seed in range(6)}
+        expected = {seed: plain.generate([prompt(case.length, seed)])[0] for seed in range(6)}
         plain.close()
         yield Run(case, cluster, expected, first, second)
     finally:
@@ -133,7 +139,7 @@ def test_corrupt_segments(run: Run) -> None:
     spoil_all(run.cluster, run.first)
     for engine in (run.first, run.second):
         engine.call("forget")
-    assert run.second.generate([prompt(1000, 2)])[0] != run.expected[2]
+    assert run.second.generate([run.prompt(2)])[0] != run.expected[2]
     assert run.tokens(run.first, 1) == 0
     run.second.call("forget")
 
@@ -187,3 +193,62 @@ def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
 def test_no_hook_raised(run: Run) -> None:
     for engine in (run.first, run.second):
         assert tracebacks(engine) == []
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mistral(tmp_path_factory.mktemp("window"), SIZES)
+
+
+def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], list[bool]]:
+    """The tokens of two prompts, and whether each engine took a part of the first one from the pool."""
+    tokens, hits = engine.generate([prompt(1000, 1), prompt(600, 2)]), []
+    for one in (engine, *engines):
+        until, cached = time.monotonic() + TIMEOUT_S, 0
+        while not cached and time.monotonic() < until:
+            # vLLM's own connector hands its jobs to the backend in the next step.
+            one.generate([prompt(40, 3)])
+            one.call("forget")
+            answer = one.timed([prompt(1000, 1)])
+            assert answer.tokens == tokens[:1]
+            cached = answer.cached
+        hits.append(cached > 0)
+    return tokens, hits
+
+
+def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Both share with each other: they find the same layout. The first is told of the ranks' caches in its first
+    step."""
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "within", **PATIENT}
+    spec = {"spec_name": "TokenLakeOffloadingSpec", "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}
+    recompute = {"kv_load_failure_policy": "recompute"}
+    own = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None, **recompute}
+    within = ForkedEngine(window, tmp_path / "within.log", [pool], nice=10, transfer=recompute)
+    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, nice=10, transfer=own)
+    plain = ForkedEngine(window, tmp_path / "plain.log", None, nice=10)
+    try:
+        expected = plain.generate([prompt(1000, 1), prompt(600, 2)])
+        assert tokens_and_hit(within, behind) == (expected, [True, True])
+        for engine in (within, behind):
+            assert tracebacks(engine) == []
+    finally:
+        for engine in (within, behind, plain):
+            engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "reason"),
+    [
+        ({"prefix_caching_hash_algo": "xxhash"}, {}, "'prefix_caching_hash_algo' is 'xxhash'"),
+        ({"load_format": "dummy"}, {}, "'load_format' is 'dummy'"),
+    ],
+)
+def test_what_cannot_be_identified_runs_without_the_pool(
+    window: Path, cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": reason, **PATIENT, **settings}
+    engine = ForkedEngine(window, tmp_path / "log", pool, nice=10, **arguments)
+    (first, _), (again, _) = answers(engine, [prompt(700, 1), prompt(300, 2)])
+    assert first == again
+    (said,) = refusals(engine)
+    assert reason in said
