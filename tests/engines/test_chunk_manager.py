@@ -15,7 +15,7 @@ from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.jobs import StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import Found
-from tokenlake_client.engines.vllm.offloading.manager import ADAPTER_S, OPEN_S, ChunkManager
+from tokenlake_client.engines.vllm.offloading.manager import OPEN_S, ChunkManager
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 TIMEOUT_S = 10.0
@@ -63,6 +63,8 @@ class Made:
         return job
 
     def find(self, *keys: bytes, name: str = "r") -> list[Found]:
+        # The first question of a request begins its lookup.
+        self.manager.lookup(name, KEYS[0], lambda: KEYS)
         self.clock.now += 0.001
         return [self.manager.lookup(name, each, lambda: KEYS) for each in keys or KEYS]
 
@@ -109,7 +111,7 @@ def test_a_late_answer_is_a_miss_and_costs_one_deadline() -> None:
     assert made.find(name="next") == [MISS] * 4
     made.pools.answers = True
     made.manager.new_request("later")
-    assert made.find(name="later") == [HIT] * 4
+    assert made.settle("later") == [HIT] * 4
     assert made.counters.read().lookups_late == 1
     assert made.find() == [MISS] * 4, "the late request does not use the pool again"
 
@@ -302,7 +304,7 @@ def test_an_adapter_that_cannot_be_read_or_takes_too_long() -> None:
 
     assert adapted(refused).find(name="a") == [MISS] * 4
     late = adapted(lambda adapter: None)
-    late.clock.now += ADAPTER_S
+    late.clock.now += 0.02
     assert late.find(name="a") == [MISS] * 4
     unknown = Made()
     unknown.manager.with_adapter("r", None)

@@ -34,7 +34,7 @@ WINDOW = 32
 """The number of segments that are fetched at a time."""
 
 
-class Found(enum.Enum):
+class Found(enum.IntEnum):
     """The answer to a question for one chunk."""
 
     MISS = enum.auto()

@@ -37,8 +37,6 @@ __all__ = ["ChunkManager"]
 OPEN_S = 2.0
 """Seconds from the first lookup on in which requests wait for the reports of the ranks and for the first connection to
 the daemon. Later requests do not wait."""
-ADAPTER_S = 10.0
-"""Seconds that a request waits until the digest of its LoRA adapter is computed; then it is served without the pool."""
 FETCH_QUEUE = 256
 
 
@@ -130,7 +128,7 @@ class ChunkManager:
         """Record that a request, which has just arrived, is for a LoRA adapter; None: for one that cannot be
         identified, so the request is served without the pool."""
         state = self._requests[name]
-        state.adapter, state.adapter_due = adapter, self._clock() + ADAPTER_S
+        state.adapter, state.adapter_due = adapter, self._clock() + self._settings.match_ms / 1e3
         state.served = adapter is not None
         self._counters.add(requests_not_served=not state.served)
 
@@ -154,13 +152,12 @@ class ChunkManager:
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
         """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
         `TokenLakeError`; the chunk is a miss then."""
-        state = self._requests.get(name)
-        if state is None or not (state.served and state.may_load) or self._stopped:
-            return Found.MISS
-        if state.lookup is None:
-            begun = self._begin(state, chunks)
-            if begun is not Found.HIT:
-                return begun
+        state = self._looking.get(name)
+        if state is None:
+            state = self._requests.get(name)
+            if state is None or not (state.served and state.may_load) or self._stopped:
+                return Found.MISS
+            return self._begin(state, chunks)
         lookup = state.lookup
         assert lookup is not None
         try:
@@ -272,8 +269,8 @@ class ChunkManager:
         self._fetches.close(1.0, drain=False)
 
     def _begin(self, state: _Request, chunks: Callable[[], Sequence[bytes]]) -> Found:
-        """Begin the lookup of a request: HIT if it has begun, RETRY while the pool is being opened, MISS if there is
-        none."""
+        """Begin the lookup of a request: RETRY if it has begun, and while the pool is being opened or the adapter's
+        digest is not known; MISS if the pool is not used."""
         if self._pool is None:
             if self._open_until is None:
                 self._open_until = self._clock() + OPEN_S
@@ -291,7 +288,7 @@ class ChunkManager:
         if state.lookup is None:
             return Found.MISS
         self._looking[state.name] = state
-        return Found.HIT
+        return Found.RETRY
 
     def _take(self, state: _Request) -> _Request:
         """Remove the lookup from a request, and return the request."""

@@ -51,12 +51,8 @@ logger = init_logger("vllm.tokenlake")
 
 VLLM_SETTINGS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")
 """Keys of `kv_connector_extra_config` that vLLM's OffloadingConnector reads."""
-RESULTS = {
-    Found.MISS: LookupResult.MISS,
-    Found.HIT: LookupResult.HIT,
-    Found.PENDING: LookupResult.HIT_PENDING,
-    Found.RETRY: LookupResult.RETRY,
-}
+RESULTS = [LookupResult.MISS, *[LookupResult[found.name.replace("PENDING", "HIT_PENDING")] for found in Found]]
+"""vLLM's name of each `Found`, by its value, which begins with 1."""
 
 
 class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -153,16 +149,24 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.opening = Opening(self.chunks, spec.connect, spec.reports.failure)
         self._status = PoolStatus(logger)
         self._adapters: Adapters | None = None
+        self._asked: tuple[Any, bytes] = None, b""
+        """The request and the chunk of the last lookup."""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM's hook: can the chunk be loaded?"""
         try:
-            return RESULTS[
-                self.chunks.lookup(req_context.req_id, key, lambda: _keys_of(req_context, key, self._chunk_tokens))
-            ]
+            self._asked = req_context, key
+            return RESULTS[self.chunks.lookup(req_context.req_id, key, self._keys)]
         except Exception as error:
             self._reports.failure("looking up segments", error)
             return LookupResult.MISS
+
+    def _keys(self) -> list[bytes]:
+        """The keys of all chunks of the request that vLLM asks about. vLLM has no public list of them; without it, only
+        the chunk that it asks for is looked up."""
+        context, key = self._asked
+        positions: dict[bytes, int] = getattr(context, "_offload_key_positions", None) or {}
+        return [each for each, end in positions.items() if not end % self._chunk_tokens[_group(each)]] or [key]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """vLLM's hook: where was a chunk that is loaded?"""
@@ -302,12 +306,6 @@ def _group(key: bytes) -> int:
 def _position(context: Any, key: bytes) -> int:
     """The number of tokens of the prompt up to the end of a chunk; 0 where vLLM does not state it."""
     return int(context.get_offload_key_position(key) or 0)
-
-
-def _keys_of(context: Any, key: bytes, chunk_tokens: dict[int, int]) -> list[bytes]:
-    """The keys of all chunks of a request. vLLM has no public list of them; without it, only `key` is looked up."""
-    positions: dict[bytes, int] = getattr(context, "_offload_key_positions", None) or {}
-    return [each for each, end in positions.items() if not end % chunk_tokens[_group(each)]] or [key]
 
 
 def _bytes_of(tensor: Any) -> Any:
