@@ -307,6 +307,6 @@ def test_an_adapter_that_cannot_be_read_or_takes_too_long() -> None:
     late.clock.now += 0.02
     assert late.find(name="a") == [MISS] * 4
     unknown = Made()
-    unknown.manager.with_adapter("r", None)
-    assert unknown.find() == [MISS] * 4
+    unknown.manager.refuse_request("r", "the reason")
+    assert (unknown.find(), unknown.refusals) == ([MISS] * 4, ["the reason"])
     assert unknown.counters.read().requests_not_served == 1

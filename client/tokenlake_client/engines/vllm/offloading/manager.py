@@ -124,13 +124,16 @@ class ChunkManager:
         """Record a request that has arrived."""
         self._requests[name] = _Request(name, hints)
 
-    def with_adapter(self, name: str, adapter: RequestAdapter | None) -> None:
-        """Record that a request, which has just arrived, is for a LoRA adapter; None: for one that cannot be
-        identified, so the request is served without the pool."""
+    def with_adapter(self, name: str, adapter: RequestAdapter) -> None:
+        """Record that a request, which has just arrived, is for a LoRA adapter."""
         state = self._requests[name]
         state.adapter, state.adapter_due = adapter, self._clock() + self._settings.match_ms / 1e3
-        state.served = adapter is not None
-        self._counters.add(requests_not_served=not state.served)
+
+    def refuse_request(self, name: str, reason: str) -> None:
+        """Serve a request, which has just arrived, without the pool, and log the reason."""
+        self._requests[name].served = False
+        self._counters.add(requests_not_served=1)
+        self._log_refusal(reason)
 
     def cached_locally(self, name: str) -> None:
         """vLLM's own cache has a part of a request's prompt."""

@@ -40,7 +40,7 @@ from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
 from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, Pages, RankPlace
-from tokenlake_client.engines.vllm.request import hints_of
+from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
@@ -211,12 +211,14 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
 
     def arrived(self, request: Any) -> None:
         """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
-        lora = request.lora_request
-        if lora is not None:
-            adapter = self._adapters.find(lora) if self._adapters is not None else None
-            if adapter is None:
-                self.spec.refuse("requests with LoRA adapters, whose loads this version of vLLM does not show")
-            self.chunks.with_adapter(request.request_id, adapter)
+        name, lora = request.request_id, request.lora_request
+        reason = unnamed_media(request.mm_features)
+        if reason is None and lora is not None and self._adapters is None:
+            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
+        if reason is not None:
+            self.chunks.refuse_request(name, reason)
+        elif lora is not None and self._adapters is not None:
+            self.chunks.with_adapter(name, self._adapters.find(lora))
 
     def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
         """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
