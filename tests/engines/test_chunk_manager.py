@@ -63,8 +63,9 @@ class Made:
         return job
 
     def find(self, *keys: bytes, name: str = "r") -> list[Found]:
-        # The first question of a request begins its lookup.
+        # The first question of a request begins its lookup, which is sent in the background.
         self.manager.lookup(name, KEYS[0], lambda: KEYS)
+        assert self.manager.flush(TIMEOUT_S)
         self.clock.now += 0.001
         return [self.manager.lookup(name, each, lambda: KEYS) for each in keys or KEYS]
 
@@ -150,6 +151,8 @@ def test_a_daemon_that_dies_during_a_lookup() -> None:
     made.pools.connected = False
     with pytest.raises(TokenLakeError):
         made.find(KEYS[0])
+    made.pools.connected = True
+    assert made.find() == [MISS] * 4, "the request does not use the pool again"
 
 
 def test_a_load_keeps_only_its_segments() -> None:

@@ -236,6 +236,26 @@ def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Clu
             engine.close()
 
 
+def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Each fills its shard of a segment. The ranks spin on all processors, so that lookups take long."""
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "ranks", **PATIENT}
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    stored = cluster.totals()["tokenlake_stored_segments_total"]
+    engine = Engine(window, tmp_path / "log", pool, nice=10, environment=ranks, tensor_parallel_size=2)
+    try:
+        until, cached, expected = time.monotonic() + 3 * TIMEOUT_S, 0, engine.generate([prompt(1000, 1)])
+        while not cached and time.monotonic() < until:
+            engine.call("forget")
+            answer = engine.timed([prompt(1000, 1)])
+            assert answer.tokens == expected
+            cached = answer.cached
+        assert cached == 768
+        assert cluster.totals()["tokenlake_stored_segments_total"] > stored
+        assert tracebacks(engine) == []
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "reason"),
     [

@@ -17,6 +17,7 @@ these are fetched.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from tokenlake.errors import TokenLakeError
@@ -44,20 +45,25 @@ class Found(enum.IntEnum):
 
 
 class ChunkLookup:
-    """A match for all chunks of a request, and its answer. For the scheduler's thread, but for `fetch`."""
+    """A match for all chunks of a request, and its answer. For the scheduler's thread, but for `start` and `fetch`."""
 
     def __init__(
         self,
-        pending: PendingChunks,
+        begin: Callable[[], PendingChunks],
         asked: Sequence[bytes],
         deadline_s: float,
         clock: Callable[[], float],
         *,
         verify: bool,
     ) -> None:
-        """`pending`: the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in the
-        arena are fetched too, because `fetch` checks their bytes."""
-        self._pending = pending
+        """`begin` sends the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in
+        the arena are fetched too, because `fetch` checks their bytes."""
+        self._begin = begin
+        self._lock = threading.Lock()
+        """Guards the next three fields."""
+        self._pending: PendingChunks | None = None
+        self._failure: Exception | None = None
+        self._dropped = False
         self._asked = asked
         self._deadline_s = deadline_s
         self._clock = clock
@@ -73,6 +79,20 @@ class ChunkLookup:
         self._wanted: set[int] = set()
         self._next_poll = 0.0
 
+    def start(self) -> None:
+        """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
+        Never raises."""
+        try:
+            pending = self._begin()
+        except Exception as error:
+            with self._lock:
+                self._failure = error
+            return
+        with self._lock:
+            self._pending, dropped = pending, self._dropped
+        if dropped:
+            pending.cancel()
+
     def poll(self) -> bool:
         """Has the daemon answered? Raises `TokenLakeError` when it will not."""
         if self.lease is not None:
@@ -81,9 +101,15 @@ class ChunkLookup:
         if now < self._next_poll:
             return False
         self._next_poll = now + POLL_S
-        answers = self._pending.answers
-        lease = self._pending.poll()
-        if self._pending.answers > answers:
+        with self._lock:
+            pending, failure = self._pending, self._failure
+        if failure is not None:
+            raise failure
+        if pending is None:
+            return False
+        answers = pending.answers
+        lease = pending.poll()
+        if pending.answers > answers:
             # Many chunks take several requests, each of which has the whole deadline.
             self.due = max(self.due, now + self._deadline_s)
         if lease is None:
@@ -151,7 +177,11 @@ class ChunkLookup:
 
     def drop(self) -> None:
         """Release the lease, now or when the answer arrives."""
-        self._pending.cancel()
+        with self._lock:
+            self._dropped = True
+            pending = self._pending
+        if pending is not None:
+            pending.cancel()
 
 
 class ChunkLookups:
@@ -170,14 +200,23 @@ class ChunkLookups:
         return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
 
     def begin(
-        self, pool: ChunkPool, asked: Sequence[bytes], keys: Sequence[SegmentKey], options: MatchOptions
+        self,
+        pool: ChunkPool,
+        asked: Sequence[bytes],
+        keys: Callable[[], Sequence[SegmentKey]],
+        options: MatchOptions,
     ) -> ChunkLookup | None:
-        """Start a lookup of the segments `keys`, which hold the chunks `asked`; None while a lookup that was given up
-        has no answer. Raises `TokenLakeError`."""
+        """A lookup, not started yet, of the segments that `keys` returns, which hold the chunks `asked`; None while a
+        lookup that was given up has no answer."""
         if self._overdue is not None and not self._settled(self._overdue):
             return None
-        pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
-        return ChunkLookup(pending, asked, self._deadline_s, self._clock, verify=self._verify)
+        return ChunkLookup(
+            lambda: pool.begin_match(keys(), options, deadline_s=self._deadline_s),
+            asked,
+            self._deadline_s,
+            self._clock,
+            verify=self._verify,
+        )
 
     def give_up_late(self, lookup: ChunkLookup) -> bool:
         """Give `lookup` up if its answer is late, and return whether it was."""

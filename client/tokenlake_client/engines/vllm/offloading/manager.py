@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenlake.errors import TokenLakeError, Unreachable
+from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
@@ -99,6 +99,7 @@ class ChunkManager:
         self._reservations: dict[frozenset[bytes], Reservation] = {}
         """The slots that ranks are filling, by the chunks of the job."""
         self._weights: str | None = None
+        self._starts: BackgroundQueue[ChunkLookup] = BackgroundQueue(ChunkLookup.start, "tokenlake-lookup")
         self._fetches: BackgroundQueue[tuple[ChunkLookup, list[int]]] = BackgroundQueue(
             lambda task: self._fetch(*task), "tokenlake-fetch", FETCH_QUEUE
         )
@@ -154,7 +155,7 @@ class ChunkManager:
 
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
         """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
-        `TokenLakeError`; the chunk is a miss then."""
+        the errors of the pool; the chunk is a miss then, and the request does not use the pool again."""
         state = self._looking.get(name)
         if state is None:
             state = self._requests.get(name)
@@ -166,8 +167,8 @@ class ChunkManager:
         try:
             if lookup.poll():
                 return lookup.find(key)
-        except TokenLakeError:
-            self._give_up(state)
+        except Exception:
+            self._give_up(state).may_load = False
             raise
         if self._lookups.give_up_late(lookup):
             self._counters.add(lookups_late=1)
@@ -222,7 +223,7 @@ class ChunkManager:
         pool = self._pool() if self._pool is not None else None
         if pool is None or not pool.connected or not self._hashed(keys) or not self._adapter_known(state):
             return None
-        segments = self._segment_keys(pool, state, keys)
+        segments = self._segment_keys(pool, state, keys, self._weights)
         groups = tuple(parse_key(key)[0] for key in keys)
         member = self._member(int(pool.incarnation))
         packed = tuple(map(bytes, segments))
@@ -258,6 +259,11 @@ class ChunkManager:
             reservation.release()
         self._reservations.clear()
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until lookups that have begun are sent, and wanted chunks are fetched; False when `timeout` seconds were
+        not enough."""
+        return self._starts.flush(timeout) and self._fetches.flush(timeout)
+
     def close(self) -> None:
         """Release all leases and reservations."""
         for state in self._requests.values():
@@ -269,6 +275,7 @@ class ChunkManager:
         self._requests.clear()
         self._loads.clear()
         self._reservations.clear()
+        self._starts.close(1.0, drain=False)
         self._fetches.close(1.0, drain=False)
 
     def _begin(self, state: _Request, chunks: Callable[[], Sequence[bytes]]) -> Found:
@@ -285,11 +292,15 @@ class ChunkManager:
         if not self._adapter_known(state):
             waits = not state.adapter_refused and self._clock() < state.adapter_due
             return Found.RETRY if waits else Found.MISS
-        keys = self._segment_keys(pool, state, asked)
+        weights = self._weights
         options = MatchOptions(request=state.name, hints=state.hints, independent=True)
-        state.lookup = self._lookups.begin(pool, asked, keys, options)
+        state.lookup = self._lookups.begin(
+            pool, asked, lambda: self._segment_keys(pool, state, asked, weights), options
+        )
         if state.lookup is None:
             return Found.MISS
+        if not self._starts.submit(state.lookup):
+            state.lookup.start()
         self._looking[state.name] = state
         return Found.RETRY
 
@@ -312,11 +323,11 @@ class ChunkManager:
             state.lookup.drop()
         return self._take(state)
 
-    def _segment_keys(self, pool: ChunkPool, state: _Request, keys: Iterable[bytes]) -> list[SegmentKey]:
+    def _segment_keys(
+        self, pool: ChunkPool, state: _Request, keys: Iterable[bytes], weights: str | None
+    ) -> list[SegmentKey]:
         adapter = None if state.adapter is None else state.adapter.digest
-        return pool.opaque_keys(
-            map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=self._weights
-        )
+        return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
 
     def _adapter_known(self, state: _Request) -> bool:
         """Is the digest of the request's adapter known, if it has one?"""
