@@ -357,14 +357,15 @@ class _Vllm:
     def slow_loads(self, seconds: float) -> None:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            self._slow_loads(rank._worker._copy, seconds)
+            chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
+            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._pages, seconds)
 
     def _slow_loads(self, copy: Any, seconds: float) -> None:
         load = type(copy).from_slot
 
-        def slow(*args: Any) -> None:
+        def slow(*args: Any) -> Any:
             time.sleep(seconds)
-            load(copy, *args)
+            return load(copy, *args)
 
         copy.from_slot = slow
 
