@@ -28,7 +28,6 @@ HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
 
 
-
 @dataclass(frozen=True)
 class RankFacts:
     """The report of one rank on its cache."""
