@@ -243,8 +243,8 @@ class Grants:
     # -- writes
 
     def hold_write(self, link: Link, write: WriteId) -> None:
-        """Count a new object of this process that holds the write. Raises `Unreachable` when the connection has broken
-        since the write was granted."""
+        """Count one more `Write` or `Reservation` object of this process that holds the slots of a write. Raises
+        `Unreachable` when the connection has broken since the write was granted."""
         with self.lock:
             if write and self._is_current(link):
                 self._check_over(link)

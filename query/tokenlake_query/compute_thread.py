@@ -69,7 +69,8 @@ SWEPT = 256
 GROUPED = 4096
 """Number of segments, counted once per task, that are grouped in one slice."""
 READING_ROWS = 8
-"""The time to read a segment, in query tokens over which it could be computed meanwhile; an estimate."""
+"""The time to read a segment from memory, as a number of query tokens: attention of so many tokens to the segment takes
+as long as reading it. An estimate."""
 FIRST_RATE = 1e10
 """Multiplications per second that are assumed of a kernel before its first slice is measured."""
 MEASURED_NS = 1_000_000

@@ -50,7 +50,7 @@ class PeerAddresses:
         """Threads of their own: a resolver that does not answer keeps them for longer than `RESOLVE_S`, and other work
         of the daemon must not wait for it."""
         self._told: dict[str, list[Endpoint]] = {}
-        """Further endpoints for bulk connections, which each node tells itself."""
+        """By node, its further endpoints for bulk connections, as that node announced them."""
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
 

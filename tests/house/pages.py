@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenlake.core  # noqa: F401  declares metrics
-import tokenlake_server.watchdog  # noqa: F401  declares one more
+import tokenlake_server.daemon  # noqa: F401  imports every module that declares a counter
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric

@@ -262,7 +262,7 @@ def endpoints() -> Kind:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address of this machine's loopback, or its name; False for any other name."""
+    """True for a loopback address and for the name `localhost`; False for any other address or name."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -52,7 +52,7 @@ class CoreConfig(RuleSettings, frozen=True):
     node: str
     incarnation: int
     ring: RingRecord
-    """The members of the cluster when the rules of this node start."""
+    """The members of the cluster when this node starts."""
     regions: int
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)

@@ -290,7 +290,7 @@ class DirectoryNode:
     # -- directory nodes that come and go
 
     def lost(self, peer: Peer) -> None:
-        """`peer` is down or SUSPECT: tell the stand-ins the segments of this node that hash to it."""
+        """`peer` is down or SUSPECT: tell its stand-ins the segments of this node whose directory node is `peer`."""
         self._walk(peer.node, lambda: not self._peers.reachable(peer.node), _about(peer.node))
 
     def restored(self, peer: Peer) -> None:

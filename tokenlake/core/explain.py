@@ -46,7 +46,7 @@ MAX_NAMES = 3
 RemovalReport = tuple[str, str, float, float]
 """How a segment left a node: (rule of eviction, node, seconds since then, seconds that the segment had been unused)."""
 Count = tuple[MissReason, str, int]
-"""Segments that were missed for one reason: (reason, detail for the reader, number of segments)."""
+"""How many segments were missed for one reason: (reason, detail for the user, number of segments)."""
 
 
 class Trail:

@@ -127,9 +127,10 @@ class WaitingMatches:
         self._directory_node = directory_node
         self._polls: dict[TenantId, dict[SegmentKey, _Poll]] = {}
         self._woken: dict[TenantId, dict[_Waiter, Code]] = {}
-        """Matches whose wait is over and that have not gone on yet, by tenant. The first tenant's turn is next."""
+        """By tenant, matches that waited for a segment, whose wait is over, and that were not resumed yet. The turn of
+        the first tenant is next."""
         self._waiting: Counter[TenantId] = Counter()
-        """Number of matches of each tenant that wait, or whose wait is over and that have not gone on yet."""
+        """Number of matches of each tenant that wait, or whose wait is over and that were not resumed yet."""
 
     def may_wait(self, wait: Wait, code: int) -> bool:
         """Returns True if a match whose first missing segment has this code could find more segments by waiting, and

@@ -22,7 +22,8 @@ class QueryPlan(msgspec.Struct, frozen=True):
     """How one batch uses the cached prefixes of its requests."""
 
     node: NodeId
-    """Node of the first instance that runs the batch. The ways to use the sequences are chosen for this node."""
+    """Node of the first of the instances over which the batch is divided. The ways to use the cached prefixes are
+    chosen for this node."""
     decisions: tuple[Decision, ...]
     seconds: float
     """Expected seconds that the batch's `decisions` cost in total, from its prefill to its last decode step."""

@@ -64,8 +64,8 @@ class RegionAllocator:
         return self._spare.pop(0)
 
     def give_up(self, tenant: TenantId) -> None:
-        """Count one region less for the tenant. The memory of the region is replaced before `add_spare` makes it
-        spare."""
+        """Count one region less for the tenant. The caller replaces the memory of the region before it calls
+        `add_spare`."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]

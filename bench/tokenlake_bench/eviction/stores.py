@@ -227,8 +227,8 @@ class NodeStores:
         }
 
     def _store_new(self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[Segment]:
-        """Reserve slots at the node for the segments of the prompt behind the hits that have no copy, in prompt order.
-        Returns the new segments, each pinned once."""
+        """Reserve slots at the node, in prompt order, for those segments of the prompt behind the hits of which
+        the node has no copy. Returns the new segments, each pinned once."""
         created: list[Segment] = []
         for depth in range(hits, len(chain)):
             if self._copy(node, chain[depth]) is None:

@@ -74,7 +74,7 @@ def displace(node: Node, seed: int) -> int:
                 # The earlier segments get a low priority, because the eviction policy would otherwise keep the valuable
                 # ones of them.
                 pool.hint(pool.prefix(each.tokens).keys, Hints(priority=-1))
-            # The tenant may get another region meanwhile, and then has more slots than before.
+            # While the segments are stored the tenant may get one region more, and then has more slots than before.
             result = Refilled()
             while result.asked == result.stored < slots:
                 _store_many([pool], seed, _DISPLACE + result.asked, slots - result.stored, result)

@@ -118,8 +118,8 @@ class PoolRows:
         return list(self._rows)
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Make one or several calls of a kind and compare their bytes. Returns the seconds of each call. Raises
-        TokenLakeError when bytes are missing or wrong. See `System`."""
+        """Make one or several calls of a kind, and compare the bytes that they return with those that were stored.
+        Returns the seconds of each call. Raises TokenLakeError when bytes are missing or wrong. See `System`."""
         return self._rows[row](turn)
 
     def close(self) -> None:

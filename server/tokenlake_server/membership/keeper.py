@@ -96,7 +96,7 @@ class Keeper:
         self._looks = False
 
     async def run(self) -> None:
-        """Reach etcd, endpoint after endpoint, until cancelled."""
+        """Keep a session with etcd until cancelled: after a session has ended, the next endpoint is tried."""
         at = random.randrange(len(self._access.endpoints))
         while True:
             try:

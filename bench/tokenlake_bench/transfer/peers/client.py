@@ -143,8 +143,8 @@ def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
 
 
 def server(*command: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a server of the peer in the process group of this process, which is killed as a whole. The server writes to
-    this process's log."""
+    """Start a server of the system that the pool is compared with, in the process group of this process; the group is
+    killed as a whole. The server writes to this process's log."""
     return start_child(command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env={**os.environ, **environment})
 
 

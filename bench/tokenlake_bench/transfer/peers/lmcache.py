@@ -52,7 +52,7 @@ class LMCacheStore:
         return sum(self._reply()[0] == SUCCESS for _ in names)
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Store segments of one window of `source` under these names; see `Store`."""
+        """Store the segments `source[window]` under these names; see `Store`."""
         for name, segment in zip(names, self.source[window], strict=False):
             self._sock.sendall(_request(PUT, name, len(segment)))
             self._sock.sendall(segment.data)

@@ -39,8 +39,8 @@ class LoadCosts:
     """Predicts the time of loads and prefills, and chooses how much of a hit is loaded. Not thread-safe."""
 
     def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
-        """`rates`: the measured speeds from which the times are predicted; this object adds the measurements of
-        loads."""
+        """`rates`: the measured speeds from which the times are predicted; this object adds the measured times of
+        loads to them."""
         self._rates = rates
         self._segment = segment_tokens
         self._bytes = segment_bytes
