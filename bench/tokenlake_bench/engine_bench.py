@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine_workload import Conversations, prompt
 from tokenlake_bench.environment import check_interpreter
 from tokenlake_testing.cluster import Cluster
@@ -25,7 +26,7 @@ __all__ = ["EngineArguments", "run_engine"]
 
 HOOK_TOKENS = 32768
 ANSWER_TOKENS = 16
-ARRANGEMENTS = ("none", "native")
+ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 """Path of the Python interpreter in the environment that `make install-vllm` creates."""
 PATIENCE = {"write_patience_s": 10.0}
@@ -51,9 +52,11 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
     for name in against:
         if name not in ARRANGEMENTS:
             raise ConfigurationError("against", name, f"names among {', '.join(ARRANGEMENTS)}")
-    if arguments.engine == "transformers" and "native" in against:
-        print("transformers has no prefix cache of its own: 'native' is left out")
-        against.remove("native")
+    if arguments.engine == "transformers" and (left_out := {"native", "lmcache"} & set(against)):
+        print(f"transformers has no prefix cache of its own and no connectors: {sorted(left_out)} left out")
+        against = [name for name in against if name not in left_out]
+    if "lmcache" in against:
+        check_lmcache()
     lengths = [int(word) for word in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory:
         bench = _Bench(arguments, Path(directory), max(lengths))
@@ -87,10 +90,18 @@ class _Bench:
 
     @contextmanager
     def engine(
-        self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
+        self,
+        name: str,
+        pool: dict[str, Any] | None,
+        memory_mib: int,
+        *,
+        native: bool,
+        room: int = 4096,
+        peer: LMCacheServer | None = None,
     ) -> Iterator[Engine]:
         """Context in which an engine process runs. `native`: vLLM's own prefix cache is on. `room`: tokens of the
-        longest request that the engine must take."""
+        longest request that the engine must take. `peer`: the server to which the engine connects in place of a
+        pool."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
@@ -98,6 +109,8 @@ class _Bench:
                 "max_model_len": room,
                 "enable_prefix_caching": native,
             }
+        if peer is not None:
+            options |= {"transfer": peer.transfer, "environment": peer.environment}
         log = self._directory / f"{name}.log"
         engine = Engine(self._model, log, pool, kind=self._arguments.engine, python=self._python, **options)
         try:
@@ -127,26 +140,45 @@ class _Bench:
         """Measure two engines behind a round-robin router, with the pool and in each arrangement of `against`; returns
         a row per arrangement. All arrangements have the same memory in all: the pool's share is taken from the engines'
         memory."""
-        memory = self._arguments.memory_mib
         rows = []
         expected: list[list[int]] = []
-        for name in against:
-            with (
-                self.engine(f"{name}-0", None, memory, native=name == "native") as first,
-                self.engine(f"{name}-1", None, memory, native=name == "native") as second,
-            ):
-                row, answers = _round_robin(name, (first, second))
+        for name in (*against, "pool"):
+            with self._two(name) as engines:
+                row, answers = _round_robin(name, engines)
             expected = expected or answers
             rows.append(row | {"tokens_equal": answers == expected})
-        arena = format_size(memory << 20)
-        with Cluster(1, arena, "16MiB") as cluster:
-            pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
-            with (
-                self.engine("pool-0", pool, memory // 2, native=True) as first,
-                self.engine("pool-1", pool, memory // 2, native=True) as second,
-            ):
-                row, answers = _round_robin("pool", (first, second))
-        return [*rows, row | {"tokens_equal": not expected or answers == expected}]
+        return rows
+
+    @contextmanager
+    def _two(self, name: str) -> Iterator[tuple[Engine, Engine]]:
+        """Context in which the two engines of an arrangement run, and the processes to which they connect."""
+        memory = self._arguments.memory_mib
+        pool: dict[str, Any] | None = None
+        peer: LMCacheServer | None = None
+        shares = name in ("pool", "lmcache")
+        with ExitStack() as stack:
+            if name == "pool":
+                cluster = stack.enter_context(Cluster(1, format_size(memory << 20), "16MiB"))
+                pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
+            elif name == "lmcache":
+                peer = stack.enter_context(LMCacheServer(self._python, memory))
+            first, second = (
+                stack.enter_context(
+                    self.engine(
+                        f"{name}-{number}",
+                        pool,
+                        memory // 2 if shares else memory,
+                        native=name != "none",
+                        peer=peer,
+                    )
+                )
+                for number in range(2)
+            )
+            for engine in (first, second):
+                engine.generate([prompt(300, 99)], 2)
+            if peer is not None:
+                peer.hide_memory()
+            yield first, second
 
 
 def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled: Engine) -> dict[str, Any]:
@@ -173,11 +205,9 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
 def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
     """Serve the conversations by the engines. Returns the row of the JSON and the tokens of all answers."""
     workload = Conversations()
-    for engine in engines:
-        engine.generate([prompt(300, 99)], 2)
     before = [engine.call("counts") for engine in engines]
     histories: list[list[int]] = [[] for _ in range(workload.conversations)]
-    first, whole, prompt_tokens, served = [], [], 0, 0
+    first, later, whole, prompt_tokens, served = [], [], [], 0, 0
     answers = []
     for turn in range(workload.turns):
         for number, question in enumerate(workload.questions(turn)):
@@ -187,6 +217,8 @@ def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], 
             # between the two engines.
             engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
             first.append(engine.timed([history], 1).seconds)
+            if turn > 0:
+                later.append(first[-1])
             run = engine.timed([history], ANSWER_TOKENS)
             whole.append(run.seconds)
             prompt_tokens += len(history)
@@ -200,6 +232,7 @@ def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], 
         "arrangement": name,
         "prompt_tokens": prompt_tokens,
         "ttft_ms": 1e3 * mean(first),
+        "ttft_warm_ms": 1e3 * mean(later),
         "answers_per_second": served / (sum(first) + sum(whole)),
         "connector_ms": 1e3 * spent / (2 * served),
     }

@@ -212,8 +212,11 @@ class _Vllm:
             "skip_tokenizer_init": True,
             **arguments,
         }
-        if pool is not None:
-            settings["kv_transfer_config"] = KVTransferConfig(**(transfer_of(pool) | transfer))
+        transfer = (transfer_of(pool) if pool is not None else {}) | transfer
+        if transfer and pool is None:
+            _accept_cffi_libraries()
+        if transfer:
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
@@ -406,6 +409,20 @@ class _Vllm:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()
+
+
+def _accept_cffi_libraries() -> None:
+    """Make vLLM's search for Triton kernels pass over libraries of cffi, which LMCache imports: `vars()` of such a
+    library is a function."""
+    import builtins
+
+    from vllm.triton_utils import dispatcher
+
+    def attributes(value: Any) -> dict[str, Any]:
+        found: Any = builtins.vars(value)
+        return found if isinstance(found, dict) else {}
+
+    dispatcher.vars = attributes
 
 
 def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
