@@ -1,5 +1,5 @@
-"""vLLM's connector: translates between vLLM's hooks and the two sides of the connector, `SchedulerSide` and
-`WorkerSide`. Beside this module only `identity` and `epoch` import vLLM."""
+"""The connector for models whose layout the pool knows: translates between vLLM's hooks and the two sides of the
+connector, `SchedulerSide` and `WorkerSide`. `front` makes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["TokenLakeConnector"]
+__all__ = ["KnownLayoutConnector"]
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -56,12 +56,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """A decorator for hooks of `TokenLakeConnector`: after an error, which is reported, the hook returns `default()`.
+    """A decorator for hooks of `KnownLayoutConnector`: after an error, which is reported, the hook returns `default()`.
     The hook's time is added to the counts."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def call(self: TokenLakeConnector, *args: Any, **kwargs: Any) -> Any:
+        def call(self: KnownLayoutConnector, *args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
@@ -94,7 +94,7 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
-class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. No hook raises, and none waits longer than its
     deadline.
 
@@ -435,7 +435,7 @@ def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
 
 
 def _set_version(connector: Any, version: str) -> None:
-    if isinstance(connector, TokenLakeConnector):
+    if isinstance(connector, KnownLayoutConnector):
         connector.new_weights(version)
 
 
