@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_families import FamilyBench, families_of, run_family
 from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine_workload import Conversations, prompt
 from tokenlake_bench.environment import check_interpreter
@@ -43,6 +44,7 @@ class EngineArguments:
     lengths: str = "1024,4096,16384"
     repeats: int = 3
     memory_mib: int = 64
+    families: str = ""
     json_file: Path | None = None
 
 
@@ -57,11 +59,15 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         against = [name for name in against if name not in left_out]
     if "lmcache" in against:
         check_lmcache()
+    families = families_of(arguments.families)
+    if families and arguments.engine != "vllm":
+        raise ConfigurationError("families", arguments.families, "with the engine vllm only")
     lengths = [int(word) for word in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory:
         bench = _Bench(arguments, Path(directory), max(lengths))
         single, hook_ms = bench.single(lengths)
         rows = single + bench.pairs(against)
+        of_families = bench.families(families)
     result = {
         "engine": arguments.engine,
         "tokens_equal": all(row["tokens_equal"] for row in rows),
@@ -70,6 +76,7 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         "connector_ms": single[-1]["connector_ms"],
         "hook_32k_ms": hook_ms,
         "rows": rows,
+        "families": of_families,
     }
     _print(result)
     if arguments.json_file is not None:
@@ -118,6 +125,11 @@ class _Bench:
         finally:
             engine.close()
 
+    def families(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Measure models of these families; returns the part of the JSON of each."""
+        bench = FamilyBench(self._directory, self._python, repeats=self._arguments.repeats)
+        return {name: run_family(name, bench) for name in names}
+
     def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
         """Measure the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
         that has the prompt. Returns a row per length, and the milliseconds that the connector's calls in vLLM's
@@ -138,16 +150,17 @@ class _Bench:
 
     def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:
         """Measure two engines behind a round-robin router, with the pool and in each arrangement of `against`; returns
-        a row per arrangement. All arrangements have the same memory in all: the pool's share is taken from the engines'
-        memory."""
-        rows = []
-        expected: list[list[int]] = []
-        for name in (*against, "pool"):
-            with self._two(name) as engines:
-                row, answers = _round_robin(name, engines)
-            expected = expected or answers
-            rows.append(row | {"tokens_equal": answers == expected})
-        return rows
+        a row per arrangement. All arrangements have the same memory in all: the pool's share, and that of LMCache's
+        server, is taken from the engines' memory. The arrangements serve each request in turn, so that other programs
+        on the machine slow all of them alike."""
+        workload = Conversations()
+        with ExitStack() as stack:
+            pairs = [_Pair(name, stack.enter_context(self._two(name)), workload) for name in (*against, "pool")]
+            for turn in range(workload.turns):
+                for number, question in enumerate(workload.questions(turn)):
+                    for at in range(len(pairs)):
+                        pairs[(at + number) % len(pairs)].serve(turn, number, question)
+            return [pair.row() | {"tokens_equal": pair.answers == pairs[0].answers} for pair in pairs]
 
     @contextmanager
     def _two(self, name: str) -> Iterator[tuple[Engine, Engine]]:
@@ -202,41 +215,55 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
     }
 
 
-def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Serve the conversations by the engines. Returns the row of the JSON and the tokens of all answers."""
-    workload = Conversations()
-    before = [engine.call("counts") for engine in engines]
-    histories: list[list[int]] = [[] for _ in range(workload.conversations)]
-    first, later, whole, prompt_tokens, served = [], [], [], 0, 0
-    answers = []
-    for turn in range(workload.turns):
-        for number, question in enumerate(workload.questions(turn)):
-            history = histories[number]
-            history += question
-            # The router shifts by one engine with each request of the conversation, so that its requests alternate
-            # between the two engines.
-            engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
-            first.append(engine.timed([history], 1).seconds)
-            if turn > 0:
-                later.append(first[-1])
-            run = engine.timed([history], ANSWER_TOKENS)
-            whole.append(run.seconds)
-            prompt_tokens += len(history)
-            served += 1
-            history += run.tokens[0]
-            answers.append(run.tokens[0])
-    after = [engine.call("counts") for engine in engines]
-    spent = sum(new.get("hook_seconds", 0) - old.get("hook_seconds", 0) for new, old in zip(after, before, strict=True))
-    row = {
-        "part": "two instances, round robin",
-        "arrangement": name,
-        "prompt_tokens": prompt_tokens,
-        "ttft_ms": 1e3 * mean(first),
-        "ttft_warm_ms": 1e3 * mean(later),
-        "answers_per_second": served / (sum(first) + sum(whole)),
-        "connector_ms": 1e3 * spent / (2 * served),
-    }
-    return row, answers
+class _Pair:
+    """Two engines of one arrangement, which serve the requests of conversations alternately."""
+
+    def __init__(self, name: str, engines: Sequence[Engine], workload: Conversations) -> None:
+        self._name = name
+        self._engines = engines
+        self._before = self._hook_seconds()
+        self._histories: list[list[int]] = [[] for _ in range(workload.conversations)]
+        self._first: list[float] = []
+        self._later: list[float] = []
+        self._whole: list[float] = []
+        self._prompt_tokens = 0
+        self.answers: list[list[int]] = []
+        """The tokens of all answers so far."""
+
+    def serve(self, turn: int, number: int, question: list[int]) -> None:
+        """Serve the next request of a conversation."""
+        history = self._histories[number]
+        history += question
+        # The router shifts by one engine with each request of the conversation, so that its requests alternate between
+        # the two engines.
+        engine = self._engines[(len(self.answers) + turn % 2) % len(self._engines)]
+        self._first.append(engine.timed([history], 1).seconds)
+        if turn > 0:
+            self._later.append(self._first[-1])
+        run = engine.timed([history], ANSWER_TOKENS)
+        self._whole.append(run.seconds)
+        self._prompt_tokens += len(history)
+        history += run.tokens[0]
+        self.answers.append(run.tokens[0])
+
+    def row(self) -> dict[str, Any]:
+        """The row of the JSON, for the requests served so far. The warm requests are all but the first of each
+        conversation."""
+        served = len(self.answers)
+        return {
+            "part": "two instances, round robin",
+            "arrangement": self._name,
+            "prompt_tokens": self._prompt_tokens,
+            "ttft_ms": 1e3 * mean(self._first),
+            "ttft_warm_ms": 1e3 * mean(self._later),
+            "answers_per_second": served / (sum(self._first) + sum(self._whole)),
+            "connector_ms": 1e3 * (self._hook_seconds() - self._before) / (2 * served),
+        }
+
+    def _hook_seconds(self) -> float:
+        """Seconds in the hooks of TokenLake's connector; 0 in other arrangements."""
+        counts: list[dict[str, float]] = [engine.call("counts") for engine in self._engines]
+        return sum(count.get("hook_seconds", 0.0) for count in counts)
 
 
 def _python_of(engine: str) -> Path:
@@ -250,7 +277,7 @@ def _print(result: dict[str, Any]) -> None:
         f"engine {result['engine']}; tokens equal: {result['tokens_equal']}; "
         f"scheduler hook for a new prompt of 32K tokens, ms: {result['hook_32k_ms']}"
     )
-    for row in result["rows"]:
+    for row in (*result["rows"], *({"family": name} | row for name, row in result["families"].items())):
         shown = (
             f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()
         )
