@@ -163,8 +163,8 @@ class Lease:
         self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
     ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
-        The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
-        Segments at other nodes are transferred to this node first.
+        The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum;
+        a further call may begin behind it. Segments at other nodes are transferred to this node first.
 
         `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one.
         `at_most_s`: limit of that deadline, such as half of the time in which the engine computes the segments itself;

@@ -435,3 +435,19 @@ def test_every_token_of_independent_keys_is_counted_once() -> None:
     counters = cluster.core(2).counters
     tokens = [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED, SKIPPED, PENDING, MISSING)]
     assert tokens == [6, 0, 2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_key_that_is_asked_for_twice_is_leased_twice(node: int) -> None:
+    """At the node that has the segment, and at another one."""
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(node)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys[1:])
+    asked = [keys[1], keys[0], keys[1], keys[2], keys[2]]
+    reply = match_independent(cluster, reader, asked)
+    assert leased(asked, reply) == [keys[1], keys[1], keys[2], keys[2]]
+    assert fetch(cluster, reader, reply.lease, 4).checksums == checksums_of([keys[1], keys[1], keys[2], keys[2]])
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 4),)))
+    cluster.check()
+    assert cluster.core(node).idle()

@@ -20,7 +20,7 @@ from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.fetch import Transfers
 from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
-from tokenlake.core.match import Matches
+from tokenlake.core.match import _Found
 from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peers
@@ -240,16 +240,13 @@ def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
 
 def independent_keys_end_at_a_gap(patch: pytest.MonkeyPatch) -> None:
     """Independent keys behind one that no node has are not leased, as if they were those of a prefix."""
-    original = Matches._choose
+    original = _Found.places
 
-    def choose(self: Matches, match: Any) -> list[int]:
-        places = original(self, match)
-        kept = [place for number, place in enumerate(places) if place == number]
-        beyond = (match.found.segments[place] for place in places[len(kept) :])
-        self._context.store.unpin(*(segment for segment in beyond if segment is not None))
-        return kept
+    def places(self: _Found) -> list[int]:
+        found = original(self)
+        return [place for number, place in enumerate(found) if place == number]
 
-    patch.setattr(Matches, "_choose", choose)
+    patch.setattr(_Found, "places", places)
 
 
 SEEN_BY_ENGINES = (

@@ -110,10 +110,6 @@ class MatchResult(NamedTuple):
         """Number of segments that the match leases."""
         return len(self.segments)
 
-    def keys_of_hits(self, keys: list[SegmentKey]) -> list[SegmentKey]:
-        """Returns those of the match's `keys` that it leases."""
-        return keys[: self.hits] if self.places is None else [keys[index] for index in self.places]
-
     def missed(self, keys: list[SegmentKey]) -> tuple[bytes, list[SegmentKey]]:
         """Returns the codes of those of the match's `keys` that it does not lease, and these keys."""
         if self.places is None:
@@ -616,8 +612,9 @@ class Matches:
         lease: Lease | None = None
         if hits:
             number, hints = LeaseId(self._context.next_id()), with_access(match.request.hints, result.access)
+            keys = match.keys[:hits] if result.places is None else [match.keys[index] for index in result.places]
             places = result.segments, result.owners, result.leases
-            lease = Lease(number, result.keys_of_hits(match.keys), process.connection, hints, *places)
+            lease = Lease(number, keys, process.connection, hints, *places)
             self._grants.add_lease(session, lease)
         self._count(match, result)
         if match.request.request and session.segment_tokens:
@@ -640,12 +637,21 @@ class Matches:
             self._report_stale(search)
             if not independent:
                 found.set_codes_behind(found.prefix(len(match.keys)), search.answered)
-        places = self._choose(match) if independent else None
-        if places is not None:
-            hits, segments = len(places), tuple([found.segments[index] for index in places])
+        places = found.places() if independent else None
+        candidates = found.segments if places is None else [found.segments[index] for index in places]
+        limit = self._grants.may_lease(session, candidates, len(session.processes)) if match.process.alive else 0
+        if places is None:
+            hits = found.prefix(limit) if search is not None else limit
+            if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
+                found.codes[limit] = Code.SESSION_LIMIT
         else:
-            hits = self._choose_prefix(match)
-            segments = tuple(found.segments[:hits])
+            hits = limit
+            for index in places[limit:]:
+                found.codes[index] = Code.SESSION_LIMIT
+            places = places[:limit]
+        segments = tuple(candidates[:hits])
+        if hits < len(candidates):
+            self._context.store.unpin(*(segment for segment in candidates[hits:] if segment is not None))
         access = access_of_match(self._context, session.tenant, match.keys, found.segments, hits, found.accesses)
         if search is None:
             return MatchResult(bytes(found.codes), segments, access, places=places)
@@ -659,31 +665,6 @@ class Matches:
             else:
                 self._peers.tell(node, wire.ReleaseLease(tuple(granted)))
         return MatchResult(bytes(found.codes), segments, access, owners, tuple(leases), tuple(found.silent), places)
-
-    def _choose_prefix(self, match: _Match) -> int:
-        """Returns how many segments, from the first on, the match leases, and unpins the later ones."""
-        found = match.found
-        limit = self._may_lease(match, found.segments)
-        hits = found.prefix(limit) if match.search is not None else limit
-        if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
-            found.codes[limit] = Code.SESSION_LIMIT
-        if hits < len(found.segments):
-            self._context.store.unpin(*(segment for segment in found.segments[hits:] if segment is not None))
-        return hits
-
-    def _choose(self, match: _Match) -> list[int]:
-        """Returns the indices of the independent keys that the match leases, and unpins the segments of the others."""
-        found, places = match.found, match.found.places()
-        limit = self._may_lease(match, [found.segments[index] for index in places])
-        for index in places[limit:]:
-            found.codes[index] = Code.SESSION_LIMIT
-        beyond = (found.segments[index] for index in places[limit:])
-        self._context.store.unpin(*(segment for segment in beyond if segment is not None))
-        return places[:limit]
-
-    def _may_lease(self, match: _Match, segments: list[Segment | None]) -> int:
-        session = match.process.session
-        return self._grants.may_lease(session, segments, len(session.processes)) if match.process.alive else 0
 
     def _leave_out_dropped(self, found: _Found) -> None:
         """Count a copy of this node as missing if it was dropped for wrong bytes while other nodes were asked."""
@@ -714,11 +695,10 @@ class Matches:
         session, hits, keys = match.process.session, result.hits, len(match.keys)
         counters, size = self._context.counters, session.segment_tokens
         local = hits - result.segments.count(None) if result.owners else hits
-        in_flight = (Code.PENDING, Code.DEFERRED)
         if result.places is None:
-            pending = int(hits < keys and result.codes[hits] in in_flight)
+            pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
         else:
-            pending = sum(map(result.codes.count, in_flight))
+            pending = sum(map(result.codes.count, (Code.PENDING, Code.DEFERRED)))
         counters.add(LOCAL, local * size)
         counters.add_for(READ_BYTES, session.tenant, local * session.slot_bytes)
         counters.add(PENDING, pending * size)
