@@ -12,14 +12,17 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.identity import Fingerprint
 
 __all__ = [
+    "COMPUTED_DTYPES",
     "DTYPE_BYTES",
     "MAX_LAYOUT_BYTES",
     "MAX_SEGMENT_BYTES",
     "MAX_SHARDS",
+    "QUANTISED_DTYPES",
     "CanonicalFields",
     "Layout",
     "check_texts",
     "fields_in",
+    "static_quantisation",
 ]
 
 L = TypeVar("L", bound="CanonicalFields")
@@ -40,7 +43,11 @@ MAX_LAYOUT_BYTES = 64 << 10
 MAX_TEXT = 4096
 """Bound on the characters of a text in a layout."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTED_DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes in which engines compute. A cache in one of them is not quantised."""
+QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+"""The dtypes of quantised caches. The pool stores their segments, and computes no attention over them."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ATTENTION_KINDS = ("full", "latent")
 """Causal attention over the whole prefix. `full`: multi-head or grouped-query. `latent`: over latent rows (MLA), which
 are one KV head whose value is the first `value_dim` columns of its key."""
@@ -102,6 +109,13 @@ def check_texts(layout: CanonicalFields, *fields: str) -> None:
             raise LayoutRefused(f"layout field '{field}' has {size} characters; expected 1 to {MAX_TEXT}")
 
 
+def static_quantisation(computed: str) -> str:
+    """The layout's `quantisation` for a cache of `QUANTISED_DTYPES`: each element is a key or a value that was computed
+    in the dtype `computed`, divided by a constant scale, and rounded to the cache's dtype. The scales belong to the
+    weights, and are 1 where the weights have none."""
+    return f"static scales, computed in {computed}"
+
+
 class Layout(CanonicalFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that gives the bytes of a segment their meaning. Two engines share segments when all fields are equal,
     and never otherwise.
@@ -125,6 +139,7 @@ class Layout(CanonicalFields, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Canonical text of the position encoding (kind, base, scaling)."""
     attention: str = "full"
     quantisation: str = "none"
+    """`none`, or the `static_quantisation` of a cache whose dtype is one of `QUANTISED_DTYPES`."""
     storage: str = STORAGE_ORDER
     segment_tokens: int = 256
 
@@ -136,8 +151,16 @@ class Layout(CanonicalFields, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise LayoutRefused(
                 f"layout field 'attention' is {self.attention!r}; supported: {', '.join(ATTENTION_KINDS)}"
             )
-        if self.quantisation != "none":
-            raise LayoutRefused(f"layout field 'quantisation' is {self.quantisation!r}; supported: none")
+        quantisations = (
+            [static_quantisation(computed) for computed in COMPUTED_DTYPES]
+            if self.dtype in QUANTISED_DTYPES
+            else ["none"]
+        )
+        if self.quantisation not in quantisations:
+            raise LayoutRefused(
+                f"layout field 'quantisation' is {self.quantisation!r}; supported with dtype {self.dtype!r}: "
+                f"{'; '.join(quantisations)}"
+            )
         if self.storage != STORAGE_ORDER:
             raise LayoutRefused(f"layout field 'storage' is {self.storage!r}; supported: {STORAGE_ORDER}")
         for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens"):

@@ -177,6 +177,8 @@ class _Loaded(Protocol):
 
     def counts(self) -> dict[str, float]: ...
 
+    def metrics(self) -> str: ...
+
     def layout(self) -> str: ...
 
     def clocks(self) -> dict[str, list[float]]: ...
@@ -294,9 +296,17 @@ class _Vllm:
         process."""
         total: dict[str, float] = {}
         for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
-            for name, value in asdict(side.counts).items():
+            counts = side.counts
+            sums = {"tokens_asked": counts.tokens_asked, "tokens_hit": counts.tokens_hit}
+            for name, value in (asdict(counts) | sums).items():
                 total[name] = total.get(name, 0) + value
         return total
+
+    def metrics(self) -> str:
+        """vLLM's metrics page; it needs the argument `disable_log_stats=False`."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return str(generate_latest(REGISTRY).decode())
 
     def layout(self) -> str:
         return str(_ours(self._side())[0].layout.encode().hex())
@@ -552,6 +562,9 @@ class _Transformers:
     def expect_prefill(self, token_s: float) -> None:
         raise NotImplementedError
 
+    def metrics(self) -> str:
+        raise NotImplementedError
+
     def layout(self) -> str:
         assert self._engine is not None
         assert self._engine.layout is not None
@@ -601,6 +614,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.flush()
         case "counts":
             return engine.counts()
+        case "metrics":
+            return engine.metrics()
         case "layout":
             return engine.layout()
         case "clocks":

@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -63,7 +62,7 @@ def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[Work
     blocks = blocks or Blocks()
     shards = RankShards(0, 1, 1, True)
     settings = EngineSettings(segment_tokens=8)
-    return WorkerSide(members, blocks, shards, settings, 4, Counters(Counts), lambda what, error: None), blocks
+    return WorkerSide(members, blocks, shards, settings, 4, EngineCounters(), lambda what, error: None), blocks
 
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
@@ -225,7 +224,7 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
         RankShards(0, 1, 1, True),
         EngineSettings(segment_tokens=8, call_ms=250.0),
         4,
-        Counters(Counts),
+        EngineCounters(),
         lambda what, error: None,
     )
     (one,) = load().loads

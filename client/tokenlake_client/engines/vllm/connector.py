@@ -28,11 +28,10 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.common.slots import TORCH_DTYPES
+from tokenlake_client.engines.common.slots import SLOT_DTYPES
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -41,6 +40,7 @@ from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_o
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
+from tokenlake_client.engines.vllm.stats import TokenLakeStats, sources_of_hit, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
@@ -115,7 +115,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
         # connector.
         transfer.kv_load_failure_policy = "recompute"
-        self.counters = Counters(Counts)
+        self.counters = EngineCounters()
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
@@ -157,6 +157,11 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> TokenLakeStats | None:
+        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
+        return stats_of(self.counters, self.role)
+
     # -- hooks of the scheduler's side
 
     @guarded(lambda: None)
@@ -186,6 +191,14 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """vLLM's hook for a request that was given blocks, also where nothing is to be loaded: plan its load."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM's hook after `update_state_after_alloc`: returns the loaded tokens by their source. vLLM counts tokens
+        that are missing in the result as those of an unspecified source."""
+        if self._scheduler is None:
+            return {}
+        return sources_of_hit(num_external_tokens, self._scheduler.remote_tokens(request.request_id))
 
     @guarded(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -392,7 +405,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         shards = rank_shards(layout, get_tensor_model_parallel_rank(), size)
         heads = max(1, layout.kv_heads // size)
         width = layout.key_dim + layout.value_dim
-        names = check_tensors(kv_caches, heads, width, TORCH_DTYPES[layout.dtype], self._blocks)
+        names = check_tensors(kv_caches, heads, width, SLOT_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
         copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
 
 __all__ = ["TokenLakeConnector"]
 
@@ -35,9 +36,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """The statistics of a connector of either class."""
-        return KnownLayoutConnector.build_kv_connector_stats(data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TokenLakeStats:
+        """The stats whose `data` a connector of either class has sent."""
+        return TokenLakeStats({} if data is None else data)
 
     @classmethod
     def build_prom_metrics(
@@ -46,9 +47,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        """vLLM's metrics of a connector of either class."""
-        return KnownLayoutConnector.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> TokenLakePromMetrics | None:
+        """The metrics of a connector of either class on vLLM's metrics page. vLLM calls this method in the process that
+        serves the page, before any stats arrive. None after an error, which is logged."""
+        find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
+        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 # vLLM's `MultiConnector` finds the metrics of a connector by the name of its class, which it also looks up in the class

@@ -98,6 +98,12 @@ class RequestState:
     skipped: int = 0
     """The number of the request's tokens that the pool has and that are not loaded, because computing them is
     faster."""
+    remote: int = 0
+    """The number of the request's tokens that are loaded from segments of other nodes."""
+    waits_since: float | None = None
+    """The time at which vLLM first asked for the matched tokens of a lookup, since the request last had no blocks."""
+    waited: bool = False
+    """True: the wait since that time has ended and was measured."""
     gap: int | None = None
     """The index of the first segment that this engine computes and for which it sets in-flight markers; None: there is
     none."""
