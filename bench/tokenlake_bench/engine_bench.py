@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.engine_families import FamilyBench, families_of, run_family
+from tokenlake_bench.engine_families import PATIENCE, FamilyBench, families_of, run_family
 from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine_workload import Conversations, prompt
 from tokenlake_bench.environment import check_interpreter
@@ -30,7 +30,6 @@ ANSWER_TOKENS = 16
 ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 """Path of the Python interpreter in the environment that `make install-vllm` creates."""
-PATIENCE = {"write_patience_s": 10.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import FAMILIES, Family, save_adapter
 
-__all__ = ["FamilyBench", "families_of", "reason_of", "run_family"]
+__all__ = ["PATIENCE", "FamilyBench", "families_of", "reason_of", "run_family"]
 
 NEW_TOKENS: Final = 16
 PATIENCE: Final = {"write_patience_s": 10.0, "match_ms": 1000.0}
