@@ -17,6 +17,7 @@ from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_families import PATIENCE, FamilyBench, families_of, run_family
 from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
+from tokenlake_bench.engine_pair import EnginePair
 from tokenlake_bench.engine_workload import Conversations, prompt
 from tokenlake_bench.environment import check_interpreter
 from tokenlake_testing.cluster import Cluster
@@ -26,7 +27,6 @@ from tokenlake_testing.tiny_model import save_tiny_model
 __all__ = ["EngineArguments", "run_engine"]
 
 HOOK_TOKENS = 32768
-ANSWER_TOKENS = 16
 ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 """Path of the Python interpreter in the environment that `make install-vllm` creates."""
@@ -154,7 +154,7 @@ class _Bench:
         on the machine slow all of them alike."""
         workload = Conversations()
         with ExitStack() as stack:
-            pairs = [_Pair(name, stack.enter_context(self._two(name)), workload) for name in (*against, "pool")]
+            pairs = [EnginePair(name, stack.enter_context(self._two(name)), workload) for name in (*against, "pool")]
             for turn in range(workload.turns):
                 for number, question in enumerate(workload.questions(turn)):
                     for at in range(len(pairs)):
@@ -212,57 +212,6 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
         "hit_tokens": (after["tokens_hit"] - before["tokens_hit"]) / len(prompts),
         "tokens_equal": [run.tokens for run in none] == [run.tokens for run in cold] == [run.tokens for run in warm],
     }
-
-
-class _Pair:
-    """Two engines of one arrangement, which serve the requests of conversations alternately."""
-
-    def __init__(self, name: str, engines: Sequence[Engine], workload: Conversations) -> None:
-        self._name = name
-        self._engines = engines
-        self._before = self._hook_seconds()
-        self._histories: list[list[int]] = [[] for _ in range(workload.conversations)]
-        self._first: list[float] = []
-        self._later: list[float] = []
-        self._whole: list[float] = []
-        self._prompt_tokens = 0
-        self.answers: list[list[int]] = []
-        """The tokens of all answers so far."""
-
-    def serve(self, turn: int, number: int, question: list[int]) -> None:
-        """Serve the next request of a conversation."""
-        history = self._histories[number]
-        history += question
-        # The router shifts by one engine with each request of the conversation, so that its requests alternate between
-        # the two engines.
-        engine = self._engines[(len(self.answers) + turn % 2) % len(self._engines)]
-        self._first.append(engine.timed([history], 1).seconds)
-        if turn > 0:
-            self._later.append(self._first[-1])
-        run = engine.timed([history], ANSWER_TOKENS)
-        self._whole.append(run.seconds)
-        self._prompt_tokens += len(history)
-        history += run.tokens[0]
-        self.answers.append(run.tokens[0])
-
-    def row(self) -> dict[str, Any]:
-        """The row of the JSON, for the requests served so far. The warm requests are all but the first of each
-        conversation."""
-        served = len(self.answers)
-        return {
-            "part": "two instances, round robin",
-            "arrangement": self._name,
-            "prompt_tokens": self._prompt_tokens,
-            "ttft_ms": 1e3 * mean(self._first),
-            "ttft_warm_ms": 1e3 * mean(self._later),
-            "answers_per_second": served / (sum(self._first) + sum(self._whole)),
-            "connector_ms": 1e3 * (self._hook_seconds() - self._before) / (2 * served),
-        }
-
-    def _hook_seconds(self) -> float:
-        """Seconds in the hooks of TokenLake's connector; 0 in other arrangements."""
-        counts: list[dict[str, float]] = [engine.call("counts") for engine in self._engines]
-        return sum(count.get("hook_seconds", 0.0) for count in counts)
 
 
 def _python_of(engine: str) -> Path:

@@ -173,7 +173,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         save_tiny_model,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
     ),
-    "lora": Family(save_tiny_model, {"enable_lora": True, "max_lora_rank": 8}, adapter=True),
+    "lora": Family(save_tiny_model, {"enable_lora": True, "max_lora_rank": 8}, TinyModel(layers=2), adapter=True),
 }
 """By name, the families of `tokenlake bench engine --families`."""
 
