@@ -165,6 +165,8 @@ class _Loaded(Protocol):
         self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None = None, params: Any = None
     ) -> _Answers: ...
 
+    def load_adapter(self, directory: str) -> bool: ...
+
     def forget(self) -> bool: ...
 
     def reset(self, how: str) -> bool: ...
@@ -227,7 +229,7 @@ class _Vllm:
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
-        self._adapters: dict[str | None, int] = {}
+        self._adapters: dict[str, int] = {}
         self._llm = LLM(model=model, **settings)
 
     def generate(
@@ -235,7 +237,6 @@ class _Vllm:
     ) -> _Answers:
         """`params`: the requests' `kv_transfer_params`."""
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         greedy = SamplingParams(
             temperature=0,
@@ -246,11 +247,20 @@ class _Vllm:
         )
         extra = {} if salt is None else {"cache_salt": salt}
         asked: Any = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
-        number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
-        lora = None if adapter is None else LoRARequest(f"adapter {number}", number, adapter)
+        lora = None if adapter is None else self._lora(adapter)
         outputs = self._llm.generate(asked, greedy, use_tqdm=False, lora_request=lora)
         tokens_of_each = [list(output.outputs[0].token_ids) for output in outputs]
         return _Answers(tokens_of_each, sum(output.num_cached_tokens or 0 for output in outputs))
+
+    def load_adapter(self, directory: str) -> bool:
+        """Load a LoRA adapter, in place if it was loaded before, as vLLM's server does on request."""
+        return bool(self._llm.llm_engine.add_lora(self._lora(directory, load_inplace=True)))
+
+    def _lora(self, directory: str, **fields: Any) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(directory, len(self._adapters) + 1)
+        return LoRARequest(f"adapter {number}", number, directory, **fields)
 
     def forget(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
@@ -523,6 +533,9 @@ class _Transformers:
             rows.append(output[0, len(prompt) :].tolist())
         return _Answers(rows, 0)
 
+    def load_adapter(self, directory: str) -> bool:
+        raise NotImplementedError
+
     def forget(self) -> bool:
         return True
 
@@ -602,6 +615,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
                 request.get("params"),
             )
             return {**answers._asdict(), "seconds": time.perf_counter() - started}
+        case "load adapter":
+            return engine.load_adapter(request["directory"])
         case "forget":
             return engine.forget()
         case "reset":

@@ -30,6 +30,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import SLOT_DTYPES
+from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
@@ -124,6 +125,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | UnservedWorker | None = UnservedWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
+        self._adapters: Adapters | None = None
         self._gpu_blocks: Any = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
@@ -170,8 +172,12 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._scheduler is None:
             return
         reason = _not_served(request)
+        lora = request.lora_request
+        if reason is None and lora is not None and self._adapters is None:
+            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
         if reason is None:
-            self._scheduler.new_request(request, self._hints(request))
+            adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+            self._scheduler.new_request(request, self._hints(request), adapter)
         else:
             self.counters.add(requests_not_served=1)
             self._reports.warn(f"served without the pool: {reason}")
@@ -260,6 +266,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         blocks = self._gpu_blocks
         # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
+        if empty and self._adapters is not None:
+            self._adapters.cache_emptied()
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 
@@ -347,7 +355,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        for part in (self._worker, self._scheduler, self._connection):
+        for part in (self._worker, self._scheduler, self._adapters, self._connection):
             try:
                 if part is not None:
                     part.close()
@@ -387,6 +395,10 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
         on_weight_version(_set_version)
+        lora = self._vllm_config.lora_config
+        if lora is not None and watch_loads():
+            options = options_of(lora, self._vllm_config.model_config.dtype)
+            self._adapters = Adapters(options, lambda line: self._reports.warn(line, kind="adapters"))
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -421,8 +433,11 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             ),
             self._reports.failure,
         )
+        adapters = None
+        if self._vllm_config.lora_config is not None and watch_loads():
+            adapters = LoadedAdapters(lambda line: self._reports.warn(line, kind="adapters"))
         self._worker = WorkerSide(
-            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure
+            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure, adapters
         )
 
     def hook_failed(self, hook: str, error: Exception) -> None:
@@ -491,8 +506,6 @@ def _check_failure_policy() -> None:
 
 def _not_served(request: Any) -> str | None:
     """The reason why the pool cannot serve a request of vLLM; None if it can."""
-    if request.lora_request is not None:
-        return "requests with LoRA adapters"
     if request.mm_features:
         return "requests with images, sound or video"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
+from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 
@@ -82,6 +83,10 @@ class RequestState:
     """The hints that the request carried in vLLM's `kv_transfer_params`."""
     weights: str | None = None
     """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
+    adapter: RequestAdapter | None = None
+    """The request's LoRA adapter."""
+    extras: Mapping[int, Sequence[bytes]] | None = None
+    """By the index of a segment, digests of the images and other inputs in it."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
@@ -111,12 +116,22 @@ class RequestState:
     """Seconds that the in-flight markers from segment `gap` on should last, if the prompt takes several steps; 0: they
     are set already, or not needed."""
 
+    @property
+    def identified(self) -> bool:
+        """Is everything known that the keys depend on?"""
+        return self.adapter is None or self.adapter.digest is not None
+
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
-        engine, which is part of the keys."""
+        engine, which is part of the keys. Only for a request that is `identified`."""
         if self.prefix is None or self.incarnation != pool.incarnation:
-            self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
+            self.prefix = pool.prefix(
+                adapter=self.adapter.digest if self.adapter is not None else None,
+                salt=_joined(salt, self.request.cache_salt),
+                extras=self.extras,
+                weights_digest=self.weights,
+            )
             self.incarnation = pool.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import NO_WAIT
+from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
@@ -102,10 +103,17 @@ class SchedulerSide:
         """Does the engine's step wait for its loads? That is the setting `load` = sync."""
         return self._settings.load == "sync"
 
-    def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
-        """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it."""
+    def new_request(
+        self,
+        request: EngineRequest,
+        hints: Hints | None = None,
+        adapter: RequestAdapter | None = None,
+        extras: Mapping[int, Sequence[bytes]] | None = None,
+    ) -> None:
+        """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it.
+        `adapter`: its LoRA adapter, whose digest may become known later. `extras`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
-            request, SavedTokens(self._segment), hints, self._weights
+            request, SavedTokens(self._segment), hints, self._weights, adapter, extras
         )
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
@@ -125,8 +133,17 @@ class SchedulerSide:
             state.may_store = True
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
+        if state.adapter is not None:
+            if state.adapter.refused:
+                self._counters.add(requests_not_served=1)
+                del self._requests[request.request_id]
+                return 0
+            # Tokens in vLLM's own cache may have been computed with other files of the adapter.
+            state.may_store = not (state.adapter.replaced and computed)
         if not (reads and state.may_load):
             return 0
+        if not state.identified:
+            return self._unidentified(state)
         if state.lookup is None:
             self._begin_lookup(state)
         lookup = state.lookup
@@ -143,6 +160,18 @@ class SchedulerSide:
             if lookup.wait.total_s:
                 state.gap, state.marker_s = lookup.hits, lookup.marker_s
         return self._choose_load(state, lookup)
+
+    def _unidentified(self, state: RequestState) -> int | None:
+        """The result of `matched` while the digest of the request's adapter is not known: a request waits for it no
+        longer than for a lookup. Its segments are stored if the digest is known by then."""
+        if state.waits_since is None:
+            state.waits_since = self._clock()
+        if self._clock() - state.waits_since < self._settings.match_ms / 1e3:
+            return None
+        self._counters.add(lookups_late=1)
+        self._end_wait(state)
+        state.may_load = False
+        return 0
 
     def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
         """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or waits in vain."""
@@ -227,9 +256,9 @@ class SchedulerSide:
         targets = tuple(blocks[start // self._block : stop // self._block])
         local = all_local(owners)
         at_most_s = self._costs.fetch_limit_s(start, stop)
-        plan = LoadPlan(
-            request.request_id, tuple(map(int, lease.ids)), lease.incarnation, start, stop, targets, local, at_most_s
-        )
+        use = state.adapter.use if state.adapter is not None else None
+        ids = tuple(map(int, lease.ids))
+        plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)
         self._loads.add(plan, lease, owners)
         state.saved.segments = stop // self._segment
 
@@ -380,7 +409,7 @@ class SchedulerSide:
         pool = None if self._stopped else self._pool()
         total = state.request.num_tokens
         count = loadable_segments(total, self._segment, self._block)
-        if pool is None or not count:
+        if pool is None or not count or not state.identified:
             return
         keys = state.keys(pool, self._settings.salt)[:count]
         name = state.request.request_id
@@ -419,7 +448,7 @@ class SchedulerSide:
         """The plans that store the segments of one request that `SavedTokens.take` returns for `known` and `certain`.
         `table`: as of `step`. Never raises: after an error the step goes on without them, and the segments are offered
         again in the request's next step."""
-        if not state.may_store:
+        if not state.may_store or not state.identified:
             return []
         segments = state.saved.take(known, certain=certain)
         if not segments or not self._settings.save or self._stopped:
