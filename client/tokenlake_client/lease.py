@@ -100,7 +100,7 @@ class Lease:
         """One `Code` for each segment key of the match that made the lease. Keys behind the first `MAX_KEYS` that hold
         a missing one are MISSING, unless the keys are independent; the daemon was not asked for them."""
         if independent:
-            leased = _leased(parts)
+            leased = _leased(parts, len(keys))
             self.keys: Sequence[SegmentKey] = [keys[index] for index in leased]
             codes = bytes([codes[index] for index in leased])
         else:
@@ -349,11 +349,15 @@ class Lease:
             self._grants.note_unpin(hold, first, last)
 
 
-def _leased(parts: Sequence[Matched]) -> list[int]:
-    """The index of each leased key, counted through all `parts` of a match of independent keys. Raises
-    `ProtocolRefused` where a part leases more keys than its codes say."""
+def _leased(parts: Sequence[Matched], keys: int) -> list[int]:
+    """The index of each leased key among the `keys` of a match of independent keys, to which `parts` are the answers.
+    Raises `ProtocolRefused` where a part has another number of codes than its request has keys, or leases more keys
+    than its codes say."""
     leased: list[int] = []
     for number, part in enumerate(parts):
+        asked = min(MAX_KEYS, keys - number * MAX_KEYS)
+        if len(part.codes) != asked:
+            raise ProtocolRefused(f"the daemon sent codes of {len(part.codes)} segments; {asked} were asked for")
         found = [at for at, code in enumerate(part.codes) if code in (Code.LOCAL, Code.REMOTE)]
         if len(found) < part.hits:
             raise ProtocolRefused(f"the daemon leased {part.hits} segments; its codes say {len(found)}")

@@ -170,6 +170,27 @@ def test_an_attached_lease_ends_before_a_part_that_has_ended(cluster: Cluster, k
         attached.release()
 
 
+def test_segments_behind_lost_ones_are_fetched() -> None:
+    """A node dies between the match and the fetch. A call returns the segments before the first lost one."""
+    with daemons(2, "8MiB", "2MiB") as cluster, join(cluster, 0) as pool:
+        keys = pool.opaque_keys(engine_keys("lost", 40))
+        with join(cluster, 1) as other:
+            store(other, keys[10:14] + keys[30:31])
+        store(pool, keys[:10] + keys[14:30] + keys[31:])
+        wait_told(cluster)
+        with pool.match(keys, INDEPENDENT, deadline_s=PATIENT_S) as lease:
+            assert lease.hits == 40
+            cluster.nodes[1].kill()
+            read: dict[SegmentKey, NDArray[np.uint8]] = {}
+            at = 0
+            while at < lease.hits:
+                arrays = lease.fetch(at, deadline_s=PATIENT_S)
+                read.update(zip(lease.keys[at:], arrays, strict=False))
+                at += len(arrays) + 1
+            assert list(read) == keys[:10] + keys[14:30] + keys[31:]
+            assert wrong(list(read.values()), list(read)) == 0
+
+
 def test_each_rank_fills_its_shard(cluster: Cluster) -> None:
     with join(cluster, 0) as pool, join(cluster, 0, session=pool) as rank:
         keys = pool.opaque_keys(engine_keys("ranks", 4))
