@@ -23,6 +23,8 @@ from tokenlake_testing.families import FAMILIES, Family, save_adapter
 
 __all__ = ["PATIENCE", "FamilyBench", "families_of", "reason_of", "run_family"]
 
+PROMPT_TOKENS: Final = 4096 + 128
+"""Behind its last whole segment a prompt has, on average, half a segment."""
 NEW_TOKENS: Final = 16
 PATIENCE: Final = {"write_patience_s": 10.0, "match_ms": 1000.0}
 """Settings of the connector with which other programs on the machine cause no misses."""
@@ -36,7 +38,7 @@ class FamilyBench:
 
     directory: Path
     python: str
-    prompt_tokens: int = 4096
+    prompt_tokens: int = PROMPT_TOKENS
     repeats: int = 2
     hook_tokens: int = 32768
     memory_mib: int = 256

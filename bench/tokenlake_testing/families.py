@@ -89,7 +89,9 @@ def save_latent(directory: str | Path, model: TinyModel | None = None) -> Path:
         n_group=1,
         topk_group=1,
     )
-    return save_network(directory, DeepseekV2ForCausalLM, config, sizes.seed)
+    # vLLM's kernels for CPUs compute a token of this family in two ways, in a prefill and in a decoding step, whose
+    # results differ by more than the rounding of float32. Larger weights make other greedy tokens of that difference.
+    return save_network(directory, DeepseekV2ForCausalLM, config, sizes.seed, scale=1.5)
 
 
 def save_sliding_window(directory: str | Path, model: TinyModel | None = None, window: int = 512) -> Path:
