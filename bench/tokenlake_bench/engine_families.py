@@ -69,7 +69,15 @@ def families_of(text: str) -> list[str]:
 
 
 def run_family(name: str, bench: FamilyBench) -> dict[str, Any]:
-    """Measure one family. Returns its part of the JSON, which docs/results/engine.md describes."""
+    """Measure one family. Returns its part of the JSON, which docs/results/engine.md describes. An engine that ends is
+    the family's result: "skipped" where it is vLLM without the pool, else "failed"."""
+    try:
+        return _measure(name, bench)
+    except Unreachable as error:
+        return {"failed": reason_of(str(error))}
+
+
+def _measure(name: str, bench: FamilyBench) -> dict[str, Any]:
     family = FAMILIES[name]
     family.save(bench.directory / name, family.model)
     adapter = save_adapter(bench.directory / f"{name}-adapter", family.model) if family.adapter else None
