@@ -22,7 +22,7 @@ from tokenlake_client.engines.common.model_config import check_config, position_
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "layout_of", "weights_digest_of"]
+__all__ = ["block_tokens_of", "digest_of_draft", "layout_of", "weights_digest_of"]
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
@@ -34,6 +34,11 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
 
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no draft model."""
+
+MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's names of caches in fp8 with constant scales, and the layout's dtype for them."""
 
@@ -51,7 +56,12 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     if model.use_mla:
         raise LayoutRefused("latent attention is not supported")
     spec = _spec_of(kv_cache_config)
-    check_config(model.hf_config)
+    # The decoder of a model for images, sound or video has a configuration of its own.
+    config = model.hf_text_config if model.is_multimodal_model else model.hf_config
+    check_config(config)
+    for name in ("is_encoder_decoder", "is_mm_prefix_lm"):
+        if getattr(model, name, False):
+            raise LayoutRefused(f"vLLM's model has '{name}': a token's cache depends on more than the tokens before it")
     block = block_tokens_of(kv_cache_config)
     if settings.segment_tokens % block:
         # The user set this length, so the start fails; after a LayoutRefused the engine would run without the pool.
@@ -68,7 +78,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
         kv_heads=model.get_total_num_kv_heads(),
         key_dim=spec.head_size,
         value_dim=getattr(spec, "head_size_v", spec.head_size),
-        position=position_of(model.hf_config),
+        position=position_of(config),
         quantisation=quantisation,
         segment_tokens=settings.segment_tokens,
     )
@@ -145,6 +155,18 @@ def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
     return _digest_of_checkpoint(model, vllm_config.load_config)
 
 
+def digest_of_draft(vllm_config: Any) -> str | None:
+    """The method of speculative decoding and, where a draft model has a cache of its own, the digest of its weights;
+    None without speculation. Raises `LayoutRefused` for a draft model that cannot be identified."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    method, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None or method in WITHOUT_WEIGHTS:
+        return method
+    return f"{method} {_digest_of_checkpoint(draft, vllm_config.load_config)}"
+
+
 def _digest_of_checkpoint(model: Any, load: Any) -> str:
     _check_loader(load)
     if model.model_weights:
@@ -154,6 +176,7 @@ def _digest_of_checkpoint(model: Any, load: Any) -> str:
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
+    changes |= _media_settings(model, directory)
     if _kinds(directory) > 1:
         changes["load_format"] = load.load_format
     return digest_of_changes(digest_of_directory(directory), changes)
@@ -178,6 +201,24 @@ def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
     for name in get_quantization_config(model.quantization).get_config_filenames():
         if directory is not None and (directory / name).is_file():
             settings[name] = (directory / name).read_text()
+    return settings
+
+
+def _media_settings(model: Any, directory: Path) -> dict[str, object]:
+    """By name, the settings and the files in `directory` that decide how images, sound and video become the inputs of
+    the decoder; empty for a model of text alone."""
+    if not model.is_multimodal_model:
+        return {}
+    media = model.multimodal_config
+    if media.mm_encoder_fp8_scale_path is not None:
+        raise _unnamed(
+            "mm_encoder_fp8_scale_path", media.mm_encoder_fp8_scale_path, "scales of a file are not supported"
+        )
+    settings: dict[str, object] = {
+        name: value for name in MEDIA_SETTINGS if (value := getattr(media, name, None)) not in (None, {})
+    }
+    for path in sorted(directory.glob("*processor_config.json")):
+        settings[path.name] = path.read_text()
     return settings
 
 
