@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -38,7 +38,7 @@ from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
-from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.offloading.pages import CudaPages, HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, Pages, RankPlace
 from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
 from tokenlake_client.engines.vllm.settings import read_settings
@@ -316,7 +316,11 @@ def _bytes_of(tensor: Any) -> Any:
 
 
 def _pages(groups: Sequence[Sequence[PageTable]], chunk_blocks: int) -> Pages:
-    kinds: Iterable[str] = {table.pages.device.type for group in groups for table in group}
-    if set(kinds) == {"cpu"}:
-        return HostPages(groups, chunk_blocks)
-    raise LayoutRefused(f"the cache is on a device of kind {', '.join(sorted(kinds))}; supported: cpu")
+    devices = {table.pages.device for group in groups for table in group}
+    kinds: dict[str, type[HostPages] | type[CudaPages]] = {"cpu": HostPages, "cuda": CudaPages}
+    kind = kinds.get(next(iter(devices)).type)
+    if len(devices) != 1 or kind is None:
+        raise LayoutRefused(
+            f"the cache is on {', '.join(sorted(map(str, devices)))}; supported: one cpu or cuda device"
+        )
+    return kind(groups, chunk_blocks)
