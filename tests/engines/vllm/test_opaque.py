@@ -49,8 +49,8 @@ FAMILIES = {
     "window": Case(save_mistral, 768),
     "mixed": Case(save_sliding_window, 768),
     "hybrid": Case(save_hybrid, 640, WIDE, {"dtype": "bfloat16"}, length=660),
-    # vLLM's CPU build computes other keys for some of the first 32 tokens behind a cached prefix of this family, so that
-    # a long rest would change the tokens.
+    # vLLM's CPU build computes other keys for some of the first 32 tokens behind a cached prefix of this family: a long
+    # rest would change the tokens.
     "latent": Case(save_latent, 992, settings={"segment_tokens": 16}),
     "n-gram": Case(save_tiny_model, 768, arguments={"speculative_config": GUESSING}),
     "draft model": Case(save_tiny_model, 768, draft=True),
