@@ -79,8 +79,9 @@ class Rank:
         pages = HostPages(self.groups, SIZE)
         self.gate = threading.Event()
         self.gate.set()
+        self.pages = _Gated(pages, self.gate)
         self.worker = ChunkWorker(
-            _Gated(pages, self.gate) if served else None,
+            self.pages if served else None,
             RankPlace(shard, GROUPS, (16, 16), SIZE),
             EngineSettings(write_queue=queue),
             lambda session, layout: pools,
@@ -111,6 +112,7 @@ class _Gated:
 
     def __init__(self, pages: HostPages, gate: threading.Event) -> None:
         self._pages, self._gate = pages, gate
+        self.ready = pages.computed()
         self.copying = threading.Event()
 
     def to_slot(self, shard: Any, part: ChunkPart) -> int:
@@ -123,7 +125,7 @@ class _Gated:
         return self._pages.from_slot(shard, part)
 
     def computed(self) -> Callable[[], None]:
-        return self._pages.computed()
+        return self.ready
 
 
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -246,6 +248,27 @@ def test_blocks_that_vllm_takes_back_are_not_read(pools: ChunkPools) -> None:
     rank.finished(1, 2, 3)
     # At most one copy was under way when the blocks were taken back.
     assert sum(segment.any() for segment in pools.segments.values()) <= 1
+
+
+def test_blocks_that_vllm_took_back_before_other_blocks_are_not_read(pools: ChunkPools) -> None:
+    """Before, a job that was between two copies did not notice it if vLLM took back the blocks of another job next."""
+    rank = Rank(pools)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        begun.set()
+        assert goes_on.wait(TIMEOUT_S)
+
+    rank.pages.ready = ready
+    rank.worker.submit_store(1, STORED, store(pools))
+    assert begun.wait(TIMEOUT_S)
+    rank.worker.wait({1})
+    rank.worker.wait({2})
+    rank.clear()
+    goes_on.set()
+    rank.finished(1)
+    assert not pools.segments or not any(segment.any() for segment in pools.segments.values())
+    assert rank.counters.read().tokens_stored == 0
 
 
 def test_jobs_beyond_the_queue_are_given_up(pools: ChunkPools) -> None:
