@@ -131,7 +131,7 @@ class ChunkWorker:
         self._taken: frozenset[int] = frozenset()
         """The jobs that have not ended and whose blocks vLLM took back. Only the thread that calls the methods writes
         it."""
-        self._open: set[int] = set()
+        self._unfinished: set[int] = set()
         """The jobs that were submitted and whose end `take_finished` has not returned. For the thread that calls the
         methods."""
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class ChunkWorker:
 
     def submit_store(self, number: int, blocks: BlockRange, job: StoreJob) -> None:
         """Store chunks in the background. Never raises."""
-        self._open.add(number)
+        self._unfinished.add(number)
         try:
             parts = whole_chunks(self._parts(job.groups, blocks), self._place.chunk_blocks)
             # An adapter may be loaded again before the chunks are stored, so the check belongs to the step.
@@ -157,7 +157,7 @@ class ChunkWorker:
 
     def submit_load(self, number: int, job: LoadJob, blocks: BlockRange) -> None:
         """Load chunks in the background. Never raises."""
-        self._open.add(number)
+        self._unfinished.add(number)
         try:
             if self._pages is not None:
                 parts = self._parts(job.groups, blocks)
@@ -173,7 +173,7 @@ class ChunkWorker:
         with self._lock:
             finished, self._finished = self._finished, []
             self._reported.update(self._failed.pop(one.job) for one in finished if one.job in self._failed)
-        self._open.difference_update(one.job for one in finished)
+        self._unfinished.difference_update(one.job for one in finished)
         return finished
 
     def take_failed(self) -> set[str]:
@@ -187,7 +187,7 @@ class ChunkWorker:
         """Give these jobs up: their blocks are not touched after this call. Waits for the copy of one chunk at most."""
         if not jobs:
             return
-        self._taken = frozenset(self._taken.union(jobs) & self._open)
+        self._taken = frozenset(self._taken.union(jobs) & self._unfinished)
         for store in self._stores.withdraw(lambda task: task.number in jobs):
             self._lost(store.job)
             self._end(store.number, 0, 0.0)
