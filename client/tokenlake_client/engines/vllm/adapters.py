@@ -2,10 +2,14 @@
 
 The scheduler's side digests the files of a request's adapter when the request arrives. A rank computes with the copy of
 the adapter that vLLM has loaded, which may be older: files can be replaced while vLLM has the adapter. So the plans of
-loads and saves state the files that were digested, and a rank executes them only if vLLM has loaded these files::
+loads and saves state the files that were digested, and a rank executes them only if vLLM has loaded these files. A
+segment depends on all tokens before its end, so it is stored only if these files computed all of them::
 
-    scheduler's side     request arrives: look at the files, digest them | keys | plan (number, state of the files)
-    rank                 vLLM loads the adapter: look at the files       |      | plan: the same files? then execute
+    scheduler's side   request arrives: look at the files, digest them | keys | plan (number, state of the files, step)
+    rank               vLLM loads the adapter: look at the files       |      | plan: the same files since that step?
+
+Tokens in vLLM's own cache may be older than the request. vLLM tells adapters apart there by name and path, so tokens of
+other files with this name and path may be among them.
 
 vLLM is imported where it is used.
 """
@@ -13,6 +17,7 @@ vLLM is imported where it is used.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,10 +28,21 @@ from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, state_of_directory
 
-__all__ = ["AdapterUse", "Adapters", "LoadedAdapters", "LoraRequest", "RequestAdapter", "options_of", "watch_loads"]
+__all__ = [
+    "AdapterUse",
+    "Adapters",
+    "CachedAdapters",
+    "LoadedAdapters",
+    "LoraRequest",
+    "RequestAdapter",
+    "options_of",
+    "watch_loads",
+]
 
 ATTEMPTS = 3
 """The number of times that files which change while they are digested are digested."""
+MAX_NUMBERS = 64
+"""Limit of the numbers of one adapter that are remembered; more of them count as unknown."""
 _WRAPPED = "_tokenlake_watches_loads"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 
@@ -47,22 +63,64 @@ class AdapterUse:
     """vLLM's number of the adapter."""
     files: str
     """The state of the files that were digested (`state_of_directory`)."""
+    since: int = 0
+    """The number of the first step of the engine that may have computed tokens of the request."""
+    others: tuple[int, ...] = ()
+    """Further numbers that the adapter has had in vLLM since that step. Tokens of the request may have been computed
+    under them."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All numbers of the adapter under which tokens of the request may have been computed."""
+        return (self.number, *self.others)
 
 
 class RequestAdapter:
     """The adapter of one request. Its digest becomes known in the background."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, number: int, name: str, path: str) -> None:
+        self.number = number
+        """vLLM's number of the adapter."""
         self.name = name
+        self.path = path
         self.refused = False
         """True: the files cannot be read, so the pool does not serve the request."""
+        self.files = ""
+        """The state of the files that were digested; known with the digest."""
         self.digest: str | None = None
         """The adapter in the request's keys; None while it is not known."""
-        self.use: AdapterUse | None = None
-        """Known with the digest."""
-        self.replaced = False
-        """True: other files had the adapter's name and path before. vLLM's own cache may hold their results, because it
-        tells adapters apart by name and path only."""
+        self.since = 0
+        self.others: tuple[int, ...] = ()
+
+    @property
+    def use(self) -> AdapterUse | None:
+        """The adapter for the plans; None while its digest is not known."""
+        return AdapterUse(self.number, self.files, self.since, self.others) if self.digest is not None else None
+
+
+class CachedAdapters:
+    """The numbers of the adapters whose results vLLM's own cache may have. For the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._emptied = 0
+        """The number of the first step of the engine since vLLM's own cache was emptied."""
+        self._numbers: dict[tuple[str, str], dict[int, None]] = {}
+        """By the name and path of an adapter, its numbers in vLLM since that step."""
+
+    def emptied(self, step: int) -> None:
+        """To be called when vLLM's own cache was emptied before the engine's step `step`."""
+        self._emptied = step
+        self._numbers.clear()
+
+    def placed(self, adapter: RequestAdapter, step: int, *, cached: bool) -> bool:
+        """Record that a request with this adapter has blocks from the engine's step `step` on. `cached`: some of its
+        tokens are in vLLM's own cache. Returns False if the numbers under which these were computed are unknown."""
+        numbers = self._numbers.setdefault((adapter.name, adapter.path), {})
+        if len(numbers) <= MAX_NUMBERS:
+            numbers[adapter.number] = None
+        adapter.since = self._emptied if cached else step
+        adapter.others = tuple(other for other in numbers if other != adapter.number) if cached else ()
+        return not cached or len(numbers) <= MAX_NUMBERS
 
 
 class Adapters:
@@ -78,22 +136,15 @@ class Adapters:
         )
         self._digests: dict[str, str] = {}
         """By the state of an adapter's files, their digest."""
-        self._cached: dict[tuple[str, str], str] = {}
-        """By the name and path of an adapter, the state of the files of its first request since vLLM's own cache was
-        emptied."""
 
     def find(self, lora: LoraRequest) -> RequestAdapter:
         """The adapter of a new request; the fields of the result are set later. Never waits."""
-        adapter = RequestAdapter(lora.lora_name)
+        adapter = RequestAdapter(lora.lora_int_id, lora.lora_name, lora.lora_path)
         if not lora.lora_name:
             self._refuse(adapter, "requests for a LoRA adapter without a name")
         elif not self._queue.submit((lora, adapter)):
             self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: no thread can be started")
         return adapter
-
-    def cache_emptied(self) -> None:
-        """To be called when vLLM's own cache was emptied."""
-        self._cached = {}
 
     def close(self) -> None:
         """End the thread."""
@@ -109,10 +160,8 @@ class Adapters:
             **self._options,
             **({"is_3d_lora_weight": True} if getattr(lora, "is_3d_lora_weight", False) else {}),
         }
-        first = self._cached.setdefault((lora.lora_name, lora.lora_path), files)
-        adapter.replaced = first != files
-        adapter.use = AdapterUse(lora.lora_int_id, files)
-        # The digest is set last: the scheduler's thread reads the other fields once it sees the digest.
+        # The digest is set last: the scheduler's thread reads the state of the files once it sees the digest.
+        adapter.files = files
         adapter.digest = digest_of_changes(digest, changes)
 
     def _digest(self, directory: Path) -> tuple[str, str]:
@@ -130,37 +179,71 @@ class Adapters:
         adapter.refused = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    files: str | None
+    """The state of the files that vLLM loaded an adapter from; None: unknown."""
+    since: int
+    """The number of the first step of the engine that was computed with these files, or a later one. 0: nothing was
+    computed with other files under the adapter's number."""
+
+
 class LoadedAdapters:
     """The adapters that vLLM has loaded on this rank. Several threads may use this object."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         """`warn`: logs a line."""
         self._warn = warn
-        self._files: dict[int, str | None] = {}
-        """By vLLM's number of an adapter, the state of the files that it was loaded from; None: unknown."""
+        self._lock = threading.Lock()
+        self._step = 0
+        """The number of the last step of the engine that has begun."""
+        self._loaded: dict[int, _Loaded] = {}
+        """By vLLM's number of an adapter."""
         _watching.add(self)
+
+    def begin(self, step: int) -> None:
+        """Record that the engine's step `step` begins."""
+        self._step = max(self._step, step)
 
     def loaded(self, number: int, files: str | None) -> None:
         """Record that vLLM has loaded the adapter `number` from files in this state; None: unknown."""
-        self._files[number] = files
+        with self._lock:
+            before = self._loaded.get(number)
+            if before is None or files is None or before.files != files:
+                # The last step may have ended before this load.
+                since = 0 if before is None else self._step + 1
+                self._loaded[number] = _Loaded(files, since)
 
     def may_load(self, use: AdapterUse | None) -> bool:
         """May segments be loaded that were computed with this adapter? True also if vLLM has not loaded it yet: it
-        loads the adapter before the request computes."""
-        return use is None or use.number not in self._files or self._same(use)
+        loads the adapter before the request computes. From then on vLLM's own cache has tokens of these files."""
+        if use is None:
+            return True
+        with self._lock:
+            loaded = self._loaded.setdefault(use.number, _Loaded(use.files, 0))
+        return self._agrees(loaded.files == use.files, use)
 
     def may_store(self, use: AdapterUse | None) -> bool:
-        """Were the results of the step computed with this adapter?"""
-        return use is None or self._same(use)
+        """Were all tokens of the request, up to those of this step, computed with this adapter?"""
+        if use is None:
+            return True
+        with self._lock:
+            numbers = [self._loaded.get(number) for number in use.numbers]
+        # With a number that vLLM has not loaded, nothing was computed.
+        return self._agrees(
+            numbers[0] is not None
+            and all(one is None or (one.files == use.files and one.since <= use.since) for one in numbers),
+            use,
+        )
 
-    def _same(self, use: AdapterUse) -> bool:
-        same = self._files.get(use.number) == use.files
-        if not same:
+    def _agrees(self, agrees: bool, use: AdapterUse) -> bool:
+        if not agrees:
             self._warn(
-                f"served without the pool: LoRA adapter {use.number}: its files changed after vLLM loaded them; load "
-                "it again, in place or under another number"
+                f"served without the pool: LoRA adapter {use.number}: its files changed after vLLM loaded them, or "
+                "after it computed cached tokens with them; load it again, in place or under another number, and then "
+                "reset the caches"
             )
-        return same
+        return agrees
 
 
 def directory_of(path: str) -> Path:

@@ -21,7 +21,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import NO_WAIT
-from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
@@ -88,6 +88,7 @@ class SchedulerSide:
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
         self._step = 0
+        self._cached_adapters = CachedAdapters()
         self._weights: str | None = None
         """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
         self._stopped = False
@@ -133,13 +134,10 @@ class SchedulerSide:
             state.may_store = True
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
-        if state.adapter is not None:
-            if state.adapter.refused:
-                self._counters.add(requests_not_served=1)
-                del self._requests[request.request_id]
-                return 0
-            # Tokens in vLLM's own cache may have been computed with other files of the adapter.
-            state.may_store = not (state.adapter.replaced and computed)
+        if state.adapter is not None and state.adapter.refused:
+            self._counters.add(requests_not_served=1)
+            del self._requests[request.request_id]
+            return 0
         if not (reads and state.may_load):
             return 0
         if not state.identified:
@@ -239,6 +237,9 @@ class SchedulerSide:
         if state is None or state.placed:
             return
         state.placed = True
+        if state.adapter is not None:
+            known = self._cached_adapters.placed(state.adapter, self._step + 1, cached=state.local > 0)
+            state.may_store = state.may_store and known
         lookup, state.lookup = state.lookup, None
         start, stop = state.local, state.local + external
         lease = lookup.lease if lookup is not None else None
@@ -394,6 +395,10 @@ class SchedulerSide:
             state.saved.restart()
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
             state.may_store = not state.placed
+
+    def cache_emptied(self) -> None:
+        """To be called when vLLM's own cache was emptied."""
+        self._cached_adapters.emptied(self._step + 1)
 
     def close(self) -> None:
         """Release all leases and reservations that the scheduler's side holds."""
