@@ -159,16 +159,35 @@ def test_quantised_weights_have_a_digest_of_their_own(model: Path, quantised: Pa
     assert len({one.weights_digest for one in named}) == len(named)
 
 
-def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path) -> None:
-    """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`."""
+@pytest.mark.parametrize("name", ["quantize_config.json", "old_quantize_config.json"])
+def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path, name: str) -> None:
+    """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`. vLLM compares the end of
+    its name."""
     older = tmp_path / "older"
     shutil.copytree(model, older)
     digests = set()
     for size in (32, 64):
         settings = {"bits": 4, "group_size": size, "desc_act": False, "sym": True, "quant_method": "gptq"}
-        (older / "quantize_config.json").write_text(json.dumps(settings))
+        (older / name).write_text(json.dumps(settings))
         digests.add(layout(older, quantization="gptq", dtype="float16").weights_digest)
     assert len(digests) == 2
+
+
+def test_quantisation_in_the_environment_is_part_of_the_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = layout(model)
+    digests = {layout(model, quantization="fp8", dtype="bfloat16").weights_digest}
+    for name, value in (
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "fp8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int8"}'),
+        ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}'),
+    ):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert layout(model) == plain, "the weights are not quantised"
+            digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
+    assert len(digests) == 6
 
 
 def test_a_cache_in_fp8_names_its_format_and_its_precision(model: Path) -> None:

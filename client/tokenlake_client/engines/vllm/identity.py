@@ -33,6 +33,12 @@ formats."""
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
+QUANTISING_VARIABLES = (
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
+"""Variables of vLLM's environment that quantise weights, or the activations of quantised weights."""
 
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's names of caches in fp8 with constant scales, and the layout's dtype for them."""
@@ -173,11 +179,15 @@ def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     if overrides.get("quantization_config_file") is not None:
         raise _unnamed("quantization_config_file", overrides["quantization_config_file"], "give its contents")
+    from vllm import envs
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    for name in get_quantization_config(model.quantization).get_config_filenames():
-        if directory is not None and (directory / name).is_file():
-            settings[name] = (directory / name).read_text()
+    settings |= {name: value for name in QUANTISING_VARIABLES if (value := getattr(envs, name, None)) is not None}
+    if directory is not None:
+        # vLLM reads a file whose name ends with one of these names.
+        names = tuple(get_quantization_config(model.quantization).get_config_filenames())
+        files = sorted(path for path in directory.glob("*.json") if path.name.endswith(names))
+        settings |= {path.name: path.read_text() for path in files}
     return settings
 
 
