@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from tests.engines.vllm.conftest import TINY
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
+from tokenlake_client.engines.vllm.adapters import directory_of
 from tokenlake_client.engines.vllm.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.weights import digest_of_directory
@@ -188,6 +189,17 @@ def test_quantisation_in_the_environment_is_part_of_the_digest(model: Path, monk
             assert layout(model) == plain, "the weights are not quantised"
             digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
     assert len(digests) == 6
+
+
+def test_an_adapter_from_modelscope_is_not_looked_up_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    assert directory_of("owner/adapter") == tmp_path
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(LayoutRefused, match="ModelScope"):
+        directory_of("owner/adapter")
+    assert directory_of(str(tmp_path)) == tmp_path
 
 
 def test_a_cache_in_fp8_names_its_format_and_its_precision(model: Path) -> None:

@@ -253,6 +253,10 @@ def directory_of(path: str) -> Path:
     if directory.is_dir():
         return directory
     # vLLM takes another text for a name at the Hub, and downloads the adapter when it loads it.
+    from vllm import envs
+
+    if envs.VLLM_USE_MODELSCOPE:
+        raise LayoutRefused("the directory of ModelScope is not known; give the path of the adapter's directory")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, local_files_only=True))
