@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,44 @@ def test_files_that_cannot_be_read_are_refused_by_name(
     assert found(adapters, lora(directory, "mine")).refused
     assert len(lines) == 1
     assert lines[0].startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
+
+
+def test_a_slow_digest_delays_no_adapter_whose_digest_is_known(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, slow = save(tmp_path / "known"), save(tmp_path / "slow", b"others")
+    first = found(adapters, lora(known))
+    resume = threading.Event()
+
+    def digest(directory: Path) -> str:
+        assert resume.wait(SOON_S)
+        return digest_of_directory(directory)
+
+    monkeypatch.setattr("tokenlake_client.engines.vllm.adapters.digest_of_directory", digest)
+    waiting = [adapters.find(lora(slow, "slow", 2)) for _ in range(3)]
+    assert found(adapters, lora(known)).digest == first.digest
+    assert [one.digest for one in waiting] == [None] * 3
+    resume.set()
+    until(lambda: all(one.digest is not None for one in waiting))
+
+
+def test_the_number_of_requests_that_wait_for_digests_is_limited(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    directory = save(tmp_path / "one")
+    resume = threading.Event()
+
+    def state(path: Path) -> str:
+        assert resume.wait(SOON_S)
+        return state_of_directory(path)
+
+    monkeypatch.setattr("tokenlake_client.engines.vllm.adapters.state_of_directory", state)
+    asked = [adapters.find(lora(directory)) for _ in range(5000)]
+    refused = [one.refused for one in asked]
+    assert 0 < refused.count(False) < 2000
+    assert set(lines) == {"served without the pool: LoRA adapter 'a': too many requests wait for its digest"}
+    resume.set()
+    until(lambda: all(one.refused or one.digest is not None for one in asked))
 
 
 def test_an_adapter_without_a_name_is_refused(adapters: Adapters, tmp_path: Path, lines: list[str]) -> None:

@@ -41,6 +41,10 @@ __all__ = [
 
 ATTEMPTS = 3
 """The number of times that files which change while they are digested are digested."""
+MAX_WAITING = 1024
+"""Limit of the requests that wait until their adapter's files are looked at, and of those that wait for a digest."""
+MAX_DIGESTS = 16384
+"""Limit of the digests that are remembered."""
 MAX_NUMBERS = 64
 """Limit of the numbers of one adapter that are remembered; more of them count as unknown."""
 _WRAPPED = "_tokenlake_watches_loads"
@@ -124,38 +128,73 @@ class CachedAdapters:
 
 
 class Adapters:
-    """Digests the adapters of an engine's requests, in a thread of its own. For the scheduler's thread."""
+    """Digests the adapters of an engine's requests, in threads of its own: one looks at the files, and one digests
+    those whose digest is not known, so that no other request waits for it. For the scheduler's thread."""
 
     def __init__(self, options: Mapping[str, object], warn: Callable[[str], None]) -> None:
         """`options`: settings of the engine that change what an adapter computes (`options_of`). `warn`: logs a
         line."""
         self._options = options
         self._warn = warn
-        self._queue: BackgroundQueue[tuple[LoraRequest, RequestAdapter]] = BackgroundQueue(
-            lambda task: self._find(*task), "tokenlake-adapters"
+        self._looks: BackgroundQueue[tuple[LoraRequest, RequestAdapter]] = BackgroundQueue(
+            lambda task: self._try(self._look, *task), "tokenlake-adapters", MAX_WAITING
+        )
+        self._unknown: BackgroundQueue[tuple[LoraRequest, RequestAdapter]] = BackgroundQueue(
+            lambda task: self._try(self._digest, *task), "tokenlake-digests", MAX_WAITING
         )
         self._digests: dict[str, str] = {}
-        """By the state of an adapter's files, their digest."""
+        """By the state of an adapter's files, their digest. Only the thread that digests files changes it."""
 
     def find(self, lora: LoraRequest) -> RequestAdapter:
         """The adapter of a new request; the fields of the result are set later. Never waits."""
         adapter = RequestAdapter(lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if not lora.lora_name:
+        if lora.lora_name:
+            self._submit(self._looks, lora, adapter)
+        else:
             self._refuse(adapter, "requests for a LoRA adapter without a name")
-        elif not self._queue.submit((lora, adapter)):
-            self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: no thread can be started")
         return adapter
 
     def close(self) -> None:
-        """End the thread."""
-        self._queue.close(1.0, drain=False)
+        """End the threads."""
+        for queue in (self._looks, self._unknown):
+            queue.close(1.0, drain=False)
 
-    def _find(self, lora: LoraRequest, adapter: RequestAdapter) -> None:
+    def _submit(
+        self, queue: BackgroundQueue[tuple[LoraRequest, RequestAdapter]], lora: LoraRequest, adapter: RequestAdapter
+    ) -> None:
+        if not queue.submit((lora, adapter)):
+            self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: too many requests wait for its digest")
+
+    def _try(
+        self, find: Callable[[LoraRequest, RequestAdapter], None], lora: LoraRequest, adapter: RequestAdapter
+    ) -> None:
         try:
-            files, digest = self._digest(directory_of(lora.lora_path))
+            find(lora, adapter)
         except Exception as error:
             self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: its files cannot be read: {error}")
-            return
+
+    def _look(self, lora: LoraRequest, adapter: RequestAdapter) -> None:
+        files = state_of_directory(directory_of(lora.lora_path))
+        digest = self._digests.get(files)
+        if digest is not None:
+            self._found(lora, adapter, files, digest)
+        else:
+            self._submit(self._unknown, lora, adapter)
+
+    def _digest(self, lora: LoraRequest, adapter: RequestAdapter) -> None:
+        directory = directory_of(lora.lora_path)
+        for _ in range(ATTEMPTS):
+            files = state_of_directory(directory)
+            digest = self._digests.get(files) or digest_of_directory(directory)
+            if state_of_directory(directory) == files:
+                self._digests[files] = digest
+                if len(self._digests) > MAX_DIGESTS:
+                    del self._digests[next(iter(self._digests))]
+                self._found(lora, adapter, files, digest)
+                return
+        raise LayoutRefused(f"the files in {directory} change")
+
+    def _found(self, lora: LoraRequest, adapter: RequestAdapter, files: str, digest: str) -> None:
         changes = {
             **self._options,
             **({"is_3d_lora_weight": True} if getattr(lora, "is_3d_lora_weight", False) else {}),
@@ -163,16 +202,6 @@ class Adapters:
         # The digest is set last: the scheduler's thread reads the state of the files once it sees the digest.
         adapter.files = files
         adapter.digest = digest_of_changes(digest, changes)
-
-    def _digest(self, directory: Path) -> tuple[str, str]:
-        """The state of the adapter's files and their digest."""
-        for _ in range(ATTEMPTS):
-            files = state_of_directory(directory)
-            digest = self._digests.get(files) or digest_of_directory(directory)
-            if state_of_directory(directory) == files:
-                self._digests[files] = digest
-                return files, digest
-        raise LayoutRefused(f"the files in {directory} change")
 
     def _refuse(self, adapter: RequestAdapter, reason: str) -> None:
         self._warn(f"served without the pool: {reason}")
