@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "main", "transfer_of"]
+__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "image_of", "main", "transfer_of"]
 
 MARK = "answer: "
 STOP_S = 20.0
@@ -106,10 +106,12 @@ class Engine:
         tokens: int = 8,
         salt: str | None = None,
         adapter: Path | None = None,
+        image: tuple[int, str | None] | None = None,
     ) -> list[list[int]]:
         """Generate `tokens` tokens greedily for each prompt and return them; all prompts are given to the engine at
-        once. `adapter`: directory of the LoRA adapter of these requests."""
-        return self.timed(prompts, tokens, salt, adapter).tokens
+        once. `adapter`: directory of the LoRA adapter of these requests. `image`: the seed of an image that each prompt
+        has, and the name that the client gives it."""
+        return self.timed(prompts, tokens, salt, adapter, image).tokens
 
     def timed(
         self,
@@ -117,11 +119,12 @@ class Engine:
         tokens: int = 8,
         salt: str | None = None,
         adapter: Path | None = None,
+        image: tuple[int, str | None] | None = None,
     ) -> Timed:
         """As `generate`, with the seconds that the engine took. With one new token that is the time to the first
         token."""
         lora = None if adapter is None else str(adapter)
-        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt, adapter=lora))
+        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt, adapter=lora, image=image))
 
     def call(self, command: str, **arguments: Any) -> Any:
         """Send one command to the engine process and return its reply. Raises Unreachable when the process has
@@ -161,7 +164,13 @@ class _Loaded(Protocol):
     """The engine in its own process, with the commands that the process serves."""
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None = None, params: Any = None
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
     ) -> _Answers: ...
 
     def load_adapter(self, directory: str) -> bool: ...
@@ -225,7 +234,13 @@ class _Vllm:
         self._llm = LLM(model=model, **settings)
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None = None, params: Any = None
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
     ) -> _Answers:
         """`params`: the requests' `kv_transfer_params`."""
         from vllm import SamplingParams
@@ -237,7 +252,12 @@ class _Vllm:
             detokenize=False,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
-        extra = {} if salt is None else {"cache_salt": salt}
+        extra: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        if image is not None:
+            seed, name = image
+            extra["multi_modal_data"] = {"image": [image_of(seed)]}
+            if name is not None:
+                extra["multi_modal_uuids"] = {"image": [name]}
         asked: Any = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
         lora = None if adapter is None else self._lora(adapter)
         outputs = self._llm.generate(asked, greedy, use_tqdm=False, lora_request=lora)
@@ -458,7 +478,13 @@ class _Transformers:
         self._engine = None if pool is None else TokenLakeEngine(self._model, pool["socket"])
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None = None, params: Any = None
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
     ) -> _Answers:
         import torch
 
@@ -520,6 +546,15 @@ class _Transformers:
         raise NotImplementedError
 
 
+def image_of(seed: int) -> Any:
+    """An image of random squares, for the models of `families.save_pictures`."""
+    import numpy as np
+    from PIL import Image
+
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(squares.repeat(8, axis=0).repeat(8, axis=1))
+
+
 def main(arguments: str) -> None:
     """The main function of the engine process: start the engine that `arguments` describe, then serve commands."""
     config = json.loads(arguments)
@@ -543,6 +578,7 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
                 request.get("salt"),
                 request.get("adapter"),
                 request.get("params"),
+                request.get("image"),
             )
             return {**answers._asdict(), "seconds": time.perf_counter() - started}
         case "load adapter":

@@ -18,6 +18,7 @@ __all__ = [
     "save_hybrid",
     "save_latent",
     "save_mistral",
+    "save_pictures",
     "save_quantised",
     "save_sliding_window",
 ]
@@ -135,6 +136,37 @@ def save_hybrid(directory: str | Path, model: TinyModel | None = None) -> Path:
         layer_types=[_every_fourth(layer, "full_attention", "linear_attention") for layer in range(sizes.layers)],
     )
     return save_network(directory, Qwen3NextForCausalLM, config, sizes.seed)
+
+
+def save_pictures(directory: str | Path, model: TinyModel | None = None, queries: int = 300) -> Path:
+    """A BLIP-2 whose decoder is a Llama: `queries` tokens of an image of 32 by 32 pixels come before the text. The last
+    token of the vocabulary stands for them. The directory has a tokenizer, whose tokens are `t0`, `t1` and so on."""
+    import transformers
+    from tokenizers import Tokenizer, models
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    sizes = model or TinyModel()
+    vocabulary = {f"t{number}": number for number in range(sizes.vocabulary - 1)} | {"<image>": sizes.vocabulary - 1}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")),
+        unk_token="t0",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    text = transformers.LlamaConfig(**_dimensions(sizes), architectures=["LlamaForCausalLM"])
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    config = transformers.Blip2Config(
+        vision_config={**small, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8, "initializer_range": 0.02},
+        qformer_config={**small, "num_hidden_layers": 2, "encoder_hidden_size": 64, "vocab_size": 8},
+        text_config=text.to_dict(),
+        num_query_tokens=queries,
+        image_token_index=vocabulary["<image>"],
+    )
+    # The queries, which are zero in a new model, stay so: all tokens of an image are equal then, and depend on it.
+    path = save_network(directory, transformers.Blip2ForConditionalGeneration, config, sizes.seed)
+    transformers.Blip2Processor(
+        BlipImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, num_query_tokens=queries
+    ).save_pretrained(path)
+    return path
 
 
 def save_adapter(directory: str | Path, model: TinyModel | None = None, rank: int = 8, seed: int = 1) -> Path:

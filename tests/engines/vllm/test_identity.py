@@ -23,7 +23,7 @@ from tokenlake_client.engines.vllm.adapters import directory_of
 from tokenlake_client.engines.vllm.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.weights import digest_of_directory
-from tokenlake_testing.families import save_quantised
+from tokenlake_testing.families import save_pictures, save_quantised
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +33,7 @@ FP8 = KVQuantMode.FP8_PER_TENSOR
 
 def configured(model: Path, **arguments: Any) -> VllmConfig:
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **arguments}
-    return EngineArgs(model=str(model), skip_tokenizer_init=True, **settings).create_engine_config()
+    return EngineArgs(model=str(model), **{"skip_tokenizer_init": True, **settings}).create_engine_config()
 
 
 def layout(
@@ -224,6 +224,18 @@ def test_other_quantised_caches_are_refused_by_name(model: Path) -> None:
     ):
         with pytest.raises(LayoutRefused, match=f"kv_cache_dtype.*{name}"):
             layout(model, mode=mode, kv_cache_dtype=name)
+
+
+def test_a_models_processor_of_images_is_part_of_the_digest(tmp_path: Path) -> None:
+    pictures = save_pictures(tmp_path / "pictures", TINY)
+    arguments: dict[str, Any] = {"skip_tokenizer_init": False}
+    first = layout(pictures, **arguments)
+    assert json.loads(first.position)["kind"] == "rope"
+    assert layout(pictures, max_model_len=1024, **arguments) == first
+    other = layout(pictures, mm_processor_kwargs={"do_rescale": False}, **arguments)
+    (file,) = pictures.glob("*processor_config.json")
+    file.write_text(file.read_text().replace('"height": 32', '"height": 16'))
+    assert len({one.weights_digest for one in (first, other, layout(pictures, **arguments))}) == 3
 
 
 def test_each_format_of_two_kinds_has_its_own_digest(model: Path, tmp_path: Path) -> None:

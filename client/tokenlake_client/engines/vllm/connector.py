@@ -37,7 +37,7 @@ from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of
+from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of, media_digests, unnamed_media
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
@@ -177,7 +177,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
         if reason is None:
             adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
-            self._scheduler.new_request(request, self._hints(request), adapter)
+            extras = media_digests(request.mm_features, self.settings.segment_tokens)
+            self._scheduler.new_request(request, self._hints(request), adapter, extras)
         else:
             self.counters.add(requests_not_served=1)
             self._reports.warn(f"served without the pool: {reason}")
@@ -506,13 +507,13 @@ def _check_failure_policy() -> None:
 
 def _not_served(request: Any) -> str | None:
     """The reason why the pool cannot serve a request of vLLM; None if it can."""
-    if request.mm_features:
-        return "requests with images, sound or video"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "requests with embeddings for tokens"
     if request.sampling_params is None:
         return "requests that do not generate"
-    return "requests whose input is still streaming" if request.resumable else None
+    if request.resumable:
+        return "requests whose input is still streaming"
+    return unnamed_media(request.mm_features)
 
 
 def _scheduled(output: Any) -> list[ScheduledPart]:

@@ -40,6 +40,8 @@ QUANTISING_VARIABLES = (
 )
 """Variables of vLLM's environment that quantise weights, or the activations of quantised weights."""
 
+MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's names of caches in fp8 with constant scales, and the layout's dtype for them."""
 
@@ -57,7 +59,12 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     if model.use_mla:
         raise LayoutRefused("latent attention is not supported")
     spec = _spec_of(kv_cache_config)
-    check_config(model.hf_config)
+    # The decoder of a model for images, sound or video has a configuration of its own.
+    config = model.hf_text_config if model.is_multimodal_model else model.hf_config
+    check_config(config)
+    for name in ("is_encoder_decoder", "is_mm_prefix_lm"):
+        if getattr(model, name, False):
+            raise LayoutRefused(f"vLLM's model has '{name}': a token's cache depends on more than the tokens before it")
     block = block_tokens_of(kv_cache_config)
     if settings.segment_tokens % block:
         # The user set this length, so the start fails; after a LayoutRefused the engine would run without the pool.
@@ -74,7 +81,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
         kv_heads=model.get_total_num_kv_heads(),
         key_dim=spec.head_size,
         value_dim=getattr(spec, "head_size_v", spec.head_size),
-        position=position_of(model.hf_config),
+        position=position_of(config),
         quantisation=quantisation,
         segment_tokens=settings.segment_tokens,
     )
@@ -160,6 +167,7 @@ def _digest_of_checkpoint(model: Any, load: Any) -> str:
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
+    changes |= _media_settings(model, directory)
     if _kinds(directory) > 1:
         changes["load_format"] = load.load_format
     return digest_of_changes(digest_of_directory(directory), changes)
@@ -188,6 +196,24 @@ def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
         names = tuple(get_quantization_config(model.quantization).get_config_filenames())
         files = sorted(path for path in directory.glob("*.json") if path.name.endswith(names))
         settings |= {path.name: path.read_text() for path in files}
+    return settings
+
+
+def _media_settings(model: Any, directory: Path) -> dict[str, object]:
+    """By name, the settings and the files in `directory` that decide how images, sound and video become the inputs of
+    the decoder; empty for a model of text alone."""
+    if not model.is_multimodal_model:
+        return {}
+    media = model.multimodal_config
+    if media.mm_encoder_fp8_scale_path is not None:
+        raise _unnamed(
+            "mm_encoder_fp8_scale_path", media.mm_encoder_fp8_scale_path, "scales of a file are not supported"
+        )
+    settings: dict[str, object] = {
+        name: value for name in MEDIA_SETTINGS if (value := getattr(media, name, None)) not in (None, {})
+    }
+    for path in sorted(directory.glob("*processor_config.json")):
+        settings[path.name] = path.read_text()
     return settings
 
 
