@@ -184,30 +184,25 @@ def test_a_rank_compares_the_files_that_vllm_has_loaded(lines: list[str]) -> Non
 
 
 def test_results_before_and_after_a_load_in_place() -> None:
-    loaded = LoadedAdapters(lambda line: None)
-    loaded.begin(3)
+    now = [3.0]
+    loaded = LoadedAdapters(lambda line: None, clock=lambda: now[0])
     loaded.loaded(1, "old")
-    assert loaded.may_store(AdapterUse(1, "old", since=0))
-    loaded.begin(4)
+    assert loaded.may_store(AdapterUse(1, "old", since=0.0)), "nothing was computed before"
+    now[0] = 4.0
     loaded.loaded(1, "new")
-    assert not loaded.may_store(AdapterUse(1, "new", since=4)), "step 4 may have begun with the old files"
-    assert loaded.may_store(AdapterUse(1, "new", since=5))
-    loaded.begin(7)
+    assert not loaded.may_store(AdapterUse(1, "new", since=4.0))
+    assert loaded.may_store(AdapterUse(1, "new", since=5.0))
+    now[0] = 7.0
     loaded.loaded(1, "new")
-    assert loaded.may_store(AdapterUse(1, "new", since=5)), "the same files were loaded again"
-    # The step of a plan that could not be made.
-    loaded.begin(0)
-    loaded.loaded(1, "newest")
-    assert not loaded.may_store(AdapterUse(1, "newest", since=7))
+    assert loaded.may_store(AdapterUse(1, "new", since=5.0)), "the same files were loaded again"
 
 
 def test_segments_that_were_loaded_before_vllm_loaded_other_files() -> None:
-    loaded = LoadedAdapters(lambda line: None)
-    loaded.begin(3)
-    assert loaded.may_load(AdapterUse(1, "old", since=3))
+    loaded = LoadedAdapters(lambda line: None, clock=lambda: 4.0)
+    assert loaded.may_load(AdapterUse(1, "old", since=3.0))
     loaded.loaded(1, "new")
-    assert not loaded.may_store(AdapterUse(1, "old", since=3))
-    assert not loaded.may_store(AdapterUse(1, "new", since=3))
+    assert not loaded.may_store(AdapterUse(1, "old", since=3.0))
+    assert not loaded.may_store(AdapterUse(1, "new", since=3.0))
 
 
 def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:
@@ -219,25 +214,29 @@ def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:
     assert not loaded.may_store(AdapterUse(2, "new", others=(1,)))
 
 
-def placed(cached: CachedAdapters, number: int, step: int, *, local: bool, path: str = "/a") -> AdapterUse | None:
-    adapter = RequestAdapter(number, "a", path)
-    known = cached.placed(adapter, step, cached=local)
-    adapter.digest = "d"
-    return adapter.use if known else None
+def test_the_time_and_the_numbers_that_may_have_computed_a_request() -> None:
+    now = [5.0]
+    cached = CachedAdapters(lambda: now[0])
 
+    def placed(number: int, *, local: bool, path: str = "/a") -> AdapterUse | None:
+        adapter = RequestAdapter(number, "a", path)
+        known = cached.placed(adapter, cached=local)
+        adapter.digest = "d"
+        return adapter.use if known else None
 
-def test_the_step_and_the_numbers_that_may_have_computed_a_request() -> None:
-    cached = CachedAdapters()
-    assert placed(cached, 1, 5, local=False) == AdapterUse(1, "", since=5)
-    assert placed(cached, 2, 6, local=False) == AdapterUse(2, "", since=6)
-    assert placed(cached, 2, 7, local=True) == AdapterUse(2, "", since=0, others=(1,))
-    assert placed(cached, 2, 7, local=True, path="/b") == AdapterUse(2, "", since=0)
-    cached.emptied(9)
-    assert placed(cached, 2, 10, local=True) == AdapterUse(2, "", since=9)
+    assert placed(1, local=False) == AdapterUse(1, "", since=5.0)
+    now[0] = 6.0
+    assert placed(2, local=False) == AdapterUse(2, "", since=6.0)
+    assert placed(2, local=True) == AdapterUse(2, "", since=0.0, others=(1,))
+    assert placed(2, local=True, path="/b") == AdapterUse(2, "", since=0.0)
+    now[0] = 9.0
+    cached.emptied()
+    now[0] = 10.0
+    assert placed(2, local=True) == AdapterUse(2, "", since=9.0)
     for number in range(1000):
-        assert placed(cached, number, 11, local=False) is not None
-    assert placed(cached, 2, 12, local=True) is None, "the numbers are not remembered without limit"
-    assert placed(cached, 2, 12, local=False) == AdapterUse(2, "", since=12)
+        assert placed(number, local=False) is not None
+    assert placed(2, local=True) is None, "the numbers are not remembered without limit"
+    assert placed(2, local=False) == AdapterUse(2, "", since=10.0)
 
 
 class TestRequests:
@@ -275,8 +274,8 @@ class TestRequests:
         assert external == 3 * SEGMENT - 4
         bench.side.allocated(two, blocks_of(two), external)
         plan = bench.step(one, 0, one.num_tokens)
-        assert [load.adapter for load in plan.loads] == [AdapterUse(5, "d", since=1)]
-        assert [save.adapter for save in plan.saves] == [AdapterUse(5, "d", since=1)]
+        assert [load.adapter for load in plan.loads] == [AdapterUse(5, "d", since=bench.now)]
+        assert [save.adapter for save in plan.saves] == [AdapterUse(5, "d", since=bench.now)]
         assert list(plan.saves[0].keys) == bench.pool.prefix(one.all_token_ids, adapter="d").keys
 
     def test_a_request_waits_for_the_digest_as_long_as_for_a_lookup(self, bench: Bench) -> None:
@@ -325,8 +324,12 @@ class TestReplacedFiles:
         return Bench()
 
     @pytest.fixture
-    def loaded(self) -> LoadedAdapters:
-        loaded = LoadedAdapters(lambda line: None)
+    def loaded(self, bench: Bench) -> LoadedAdapters:
+        def clock() -> float:
+            bench.now += 1.0
+            return bench.now
+
+        loaded = LoadedAdapters(lambda line: None, clock)
         loaded.loaded(5, "old")
         return loaded
 
@@ -334,6 +337,7 @@ class TestReplacedFiles:
     def place(bench: Bench, *, local: int = 0, digest: str | None = "new", name: str = "r") -> Any:
         adapter, one = RequestAdapter(5, "a", "/a"), request(3 * SEGMENT, name)
         adapter.files, adapter.digest = digest or "", digest
+        bench.now += 1.0
         bench.side.new_request(one, adapter=adapter)
         while bench.side.matched(one, local) is None:
             bench.now += 1.0
@@ -342,8 +346,8 @@ class TestReplacedFiles:
 
     @staticmethod
     def stored(bench: Bench, loaded: LoadedAdapters, one: FakeRequest, computed: int, new: int) -> int:
+        bench.now += 1.0
         plan = bench.step(one, computed, new)
-        loaded.begin(plan.step)
         return sum(len(save.keys) for save in plan.saves if loaded.may_store(save.adapter))
 
     def test_within_a_prompt(self, bench: Bench, loaded: LoadedAdapters) -> None:
@@ -368,6 +372,7 @@ class TestReplacedFiles:
         assert self.stored(bench, loaded, one, 0, 3 * SEGMENT) == 3
         loaded.loaded(5, "new")
         if emptied:
+            bench.now += 1.0
             bench.side.cache_emptied()
         two, adapter = self.place(bench, local=SEGMENT, digest=None if late else "new", name="two")
         adapter.files = adapter.digest = "new"

@@ -5,11 +5,13 @@ the adapter that vLLM has loaded, which may be older: files can be replaced whil
 loads and saves state the files that were digested, and a rank executes them only if vLLM has loaded these files. A
 segment depends on all tokens before its end, so it is stored only if these files computed all of them::
 
-    scheduler's side   request arrives: look at the files, digest them | keys | plan (number, state of the files, step)
-    rank               vLLM loads the adapter: look at the files       |      | plan: the same files since that step?
+    scheduler's side   request arrives: look at the files, digest them | keys | plan (number, state of the files, time)
+    rank               vLLM loads the adapter: look at the files       |      | plan: the same files since that time?
 
 Tokens in vLLM's own cache may be older than the request. vLLM tells adapters apart there by name and path, so tokens of
 other files with this name and path may be among them.
+
+Times are those of the machine's monotonic clock, which the scheduler's side and its ranks share.
 
 vLLM is imported where it is used.
 """
@@ -17,7 +19,9 @@ vLLM is imported where it is used.
 from __future__ import annotations
 
 import functools
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,10 +71,10 @@ class AdapterUse:
     """vLLM's number of the adapter."""
     files: str
     """The state of the files that were digested (`state_of_directory`)."""
-    since: int = 0
-    """The number of the first step of the engine that may have computed tokens of the request."""
+    since: float = 0.0
+    """A time before the first token of the request was computed, in seconds."""
     others: tuple[int, ...] = ()
-    """Further numbers that the adapter has had in vLLM since that step. Tokens of the request may have been computed
+    """Further numbers that the adapter has had in vLLM since that time. Tokens of the request may have been computed
     under them."""
 
     @property
@@ -93,7 +97,7 @@ class RequestAdapter:
         """The state of the files that were digested; known with the digest."""
         self.digest: str | None = None
         """The adapter in the request's keys; None while it is not known."""
-        self.since = 0
+        self.since = 0.0
         self.others: tuple[int, ...] = ()
 
     @property
@@ -105,24 +109,26 @@ class RequestAdapter:
 class CachedAdapters:
     """The numbers of the adapters whose results vLLM's own cache may have. For the scheduler's thread."""
 
-    def __init__(self) -> None:
-        self._emptied = 0
-        """The number of the first step of the engine since vLLM's own cache was emptied."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._emptied = 0.0
+        """The time at which vLLM's own cache was last emptied."""
         self._numbers: dict[tuple[str, str], dict[int, None]] = {}
-        """By the name and path of an adapter, its numbers in vLLM since that step."""
+        """By the name and path of an adapter, its numbers in vLLM since that time."""
 
-    def emptied(self, step: int) -> None:
-        """To be called when vLLM's own cache was emptied before the engine's step `step`."""
-        self._emptied = step
+    def emptied(self) -> None:
+        """To be called when vLLM's own cache was emptied, before anything is computed."""
+        self._emptied = self._clock()
         self._numbers.clear()
 
-    def placed(self, adapter: RequestAdapter, step: int, *, cached: bool) -> bool:
-        """Record that a request with this adapter has blocks from the engine's step `step` on. `cached`: some of its
-        tokens are in vLLM's own cache. Returns False if the numbers under which these were computed are unknown."""
+    def placed(self, adapter: RequestAdapter, *, cached: bool) -> bool:
+        """To be called when vLLM has given blocks to the request of `adapter`, before anything is computed. `cached`:
+        some of its tokens are in vLLM's own cache. Returns False if the numbers under which these were computed are
+        unknown."""
         numbers = self._numbers.setdefault((adapter.name, adapter.path), {})
         if len(numbers) <= MAX_NUMBERS:
             numbers[adapter.number] = None
-        adapter.since = self._emptied if cached else step
+        adapter.since = self._emptied if cached else self._clock()
         adapter.others = tuple(other for other in numbers if other != adapter.number) if cached else ()
         return not cached or len(numbers) <= MAX_NUMBERS
 
@@ -212,36 +218,31 @@ class Adapters:
 class _Loaded:
     files: str | None
     """The state of the files that vLLM loaded an adapter from; None: unknown."""
-    since: int
-    """The number of the first step of the engine that was computed with these files, or a later one. 0: nothing was
-    computed with other files under the adapter's number."""
+    since: float
+    """The time from which on vLLM has computed with these files under the adapter's number."""
 
 
 class LoadedAdapters:
     """The adapters that vLLM has loaded on this rank. Several threads may use this object."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         """`warn`: logs a line."""
         self._warn = warn
+        self._clock = clock
         self._lock = threading.Lock()
-        self._step = 0
-        """The number of the last step of the engine that has begun."""
         self._loaded: dict[int, _Loaded] = {}
         """By vLLM's number of an adapter."""
         _watching.add(self)
-
-    def begin(self, step: int) -> None:
-        """Record that the engine's step `step` begins."""
-        self._step = max(self._step, step)
 
     def loaded(self, number: int, files: str | None) -> None:
         """Record that vLLM has loaded the adapter `number` from files in this state; None: unknown."""
         with self._lock:
             before = self._loaded.get(number)
-            if before is None or files is None or before.files != files:
-                # The last step may have ended before this load.
-                since = 0 if before is None else self._step + 1
-                self._loaded[number] = _Loaded(files, since)
+            if before is None:
+                # Nothing was computed under this number before.
+                self._loaded[number] = _Loaded(files, -math.inf)
+            elif files is None or before.files != files:
+                self._loaded[number] = _Loaded(files, self._clock())
 
     def may_load(self, use: AdapterUse | None) -> bool:
         """May segments be loaded that were computed with this adapter? True also if vLLM has not loaded it yet: it
@@ -249,7 +250,7 @@ class LoadedAdapters:
         if use is None:
             return True
         with self._lock:
-            loaded = self._loaded.setdefault(use.number, _Loaded(use.files, 0))
+            loaded = self._loaded.setdefault(use.number, _Loaded(use.files, -math.inf))
         return self._agrees(loaded.files == use.files, use)
 
     def may_store(self, use: AdapterUse | None) -> bool:
@@ -261,7 +262,7 @@ class LoadedAdapters:
         # With a number that vLLM has not loaded, nothing was computed.
         return self._agrees(
             numbers[0] is not None
-            and all(one is None or (one.files == use.files and one.since <= use.since) for one in numbers),
+            and all(one is None or (one.files == use.files and one.since < use.since) for one in numbers),
             use,
         )
 

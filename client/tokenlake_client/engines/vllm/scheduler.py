@@ -88,7 +88,7 @@ class SchedulerSide:
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
         self._step = 0
-        self._cached_adapters = CachedAdapters()
+        self._cached_adapters = CachedAdapters(clock)
         self._weights: str | None = None
         """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
         self._stopped = False
@@ -238,7 +238,7 @@ class SchedulerSide:
             return
         state.placed = True
         if state.adapter is not None:
-            known = self._cached_adapters.placed(state.adapter, self._step + 1, cached=state.local > 0)
+            known = self._cached_adapters.placed(state.adapter, cached=state.local > 0)
             state.may_store = state.may_store and known
         lookup, state.lookup = state.lookup, None
         start, stop = state.local, state.local + external
@@ -398,7 +398,7 @@ class SchedulerSide:
 
     def cache_emptied(self) -> None:
         """To be called when vLLM's own cache was emptied."""
-        self._cached_adapters.emptied(self._step + 1)
+        self._cached_adapters.emptied()
 
     def close(self) -> None:
         """Release all leases and reservations that the scheduler's side holds."""

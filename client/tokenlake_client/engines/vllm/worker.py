@@ -77,8 +77,6 @@ class WorkerSide:
         """Begin a step of the engine, before any block is written: the saves whose blocks vLLM gave to other requests
         are given up."""
         self._plan = plan
-        if self._adapters is not None:
-            self._adapters.begin(plan.step)
         self._held.update(plan.held)
         self._writer.take_back(plan.reused)
         self._timer.start()
