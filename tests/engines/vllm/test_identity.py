@@ -174,7 +174,10 @@ def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tm
     assert len(digests) == 2
 
 
-def test_quantisation_in_the_environment_is_part_of_the_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantisation_in_the_environment_is_part_of_the_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.json"
     plain = layout(model)
     digests = {layout(model, quantization="fp8", dtype="bfloat16").weights_digest}
     for name, value in (
@@ -188,7 +191,11 @@ def test_quantisation_in_the_environment_is_part_of_the_digest(model: Path, monk
             environment.setenv(name, value)
             assert layout(model) == plain, "the weights are not quantised"
             digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
-    assert len(digests) == 6
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    for value in ("int2", "int3"):
+        file.write_text(json.dumps({"dtype": value}))
+        digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
+    assert len(digests) == 8
 
 
 def test_an_adapter_from_modelscope_is_not_looked_up_at_the_hub(

@@ -13,6 +13,7 @@ the pool.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ QUANTISING_VARIABLES = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
 )
-"""Variables of vLLM's environment that quantise weights, or the activations of quantised weights."""
+"""Variables of vLLM's environment that quantise weights, or the activations of quantised weights. Their value may be
+the path of a file with the settings."""
 
 MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
@@ -187,10 +189,13 @@ def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     if overrides.get("quantization_config_file") is not None:
         raise _unnamed("quantization_config_file", overrides["quantization_config_file"], "give its contents")
-    from vllm import envs
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    settings |= {name: value for name in QUANTISING_VARIABLES if (value := getattr(envs, name, None)) is not None}
+    # The text is read here, because vLLM changes the objects that it makes of it.
+    for name in QUANTISING_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None:
+            settings[name] = Path(text).read_text() if os.path.isfile(text) else text
     if directory is not None:
         # vLLM reads a file whose name ends with one of these names.
         names = tuple(get_quantization_config(model.quantization).get_config_filenames())
