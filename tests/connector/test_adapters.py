@@ -309,6 +309,28 @@ class TestRequests:
         assert bench.counters.read().requests_not_served == 1
         assert bench.reported == []
 
+    def test_after_a_failed_load_an_adapter_loads_nothing_for_a_while(self, bench: Bench) -> None:
+        """vLLM has loaded other files than those that were digested, so each load would fail."""
+        expected = 3 * SEGMENT - 4
+
+        def matched(name: str, digest: str = "d") -> int | None:
+            one = self.arrive(bench, self.digested(digest=digest), name)
+            self.know(bench, one, digest)
+            external = bench.side.matched(one, 0)
+            assert external is not None
+            bench.side.allocated(one, blocks_of(one), external)
+            bench.side.step([], lambda name: [])
+            return external
+
+        assert matched("one") == expected
+        bench.side.worker_output(None, ["one"], {101})
+        assert matched("two") == 0
+        assert matched("other files", "new") == expected
+        bench.now += 60.0
+        assert matched("three") == expected
+        bench.side.worker_output(None, ["three"], set())
+        assert matched("four") == expected
+
     def test_an_end_before_the_digest_is_known(self, bench: Bench) -> None:
         one = self.arrive(bench, self.unknown())
         assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=False))

@@ -49,10 +49,15 @@ MAX_WAITING = 1024
 """Limit of the requests that wait until their adapter's files are looked at, and of those that wait for a digest."""
 MAX_DIGESTS = 16384
 """Limit of the digests that are remembered."""
+RETRY_S = 2.0
+"""Seconds after a failed load until an adapter's segments are loaded again."""
+MAX_FAILED = 1024
+"""Limit of the adapters whose failed loads are remembered."""
 MAX_NUMBERS = 64
 """Limit of the numbers of one adapter that are remembered; more of them count as unknown."""
 _WRAPPED = "_tokenlake_watches_loads"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
+_watching_lock = threading.Lock()
 
 
 class LoraRequest(Protocol):
@@ -107,7 +112,8 @@ class RequestAdapter:
 
 
 class CachedAdapters:
-    """The numbers of the adapters whose results vLLM's own cache may have. For the scheduler's thread."""
+    """What the scheduler's side remembers of adapters: the numbers of those whose results vLLM's own cache may have,
+    and the failed loads. For the scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -115,6 +121,20 @@ class CachedAdapters:
         """The time at which vLLM's own cache was last emptied."""
         self._numbers: dict[tuple[str, str], dict[int, None]] = {}
         """By the name and path of an adapter, its numbers in vLLM since that time."""
+        self._failed: dict[tuple[int, str], float] = {}
+        """By the number and the files of an adapter, the time of the last load that failed."""
+
+    def load_failed(self, adapter: RequestAdapter) -> None:
+        """Record that a load of segments of `adapter` has failed: perhaps vLLM has loaded other files."""
+        self._failed.pop((adapter.number, adapter.files), None)
+        self._failed[adapter.number, adapter.files] = self._clock()
+        if len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def may_load(self, adapter: RequestAdapter) -> bool:
+        """False for some time after a load of segments of `adapter` has failed, because a failed load costs much more
+        than a miss."""
+        return self._clock() - self._failed.get((adapter.number, adapter.files), -math.inf) >= RETRY_S
 
     def emptied(self) -> None:
         """To be called when vLLM's own cache was emptied, before anything is computed."""
@@ -232,7 +252,8 @@ class LoadedAdapters:
         self._lock = threading.Lock()
         self._loaded: dict[int, _Loaded] = {}
         """By vLLM's number of an adapter."""
-        _watching.add(self)
+        with _watching_lock:
+            _watching.add(self)
 
     def loaded(self, number: int, files: str | None) -> None:
         """Record that vLLM has loaded the adapter `number` from files in this state; None: unknown."""
@@ -319,7 +340,9 @@ def watch_loads() -> bool:
         result = original(self, lora_request)
         # Files that changed while vLLM read them are in a state of their own.
         after = _state(lora_request)
-        for loaded in list(_watching):
+        with _watching_lock:
+            watching = list(_watching)
+        for loaded in watching:
             loaded.loaded(lora_request.lora_int_id, after if before in (after, None) else None)
         return result
 

@@ -142,6 +142,11 @@ class SchedulerSide:
             return 0
         if not state.identified:
             return self._unidentified(state)
+        if state.adapter is not None and not self._cached_adapters.may_load(state.adapter):
+            self._end_wait(state)
+            self._waits.answered(request.request_id)
+            state.drop_lookup()
+            return 0
         if state.lookup is None:
             self._begin_lookup(state)
         lookup = state.lookup
@@ -486,7 +491,10 @@ class SchedulerSide:
         for name in self._loads.fail(invalid):
             if name in self._requests:
                 # The request loads nothing more, because a second attempt would read the same segment again.
-                self._requests[name].may_load = False
+                state = self._requests[name]
+                state.may_load = False
+                if state.adapter is not None:
+                    self._cached_adapters.load_failed(state.adapter)
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
             state.saved.void()
