@@ -23,7 +23,7 @@ from tokenlake_client.engines.common.model_config import check_config, position_
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "layout_of", "weights_digest_of"]
+__all__ = ["block_tokens_of", "digest_of_draft", "layout_of", "weights_digest_of"]
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
@@ -45,6 +45,9 @@ the path of a file with the settings."""
 EXACT_ACTIVATIONS = ("auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
 """Methods with scales in the checkpoint alone. vLLM's CPU kernels for them quantise activations nevertheless, unless
 the environment forbids it."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no draft model."""
+
 MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -157,18 +160,32 @@ def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
     """The layout's weights digest: the digest that the settings name, else that of the checkpoint. Weights that vLLM
     quantises or that are quantised have a digest of their own in both cases. `vllm_config`: vLLM's configuration of the
     engine. Raises `LayoutRefused` for weights that cannot be identified."""
+    model = vllm_config.model_config
     if settings.weights_digest:
-        return digest_of_changes(settings.weights_digest, _quantisation_of(vllm_config, None))
-    return _digest_of_checkpoint(vllm_config)
+        return digest_of_changes(settings.weights_digest, _quantisation_of(vllm_config, model, None))
+    return _digest_of_checkpoint(vllm_config, model)
 
 
-def _digest_of_checkpoint(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
+def digest_of_draft(vllm_config: Any) -> str | None:
+    """The method of speculative decoding and, where a draft model has a cache of its own, the digest of its weights;
+    None without speculation. Raises `LayoutRefused` for a draft model that cannot be identified."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    method, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None or method in WITHOUT_WEIGHTS:
+        return method
+    return f"{method} {_digest_of_checkpoint(vllm_config, draft)}"
+
+
+def _digest_of_checkpoint(vllm_config: Any, model: Any) -> str:
+    """The digest of the weights of `model`, the engine's model or its draft model."""
+    load = vllm_config.load_config
     _check_loader(load)
     if model.model_weights:
         raise _unnamed("model_weights", model.model_weights, "weights in object storage are not supported")
     directory = _directory_of(model, load)
-    changes = _quantisation_of(vllm_config, directory)
+    changes = _quantisation_of(vllm_config, model, directory)
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
@@ -178,7 +195,7 @@ def _digest_of_checkpoint(vllm_config: Any) -> str:
     return digest_of_changes(digest_of_directory(directory), changes)
 
 
-def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, object]:
+def _quantisation_of(vllm_config: Any, model: Any, directory: Path | None) -> dict[str, object]:
     """By name, the settings of vLLM that quantise the weights or the activations; empty where the weights are not
     quantised.
 
@@ -187,7 +204,6 @@ def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, obje
     The number of ranks is one of them where scales are computed while the model runs or is loaded: each rank computes
     those of its own part, so the results differ by more than the order of sums.
     """
-    model = vllm_config.model_config
     if model.quantization is None:
         return {}
     settings: dict[str, object] = {"quantization": model.quantization}
