@@ -282,7 +282,7 @@ def test_nothing_is_stored_where_saving_is_off() -> None:
 def adapted(found: Callable[[RequestAdapter], None]) -> Made:
     made = Made()
     made.manager.new_request("a")
-    adapter = RequestAdapter("name")
+    adapter = RequestAdapter(3, "name", "/path")
     made.manager.with_adapter("a", adapter)
     assert made.find(name="a") == [RETRY] * 4
     assert made.manager.prepare_store("a", KEYS) is None
@@ -292,13 +292,27 @@ def adapted(found: Callable[[RequestAdapter], None]) -> Made:
 
 def test_the_digest_of_an_adapter_is_part_of_the_keys() -> None:
     def known(adapter: RequestAdapter) -> None:
-        adapter.use, adapter.digest = AdapterUse(3, "files"), "digest"
+        adapter.files, adapter.digest = "files", "digest"
 
     made = adapted(known)
     job = made.store(*KEYS, name="a")
     assert job.adapter == AdapterUse(3, "files")
     assert made.settle("a") == [HIT] * 4
     assert made.settle() == [MISS] * 4, "a request without the adapter"
+
+
+def test_jobs_name_the_other_numbers_of_an_adapter_in_vllms_cache() -> None:
+    made = Made()
+    for number in (3, 4):
+        adapter = RequestAdapter(number, "name", "/path")
+        adapter.files, adapter.digest = "files", "digest"
+        made.manager.new_request(f"r{number}")
+        made.manager.with_adapter(f"r{number}", adapter)
+    assert made.store(*KEYS, name="r4").adapter == AdapterUse(4, "files", others=(3,))
+    made.manager.cache_emptied()
+    job = made.store(*KEYS, name="r4").adapter
+    assert job is not None
+    assert (job.others, job.since > 0) == ((), True)
 
 
 def test_an_adapter_that_cannot_be_read_or_takes_too_long() -> None:

@@ -267,8 +267,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         blocks = self._gpu_blocks
         # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
-        if empty and self._adapters is not None:
-            self._adapters.cache_emptied()
+        if empty:
+            self._scheduler.cache_emptied()
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 

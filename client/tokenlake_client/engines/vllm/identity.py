@@ -13,6 +13,7 @@ the pool.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ formats."""
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
+QUANTISING_VARIABLES = (
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
+"""Variables of vLLM's environment that quantise weights, or the activations of quantised weights. Their value may be
+the path of a file with the settings."""
 
 EXACT_ACTIVATIONS = ("auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
 """Methods with scales in the checkpoint alone. vLLM's CPU kernels for them quantise activations nevertheless, unless
@@ -199,7 +207,12 @@ def _quantisation_of(vllm_config: Any, model: Any, directory: Path | None) -> di
     if model.quantization is None:
         return {}
     settings: dict[str, object] = {"quantization": model.quantization}
-    exact = model.quantization in EXACT_ACTIVATIONS and model.quantization_config is None
+    # The text is read here, because vLLM changes the objects that it makes of it.
+    for name in QUANTISING_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None:
+            settings[name] = Path(text).read_text() if os.path.isfile(text) else text
+    exact = model.quantization in EXACT_ACTIVATIONS and model.quantization_config is None and len(settings) == 1
     if exact and _quantises_activations_on_cpu():
         settings["VLLM_CPU_INT4_W4A8"], exact = True, False
     if not exact:
@@ -211,9 +224,11 @@ def _quantisation_of(vllm_config: Any, model: Any, directory: Path | None) -> di
         raise _unnamed("quantization_config_file", overrides["quantization_config_file"], "give its contents")
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    for name in get_quantization_config(model.quantization).get_config_filenames():
-        if directory is not None and (directory / name).is_file():
-            settings[name] = (directory / name).read_text()
+    if directory is not None:
+        # vLLM reads a file whose name ends with one of these names.
+        names = tuple(get_quantization_config(model.quantization).get_config_filenames())
+        files = sorted(path for path in directory.glob("*.json") if path.name.endswith(names))
+        settings |= {path.name: path.read_text() for path in files}
     return settings
 
 

@@ -95,8 +95,6 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         """vLLM's hook that asks how many tokens of a request the pool has."""
         self._placed.discard(request.request_id)
         self._local[request.request_id] = num_computed_tokens
-        if self._manager is not None and num_computed_tokens:
-            self._manager.chunks.cached_locally(request.request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 

@@ -22,7 +22,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
+from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
@@ -98,6 +98,7 @@ class ChunkManager:
         """The lookups whose segments are being loaded, by request."""
         self._reservations: dict[frozenset[bytes], Reservation] = {}
         """The slots that ranks are filling, by the chunks of the job."""
+        self._cached_adapters = CachedAdapters()
         self._weights: str | None = None
         self._starts: BackgroundQueue[ChunkLookup] = BackgroundQueue(ChunkLookup.start, "tokenlake-lookup")
         self._fetches: BackgroundQueue[tuple[ChunkLookup, list[int]]] = BackgroundQueue(
@@ -129,6 +130,7 @@ class ChunkManager:
         """Record that a request, which has just arrived, is for a LoRA adapter."""
         state = self._requests[name]
         state.adapter, state.adapter_due = adapter, self._clock() + self._settings.match_ms / 1e3
+        self._record_adapter(state)
 
     def refuse_request(self, name: str, reason: str) -> None:
         """Serve a request, which has just arrived, without the pool, and log the reason."""
@@ -136,12 +138,9 @@ class ChunkManager:
         self._counters.add(requests_not_served=1)
         self._log_refusal(reason)
 
-    def cached_locally(self, name: str) -> None:
-        """vLLM's own cache has a part of a request's prompt."""
-        state = self._requests.get(name)
-        # It may have been computed with other files of the adapter.
-        if state is not None and state.adapter is not None and state.adapter.replaced:
-            state.may_store = False
+    def cache_emptied(self) -> None:
+        """vLLM's own cache was emptied."""
+        self._cached_adapters.emptied()
 
     def asked(self, name: str) -> bool:
         """Has the pool answered, for a request that is given its blocks, which chunks it has?"""
@@ -209,6 +208,7 @@ class ChunkManager:
                 state = self._requests[name]
                 self._give_up(state)
                 state.placed = True
+                self._record_adapter(state)
         for state in list(self._looking.values()):
             wanted = state.lookup.take_wanted() if state.lookup is not None else []
             if state.lookup is not None and wanted and not self._fetches.submit((state.lookup, wanted)):
@@ -218,6 +218,8 @@ class ChunkManager:
         """The chunks of `keys` that are stored, and the job that stores them; None: nothing is stored. Raises the
         errors of the pool."""
         state = self._requests.get(name)
+        if state is not None:
+            self._record_adapter(state)
         if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
             return None
         pool = self._pool() if self._pool is not None else None
@@ -303,6 +305,12 @@ class ChunkManager:
             state.lookup.start()
         self._looking[state.name] = state
         return Found.RETRY
+
+    def _record_adapter(self, state: _Request) -> None:
+        """Record that the request's adapter computes. Parts of a block in vLLM's own cache are not reported to a
+        connector, so that each request counts as one with tokens in that cache."""
+        if state.adapter is not None and not self._cached_adapters.placed(state.adapter, cached=True):
+            state.may_store = False
 
     def _take(self, state: _Request) -> _Request:
         """Remove the lookup from a request, and return the request."""

@@ -241,8 +241,8 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def new_epoch(self, *, empty: bool) -> None:
         """Begin an epoch of the weights: chunks that were stored before are not loaded any more. `empty`: vLLM's own
         cache is empty."""
-        if empty and self._adapters is not None:
-            self._adapters.cache_emptied()
+        if empty:
+            self.chunks.cache_emptied()
         self.chunks.new_weights(self.opening.reset(empty=empty))
 
     def shutdown(self) -> None:
