@@ -86,7 +86,7 @@ def _measure(name: str, bench: FamilyBench) -> dict[str, Any]:
     controls = [prompt(bench.prompt_tokens, f"{name} control {number}") for number in range(bench.repeats)]
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(1, "1GiB", "64MiB"))
-        pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE, **bench.settings}
+        pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE, **family.settings, **bench.settings}
 
         def start(role: str, settings: dict[str, Any] | None) -> Engine:
             engine = _engine(bench, family, bench.directory / name, f"{name}-{role}", settings)

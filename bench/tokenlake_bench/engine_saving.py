@@ -92,7 +92,7 @@ class _Engines:
         model = kind.save(directory / family, kind.model)
         self._adapter = save_adapter(directory / f"{family}-adapter", kind.model) if kind.adapter else None
         cluster = stack.enter_context(Cluster(1, "2GiB", "64MiB"))
-        pool = {"socket": str(cluster.nodes[0].socket), "write_patience_s": 10.0}
+        pool = {"socket": str(cluster.nodes[0].socket), "write_patience_s": 10.0, **kind.settings}
         engines = []
         for name, settings in (("plain", None), ("pooled", pool)):
             arguments = {

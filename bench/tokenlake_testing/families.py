@@ -30,13 +30,14 @@ class Family:
 
     `save`: writes a model of the given dimensions to a directory and returns it. `arguments`: arguments of `vllm.LLM`.
     `model`: dimensions with which a prefill of 4,096 tokens takes at least 0.5 s on one CPU thread. `adapter`: requests
-    are for a LoRA adapter, which `save_adapter` writes.
+    are for a LoRA adapter, which `save_adapter` writes. `settings`: of the connector.
     """
 
     save: Callable[[str | Path, TinyModel | None], Path]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: TinyModel = field(default_factory=TinyModel)
     adapter: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_quantised(directory: str | Path, model: TinyModel | None = None) -> Path:
@@ -200,7 +201,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family(save_tiny_model),
     "fp8-cache": Family(save_tiny_model, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "quantised": Family(save_quantised),
-    "mla": Family(save_latent, model=TinyModel(layers=2, heads=2, kv_heads=2)),
+    "mla": Family(save_latent, model=TinyModel(layers=2, heads=2, kv_heads=2), settings={"serve_inexact": True}),
     "sliding-window": Family(save_sliding_window),
     "hybrid": Family(save_hybrid, {"dtype": "bfloat16"}),
     "speculative": Family(

@@ -1,4 +1,5 @@
-"""An engine whose requests a lost segment would end does not start."""
+"""An engine whose requests a lost segment would end does not start; one whose tokens the pool would change starts
+without it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.engines.vllm.forked import ForkedEngine, answers
 from tokenlake.errors import Unreachable
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import transfer_of
+from tokenlake_testing.families import save_latent
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -37,3 +39,14 @@ def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, 
         with pytest.raises(Unreachable, match="setting 'kv_load_failure_policy' is 'fail'") as raised:
             answers(engine, PROMPTS)
         assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in str(raised.value)
+
+
+def test_a_model_whose_tokens_the_pool_would_change_is_not_served(cluster: Cluster, tmp_path: Path) -> None:
+    """vLLM's CPU kernels of latent attention; with `serve_inexact`, `test_opaque` runs them."""
+    log = tmp_path / "log"
+    engine = ForkedEngine(save_latent(tmp_path / "model"), log, {"socket": str(cluster.nodes[0].socket), **PATIENT})
+    before = cluster.nodes[0].metrics()["tokenlake_match_requests_total"]
+    first, second = answers(engine, PROMPTS)
+    assert first == second
+    assert cluster.nodes[0].metrics()["tokenlake_match_requests_total"] == before
+    assert "served without the pool: latent attention on vLLM's CPU kernels" in log.read_text()

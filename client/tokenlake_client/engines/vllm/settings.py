@@ -91,6 +91,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="it costs a pass over the bytes of every read",
         ),
     ] = False
+    serve_inexact: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "serve models too for which this build of vLLM computes other tokens behind a cached prefix than in a "
+            "whole prefill ([latent attention on a CPU](#which-connector-serves-which-model))",
+            why="the pool changes no answer",
+        ),
+    ] = False
     match_ms: Annotated[
         float,
         Setting(

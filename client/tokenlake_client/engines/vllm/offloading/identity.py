@@ -73,6 +73,12 @@ def identity_of(
         raise LayoutRefused(
             "vLLM setting 'calculate_kv_scales' is True: the scales of the cache differ from engine to engine"
         )
+    if _inexact_behind_a_prefix(vllm_config) and not settings.serve_inexact:
+        raise LayoutRefused(
+            "latent attention on vLLM's CPU kernels, for which vLLM switches its own prefix cache off: they compute "
+            "other tokens behind a cached prefix than in a whole prefill; with the setting 'serve_inexact' the pool "
+            "serves the model nevertheless"
+        )
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise LayoutRefused("vLLM setting 'hisparse_config' is set: a cache in two places is not supported")
     groups = kv_cache_config.kv_cache_groups
@@ -148,6 +154,15 @@ def rank_facts(
     except Exception as error:
         return RankFacts(rank, shard_bytes, "", f"the cache cannot be identified: {type(error).__name__}: {error}")
     return RankFacts(rank, shard_bytes, hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest())
+
+
+def _inexact_behind_a_prefix(vllm_config: Any) -> bool:
+    """Does this build of vLLM compute other tokens behind a cached prefix of this model than in a whole prefill?"""
+    from vllm.platforms import current_platform
+
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    # vLLM turns chunked prefill off for its reference kernels of latent attention, but not for those that need AMX.
+    return bool(vllm_config.model_config.use_mla and current_platform.is_cpu() and not chunked)
 
 
 def hash_seed() -> str | None:
