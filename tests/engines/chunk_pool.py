@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenlake_client.match import MatchOptions
 __all__ = ["LAYOUT", "ChunkPools", "Clock", "layout_of"]
 
 Segment = NDArray[np.uint8]
+TIMEOUT_S = 10.0
 
 
 def layout_of(shards: int = 1, shard_bytes: int = 64) -> OpaqueLayout:
@@ -55,6 +57,11 @@ class ChunkPools:
         self.segments: dict[bytes, Segment] = {}
         self.remote: set[bytes] = set()
         """Keys of segments on another node; a fetch makes them local."""
+        self.fetching = threading.Semaphore(0)
+        """Released once by each fetch."""
+        self.fetches = threading.Event()
+        """A fetch waits for it."""
+        self.fetches.set()
         self.lost: set[bytes] = set()
         """Keys of segments that a fetch does not find."""
         self.answers = True
@@ -157,6 +164,8 @@ class _Lease:
         pools.leases[int(self.ids[0])] = self
 
     def fetch(self, start: int, stop: int) -> list[Segment]:
+        self._pools.fetching.release()
+        assert self._pools.fetches.wait(TIMEOUT_S)
         arrays = []
         for index in range(start, stop):
             key = self.keys[index]

@@ -15,7 +15,7 @@ from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.jobs import StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import Found
-from tokenlake_client.engines.vllm.offloading.manager import OPEN_S, ChunkManager
+from tokenlake_client.engines.vllm.offloading.manager import FETCH_QUEUE, OPEN_S, ChunkManager
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 TIMEOUT_S = 10.0
@@ -131,6 +131,25 @@ def test_segments_of_other_nodes_are_fetched_before_they_are_hits() -> None:
     assert job.segments == (0, 1)
     assert made.manager.remote("r", KEYS[0])
     assert made.pools.leased() == 2
+
+
+def test_a_long_fetch_is_begun_once() -> None:
+    """Before, each step asked for the same chunks again, until the queue of fetches was full and the hits were given
+    up."""
+    made = Made()
+    made.store(*KEYS)
+    made.pools.remote.update(made.pools.segments)
+    made.pools.fetches.clear()
+    assert made.find(KEYS[0]) == [PENDING]
+    for _ in range(2 * FETCH_QUEUE):
+        made.manager.lookup("r", KEYS[0], lambda: KEYS)
+        made.manager.step_ends([], [])
+        made.clock.now += 0.001
+    assert made.pools.fetching.acquire(timeout=TIMEOUT_S)
+    made.pools.fetches.set()
+    assert made.manager.flush(TIMEOUT_S)
+    assert made.manager.lookup("r", KEYS[0], lambda: KEYS) is HIT
+    assert not made.pools.fetching.acquire(blocking=False), "one fetch"
 
 
 @pytest.mark.parametrize("verify", [False, True])

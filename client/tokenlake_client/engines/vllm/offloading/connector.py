@@ -26,6 +26,9 @@ __all__ = ["OpaqueLayoutConnector"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
+IDLE_S = 0.0005
+"""Pause of an empty step while a lookup or a load runs in the background."""
+
 
 def timed(hook: Hook) -> Hook:
     """A decorator for hooks of `OpaqueLayoutConnector`: the hook's time is added to the counts."""
@@ -126,9 +129,20 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             tokens_not_asked=0 if asked else rest,
         )
 
-    @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM's hook before a step: returns the jobs of the ranks in this step."""
+        if (
+            self._manager is not None
+            and not scheduler_output.total_num_scheduled_tokens
+            and self._manager.chunks.waiting
+        ):
+            # vLLM repeats empty steps without a pause, and its thread would keep the interpreter from the threads that
+            # look up and load.
+            time.sleep(IDLE_S)
+        return self._plan_step(scheduler_output)
+
+    @timed
+    def _plan_step(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._manager is not None and scheduler_output.total_num_scheduled_tokens:
             self._manager.opening.computes()
         return super().build_connector_meta(scheduler_output)

@@ -77,6 +77,8 @@ class ChunkLookup:
         """For each leased segment: PENDING until it is fetched. `fetch` sets it from a background thread."""
         self._remote: set[int | None] = set()
         self._wanted: set[int] = set()
+        self._taken: set[int] = set()
+        """The segments that `take_wanted` has returned."""
         self._next_poll = 0.0
 
     def start(self) -> None:
@@ -139,9 +141,10 @@ class ChunkLookup:
         return self._segments.get(key) in self._remote
 
     def take_wanted(self) -> list[int]:
-        """The indices of the segments that are wanted since the last call, in order."""
-        wanted, self._wanted = sorted(self._wanted), set()
-        return [index for index in wanted if self._found[index] is Found.PENDING]
+        """The indices of the segments that are wanted and that no earlier call has returned, in order."""
+        wanted, self._wanted = sorted(self._wanted - self._taken), set()
+        self._taken.update(wanted)
+        return wanted
 
     def fetch(self, wanted: Sequence[int]) -> None:
         """Transfer the segments `wanted` to this node and verify them; each becomes a HIT or a MISS. Waits; for a

@@ -142,6 +142,11 @@ class ChunkManager:
         """vLLM's own cache was emptied."""
         self._cached_adapters.emptied()
 
+    @property
+    def waiting(self) -> bool:
+        """Does a request wait for a lookup or a load, which run in the background?"""
+        return bool(self._looking or self._loads)
+
     def asked(self, name: str) -> bool:
         """Has the pool answered, for a request that is given its blocks, which chunks it has?"""
         state = self._requests.get(name)
