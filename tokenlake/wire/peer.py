@@ -174,6 +174,8 @@ class Lookup(_Message, frozen=True, tag=4):
     """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
     ring: RingVersion = NO_RING
     """The sender's ring."""
+    lease: bool = True
+    """False: the caller only wants to know where the segments are, and nothing is leased."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
