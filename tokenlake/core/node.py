@@ -24,16 +24,16 @@ from tokenlake.core.grants import Grants
 from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
-from tokenlake.core.orders import Orders
 from tokenlake.core.match import Matches
+from tokenlake.core.orders import Orders
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
 from tokenlake.core.ring_change import RingChange
 from tokenlake.core.serve import Serving
-from tokenlake.core.survey import Survey
 from tokenlake.core.sessions import Process, Session, Sessions
+from tokenlake.core.survey import Survey
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
 from tokenlake.hints import NO_ACCESS, AccessRecord
