@@ -16,7 +16,7 @@ import pytest
 from tokenlake.command import BENCH_COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_query", "tokenlake_server"}
+PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_proto", "tokenlake_query", "tokenlake_server"}
 BENCH_PACKAGES = {"tokenlake_bench", "tokenlake_testing"}
 
 

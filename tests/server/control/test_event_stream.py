@@ -10,6 +10,7 @@ import pytest
 from tests.robustness.live import LAYOUT, Prompt, daemons, store
 from tests.server.control.scene import certificates, local, remote, served
 from tests.server.test_explain import RED, TENANTS
+from tokenlake.errors import DeadlinePassed
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
 from tokenlake_client.control.client import CursorLost
@@ -135,6 +136,9 @@ def test_a_cursor_that_is_too_old_is_told_to_take_a_snapshot(tmp_path: Path) -> 
     with daemons(1, memory="1MiB", region_size="1MiB", cached_share="0.1") as cluster:
         with local(cluster.nodes[0]) as control, cluster.connect(0, LAYOUT) as pool:
             old = next(control.events()).cursor
+            # This one is not read meanwhile.
+            slow = control.events()
+            next(slow)
             prompt = Prompt(5, 60)
             newest = old.sequence
             while newest < 70_000:
@@ -143,6 +147,9 @@ def test_a_cursor_that_is_too_old_is_told_to_take_a_snapshot(tmp_path: Path) -> 
                 newest = next(control.events()).cursor.sequence
             with pytest.raises(CursorLost, match="take a snapshot"):
                 next(control.events(old))
+            with pytest.raises((CursorLost, DeadlinePassed)):
+                for _ in slow:
+                    pass
 
 
 def test_a_reader_sees_its_own_tenant_only(tmp_path: Path) -> None:
