@@ -28,7 +28,7 @@ def project(directory: Path) -> dict[str, object]:
 def test_the_benchmarks_have_the_version_that_they_measure() -> None:
     version, bench = project(ROOT)["version"], project(ROOT / "bench")
     assert bench["version"] == version
-    assert f"tokenlake[server,scheduler]=={version}" in bench["dependencies"]  # type: ignore[operator]
+    assert f"tokenlake[server,scheduler,control]=={version}" in bench["dependencies"]  # type: ignore[operator]
 
 
 def test_the_command_knows_the_names_of_the_benchmarks() -> None:

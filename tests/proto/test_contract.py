@@ -1,4 +1,4 @@
-"""The contract of the control plane: generated from its declaration, and never changed so that an earlier client breaks."""
+"""The contract of the control plane: generated from its declaration, and no change breaks an earlier client."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def broken(before: list[FileDescriptorProto], after: list[FileDescriptorProto]) 
 
 
 def test_no_field_value_or_method_was_removed_renumbered_or_retyped() -> None:
-    """If this fails for a change that no client can notice, and only then: `python -m tests.proto.generate --record`."""
+    """If no client can notice the change, and only then: `python -m tests.proto.generate --record`."""
     assert broken(recorded(), files_now()) == []
 
 

@@ -40,9 +40,15 @@ class _Question:
 
     request: int
     keys: list[SegmentKey]
-    owners: dict[SegmentKey, dict[NodeId, None]]
+    owners: dict[SegmentKey, tuple[NodeId, ...]]
     """By key: the nodes that have the segment, in the order in which they became known."""
     awaited: int = 0
+
+    def has(self, key: SegmentKey, node: NodeId) -> None:
+        """Note that a node has a segment."""
+        known = self.owners.get(key, ())
+        if node not in known:
+            self.owners[key] = (*known, node)
 
 
 class Survey:
@@ -60,20 +66,19 @@ class Survey:
         here, limit_s = self._context.node, self._context.config.match_deadline_s
         if 0 < deadline_s < limit_s:
             limit_s = deadline_s
-        question = _Question(request, keys, {key: {} for key in keys})
+        question = _Question(request, keys, {})
         missing: list[SegmentKey] = []
+        alone = (here,)
         for key, segment in zip(keys, self._context.ready(tenant, keys), strict=True):
             if segment is None:
                 missing.append(key)
                 continue
-            question.owners[key][here] = None
-            if segment.source is not None:
-                question.owners[key][segment.source] = None
+            question.owners[key] = alone if segment.source in (None, here) else (here, segment.source)
         asked = dict(self._peers.by_directory_node(missing, previous=True))
         own = asked.pop(here, [])
         for key, (_, owner) in zip(own, self._directory_node.ask(tenant, own), strict=True):
             if owner is not None:
-                question.owners[key][owner] = None
+                question.has(key, owner)
         question.awaited = len(asked)
         self._waiting += 1
         for node, its_keys in asked.items():
@@ -93,9 +98,9 @@ class Survey:
             owners = iter(reply.nodes)
             for key, code in zip(keys, reply.codes, strict=True):
                 if code == Code.LOCAL:
-                    question.owners[key][node] = None
+                    question.has(key, node)
                 elif code == Code.ELSEWHERE and (owner := NodeId(next(owners))) != self._context.node:
-                    question.owners[key][owner] = None
+                    question.has(key, owner)
         question.awaited -= 1
         if not question.awaited:
             self._answer(question)
@@ -103,9 +108,13 @@ class Survey:
     def _answer(self, question: _Question) -> None:
         self._waiting -= 1
         numbers: dict[NodeId, int] = {}
-        owners = tuple(
-            tuple(numbers.setdefault(node, len(numbers)) for node in question.owners[key]) for key in question.keys
-        )
+        # Most segments of a prompt have the same owners.
+        made: dict[tuple[NodeId, ...], tuple[int, ...]] = {(): ()}
+        found = [question.owners.get(key, ()) for key in question.keys]
+        for each in found:
+            if each not in made:
+                made[each] = tuple(numbers.setdefault(node, len(numbers)) for node in each)
+        owners = tuple(made[each] for each in found)
         self._context.emit(Located(question.request, tuple(numbers), owners))
 
     def census(self) -> dict[str, int]:

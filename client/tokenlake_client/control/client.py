@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict
 
@@ -203,9 +203,9 @@ class Control:
 
     # -- events
 
-    def events(self, after: events_pb2.Cursor | None = None) -> Iterator[events_pb2.SubscribeResponse]:
+    def events(self, after: events_pb2.Cursor | None = None) -> Generator[events_pb2.SubscribeResponse, None, None]:
         """The changes of the node's segments and of the ring, without end: behind `after`, or a snapshot first. Raises
-        `CursorLost` where the log does not reach back to the cursor. Closing the iterator ends the stream."""
+        `CursorLost` where the log does not reach back to the cursor. `close` ends the stream."""
         stream = self._events.Subscribe(events_pb2.SubscribeRequest(after=after), metadata=self._metadata)
         try:
             with self._errors():

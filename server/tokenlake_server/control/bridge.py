@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,13 +50,19 @@ class Bridge:
 
         def run(done: Callable[[Any], None]) -> None:
             self._waiting[number] = done
-            self._driver.handle(make(number))
+            try:
+                self._driver.handle(make(number))
+            except BaseException:
+                self._waiting.pop(number, None)
+                raise
 
         try:
             return await self._wait(run)
-        finally:
-            if not self._loop.is_closed():
+        except asyncio.CancelledError:
+            # The call ended before the answer. In the other cases the answer, or the refusal, has removed the entry.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._waiting.pop, number, None)
+            raise
 
     async def explain(self, tenant: str, request: str) -> engine.Explained:
         """How a request of the tenant used the pool."""

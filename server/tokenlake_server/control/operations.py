@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from tokenlake.errors import LimitReached
 from tokenlake.store import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
+from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.messages import MAX_KEYS, keys_of
 from tokenlake_server.control.service import Unary
@@ -29,8 +29,6 @@ __all__ = ["Admin"]
 
 log = logging.getLogger(__name__)
 
-FRESH_S = 0.1
-"""Seconds for which a snapshot of the daemon answers further calls: making one takes the control loop 0.3 ms."""
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = "tokenlake"
 """Names of the loggers whose level can be set begin with this."""
@@ -58,8 +56,8 @@ class Admin:
         self._config = config
         self._origin = origin
         self._started = time.monotonic()
-        self._snapshot: asyncio.Task[Snapshot] | None = None
-        self._taken = -FRESH_S
+        self._status = Cached(self._read_status)
+        self._cluster = Cached(self._read_cluster)
         self.functions: dict[str, Unary] = {
             "GetStatus": self.get_status,
             "GetCluster": self.get_cluster,
@@ -74,8 +72,17 @@ class Admin:
 
     async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """The state of this node. A caller that is no admin sees the slots of its own tenant only."""
-        own = None if caller.admin else caller.own().name
-        snapshot = await self._fresh()
+        status = await self._status.get()
+        if caller.admin:
+            return status
+        own, shown = caller.own().name, pb.GetStatusResponse()
+        shown.CopyFrom(status)
+        del shown.pools[:]
+        shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
+        return shown
+
+    async def _read_status(self) -> pb.GetStatusResponse:
+        snapshot = await self._bridge.call(self._take)
         state, now = snapshot.membership, time.monotonic()
         regions = self._config.region_size
         return pb.GetStatusResponse(
@@ -97,7 +104,6 @@ class Admin:
                     segments={kind.name.lower(): pool.counts[kind] for kind in Kind},
                 )
                 for pool in snapshot.pools
-                if own in (None, pool.tenant)
             ],
             counters={metric.name: value for metric, value in snapshot.counters.items()},
             peers=[
@@ -114,16 +120,11 @@ class Admin:
             engines=snapshot.processes,
         )
 
-    async def _fresh(self) -> Snapshot:
-        """A snapshot that is at most `FRESH_S` old. Calls at the same time share one."""
-        now = time.monotonic()
-        if self._snapshot is None or now - self._taken > FRESH_S or _failed(self._snapshot):
-            self._taken = now
-            self._snapshot = asyncio.ensure_future(self._bridge.call(self._take))
-        return await asyncio.shield(self._snapshot)
-
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
         """The members of the cluster, as this node knows them."""
+        return await self._cluster.get()
+
+    async def _read_cluster(self) -> pb.GetClusterResponse:
         core, membership = self._driver.core, self._membership
         record, states, addresses = await self._bridge.call(
             lambda: (core.record, core.members(), membership.members.addresses)
@@ -250,7 +251,3 @@ class Admin:
         logger.setLevel(message.level.upper())
         log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
         return pb.SetLogLevelResponse(previous=previous)
-
-
-def _failed(task: asyncio.Task[Snapshot]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)

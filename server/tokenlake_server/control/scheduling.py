@@ -20,6 +20,7 @@ from tokenlake.planner import Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
+from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.fleets import Fleet, Fleets
 from tokenlake_server.control.messages import (
@@ -53,6 +54,7 @@ class Scheduling:
         self._driver = driver
         self._engines = engines
         self._fleets = Fleets()
+        self._members = Cached(lambda: bridge.call(driver.core.members))
         self.functions: dict[str, Unary] = {
             "GetLayouts": self.get_layouts,
             "GetPrefixTree": self.get_prefix_tree,
@@ -84,7 +86,7 @@ class Scheduling:
         owners = await self._locate(caller.own(), requests, message.segment_tokens, message.deadline_s)
         tree = grow(requests, owners, message.segment_tokens)
         named = {node for sequence in tree.sequences for node in sequence.owners}
-        states = await self._bridge.call(self._driver.core.members) if named else []
+        states = await self._members.get() if named else []
         nodes = [_state(each) for each in states if each.node in named]
         return pb.GetPrefixTreeResponse(tree=tree_message(tree), nodes=nodes)
 
@@ -178,7 +180,10 @@ class Scheduling:
                 for key, owners in zip(part, answer.owners, strict=True):
                     found[key] = tuple(names[number] for number in owners)
 
-        await asyncio.gather(*(ask() for _ in range(min(AT_ONCE, len(parts)))))
+        if len(parts) > 1:
+            await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+        else:
+            await ask()
         return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,16 @@ def socket_of(node: Node) -> Path:
     return node.socket.with_suffix(".control")
 
 
-def local(node: Node, token: str | None = None) -> Control:
+def local(node: Node, token: str | None = None, call_s: float = CALL_S) -> Control:
     """The operator of the node."""
-    return Control.local(socket_of(node), token, call_s=CALL_S)
+    return Control.local(socket_of(node), token, call_s=call_s)
 
 
-def raw(node: Node) -> grpc.Channel:
+def raw(node: Node) -> Any:
     """A channel to the control socket, for messages that the client does not send."""
-    return grpc.insecure_channel(f"unix:{socket_of(node)}", [("grpc.use_local_subchannel_pool", 1)])
+    # A small receive window, so that a stream that is not read is soon one that cannot be written.
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
+    return grpc.insecure_channel(f"unix:{socket_of(node)}", [("grpc.use_local_subchannel_pool", 1), *window])
 
 
 def served(cluster: Cluster, **more: str) -> dict[str, str]:
@@ -54,5 +55,3 @@ def certificates(ca: Path, name: str, role: str = "", tenant: str = "", **given:
 def remote(address: str, node: str, held: Certificates, token: str | None = None) -> Control:
     """A caller on another machine."""
     return Control.connect(address, node, held, token, call_s=CALL_S)
-
-

@@ -15,8 +15,8 @@ from tests.robustness.live import LAYOUT, Prompt, daemons, store
 from tests.server.certified import authority
 from tests.server.control.scene import certificates, local, remote, served, socket_of
 from tests.server.test_explain import RED, TENANTS
-from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake.config import load_config
+from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake_client import Pool
 from tokenlake_client.control import Certificates, Control
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
@@ -180,9 +180,10 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         settings(control="127.0.0.1:7442")
     with pytest.raises(ConfigurationError, match="control_socket"):
         settings(control_socket="/x/a.sock", socket="/x/a.sock")
-    assert load_config(
-        toml_text=None, environ={}, flags={"socket": "/x/a.sock"}, uid=0
-    ).config.control_socket == "/x/a.control"
+    assert (
+        load_config(toml_text=None, environ={}, flags={"socket": "/x/a.sock"}, uid=0).config.control_socket
+        == "/x/a.control"
+    )
 
 
 def test_a_daemon_without_a_control_plane() -> None:

@@ -1,8 +1,9 @@
-"""The service `Scheduling` of real daemons: trees, loads, plans and starts equal those of the planner in this process."""
+"""The service `Scheduling` of real daemons: trees, loads, plans and starts equal those of the planner in process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,9 +73,7 @@ def test_plans_and_loads_are_those_of_the_planner(two: Cluster, control: Control
             expected = gen_plans(batches, dops, tree, INSTANCES, MODEL, rates)
             assert planned.groups == expected.groups
             assert planned.transfer_plans == expected.transfer_plans
-            assert [each.decisions for each in planned.query_plans] == [
-                each.decisions for each in expected.query_plans
-            ]
+            assert [each.decisions for each in planned.query_plans] == [each.decisions for each in expected.query_plans]
             assert [each.seconds for each in planned.query_plans] == pytest.approx(
                 [each.seconds for each in expected.query_plans]
             )
@@ -149,9 +148,7 @@ def test_a_router_is_that_of_the_planner(two: Cluster, control: Control) -> None
             )
             expected = {each.instance: each.cost for each in here.starts(request, {})}
             assert {each.instance: each.cost for each in reply.starts} == pytest.approx(expected)
-            start = next(
-                each for each in here.starts(request, {}) if each.instance == reply.chosen.instance
-            )
+            start = next(each for each in here.starts(request, {}) if each.instance == reply.chosen.instance)
             here.sent(request, start)
             there.sent(request, start)
             if number % 3 == 2:
@@ -189,7 +186,7 @@ def test_messages_without_sense_are_refused(two: Cluster, control: Control) -> N
     wrong_tree = pb.PrefixTree(prompts=[prompt], segment_tokens=SEGMENT_TOKENS, sequences=[*tree.sequences] * 2)
     odd = pb.Prompt(name="r", keys=bytes(33), tokens=40)
     nan = pb.Rates(prefill=pb.Fit(coefficients=[float("nan")] * 4))
-    for call, message in (
+    wrong: list[tuple[Any, Any]] = [
         (control.prefix_tree, pb.GetPrefixTreeRequest(prompts=[odd], segment_tokens=16)),
         (control.prefix_tree, pb.GetPrefixTreeRequest(prompts=[prompt])),
         (control.prefix_tree, pb.GetPrefixTreeRequest(prompts=[prompt], segment_tokens=16, deadline_s=float("nan"))),
@@ -207,21 +204,23 @@ def test_messages_without_sense_are_refused(two: Cluster, control: Control) -> N
             control.report,
             pb.ReportRequest(fleet=fleet, happened=[pb.Happened(sent=pb.Sent(start=pb.Start(instance="z")))]),
         ),
-    ):
+    ]
+    for call, message in wrong:
         with pytest.raises(Refused) as caught:
-            call(message)  # type: ignore[operator]
+            call(message)
         assert not isinstance(caught.value, LimitReached | LayoutRefused)
         assert "failed on this call" not in str(caught.value), message
     many = pb.GetPrefixTreeRequest(prompts=[prompt] * 300, segment_tokens=16)
     crowd = pb.Fleet()
     crowd.CopyFrom(fleet)
     crowd.instances.update({str(number): "node0" for number in range(2000)})
-    for call, message in (
+    large: list[tuple[Any, Any]] = [
         (control.prefix_tree, many),
         (control.report, pb.ReportRequest(fleet=crowd)),
-    ):
+    ]
+    for call, message in large:
         with pytest.raises(LimitReached):
-            call(message)  # type: ignore[operator]
+            call(message)
 
 
 def test_a_scheduler_s_lookups_count_as_no_reads(two: Cluster, control: Control) -> None:

@@ -34,11 +34,15 @@ def one() -> Iterator[Cluster]:
         yield cluster
 
 
+def code_of(error: Any) -> grpc.StatusCode:
+    code: grpc.StatusCode = error.code()
+    return code
+
+
 def refused(call: Any, *arguments: Any) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, timeout=CALL_S)
-    code: grpc.StatusCode = caught.value.code()  # type: ignore[attr-defined]
-    return code
+    return code_of(caught.value)
 
 
 def size(cluster: Cluster) -> int:
@@ -72,7 +76,7 @@ def test_huge_malformed_and_unknown_calls_get_a_status(one: Cluster) -> None:
         stream = channel.unary_stream(SUBSCRIBE)(b"\xff", timeout=CALL_S)
         with pytest.raises(grpc.RpcError) as caught:
             next(stream)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
         for _ in range(20):
             refused(channel.unary_unary(TREE), b"\x0a" * (2_000_000))
         serves(pool, 1)
@@ -96,6 +100,7 @@ def test_a_hundred_event_streams_at_once(one: Cluster) -> None:
         serves(pool, 2)
         for stream in started:
             stream.close()
+
         def free() -> bool:
             again = control.events()
             try:
@@ -140,8 +145,7 @@ def test_a_frozen_control_loop_is_a_status_and_no_hang() -> None:
         control.status()
         cluster.nodes[0].freeze()
         try:
-            with pytest.raises(Unreachable), local(cluster.nodes[0]) as other:
-                other._call_s = 1.0
+            with local(cluster.nodes[0], call_s=1.0) as other, pytest.raises(Unreachable):
                 other.status()
         finally:
             cluster.nodes[0].thaw()
@@ -218,5 +222,3 @@ def test_calls_from_many_threads(one: Cluster) -> None:
         for each in workers:
             each.join()
     assert failures == []
-
-
