@@ -6,6 +6,11 @@
     key[i] = blake2b-256(key[i-1] | token ids of segment i, uint32 little-endian | length-prefixed extras)
 
 So a key depends on the tenant, the layout, the adapter, the salt and every token up to the segment's end.
+
+The keys of segments with an opaque layout are independent of each other. The engine's own key, a 32-byte hash, stands
+for the tokens::
+
+    key = blake2b-256(key = tenant secret, MessagePack [fingerprint, adapter id, salt, group, engine key])
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import Fingerprint, SegmentKey
 
-__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "probe", "root_key"]
+__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_key", "probe", "root_key"]
 
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
@@ -35,6 +40,27 @@ def root_key(
 ) -> SegmentKey:
     """The parent of the first segment's key. `secret`: 1 to 64 bytes, the tenant's own."""
     body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt])
+    return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
+
+
+def opaque_key(
+    secret: bytes,
+    fingerprint: Fingerprint,
+    group: int,
+    engine_key: bytes,
+    adapter: str | None = None,
+    salt: str | None = None,
+) -> SegmentKey:
+    """The key of a segment with an opaque layout. `group`: number of the engine's cache group, 0 to 2**32 - 1.
+    `engine_key`: the engine's hash of the segment's tokens and of everything before them, 32 bytes. Raises `ValueError`
+    for another length: a shorter hash does not tell prompts apart reliably. `secret`: as of `root_key`."""
+    if len(engine_key) != KEY_BYTES:
+        raise ValueError(
+            f"engine key has {len(engine_key)} bytes; expected {KEY_BYTES}: the engine must hash with SHA-256"
+        )
+    if not 0 <= group < 1 << 32:
+        raise ValueError(f"cache group is {group}; expected 0 to {(1 << 32) - 1}")
+    body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt, group, bytes(engine_key)])
     return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
 
 

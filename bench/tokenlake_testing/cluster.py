@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenlake.errors import TokenLakeError, Unreachable
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
@@ -204,7 +204,7 @@ class Cluster:
                     raise Unreachable(f"{node.name} is not ready: {node.log.read_text()[-2000:]}")
                 time.sleep(0.02)
 
-    def connect(self, number: int, layout: Layout) -> Pool:
+    def connect(self, number: int, layout: AnyLayout) -> Pool:
         """Open a client of the daemon at one node; waits for a daemon that is starting."""
         until = time.monotonic() + START_S
         while True:

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "main", "transfer_of"]
+__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "image_of", "main", "transfer_of"]
 
 MARK = "answer: "
 STOP_S = 20.0
@@ -43,6 +43,8 @@ class Timed:
 
     tokens: list[list[int]]
     seconds: float
+    cached: int
+    """Prompt tokens that the engine did not compute, of all prompts together: from its own cache or a connector's."""
 
 
 class Child(Protocol):
@@ -98,15 +100,31 @@ class Engine:
                 text=True,
             )
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> list[list[int]]:
-        """Generate `new_tokens` tokens greedily for each prompt and return them; all prompts are given to the engine at
-        once."""
-        return self.timed(prompts, tokens, salt).tokens
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = 8,
+        salt: str | None = None,
+        adapter: Path | None = None,
+        image: tuple[int, str | None] | None = None,
+    ) -> list[list[int]]:
+        """Generate `tokens` tokens greedily for each prompt and return them; all prompts are given to the engine at
+        once. `adapter`: directory of the LoRA adapter of these requests. `image`: the seed of an image that each prompt
+        has, and the name that the client gives it."""
+        return self.timed(prompts, tokens, salt, adapter, image).tokens
 
-    def timed(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> Timed:
+    def timed(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = 8,
+        salt: str | None = None,
+        adapter: Path | None = None,
+        image: tuple[int, str | None] | None = None,
+    ) -> Timed:
         """As `generate`, with the seconds that the engine took. With one new token that is the time to the first
         token."""
-        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt))
+        lora = None if adapter is None else str(adapter)
+        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt, adapter=lora, image=image))
 
     def call(self, command: str, **arguments: Any) -> Any:
         """Send one command to the engine process and return its reply. Raises Unreachable when the process has
@@ -135,12 +153,27 @@ class Engine:
         self.process.stdout.close()
 
 
+class _Answers(NamedTuple):
+    """Generated tokens of each prompt, and the prompt tokens of all prompts that were not computed."""
+
+    tokens: list[list[int]]
+    cached: int
+
+
 class _Loaded(Protocol):
     """The engine in its own process, with the commands that the process serves."""
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None
-    ) -> list[list[int]]: ...
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
+    ) -> _Answers: ...
+
+    def load_adapter(self, directory: str) -> bool: ...
 
     def forget(self) -> bool: ...
 
@@ -153,6 +186,8 @@ class _Loaded(Protocol):
     def flush(self) -> bool: ...
 
     def counts(self) -> dict[str, float]: ...
+
+    def metrics(self) -> str: ...
 
     def layout(self) -> str: ...
 
@@ -195,9 +230,18 @@ class _Vllm:
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
+        self._adapters: dict[str, int] = {}
         self._llm = LLM(model=model, **settings)
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
+    ) -> _Answers:
         """`params`: the requests' `kv_transfer_params`."""
         from vllm import SamplingParams
 
@@ -208,10 +252,27 @@ class _Vllm:
             detokenize=False,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
-        extra = {} if salt is None else {"cache_salt": salt}
+        extra: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        if image is not None:
+            seed, name = image
+            extra["multi_modal_data"] = {"image": [image_of(seed)]}
+            if name is not None:
+                extra["multi_modal_uuids"] = {"image": [name]}
         asked: Any = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
-        outputs = self._llm.generate(asked, greedy, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        lora = None if adapter is None else self._lora(adapter)
+        outputs = self._llm.generate(asked, greedy, use_tqdm=False, lora_request=lora)
+        tokens_of_each = [list(output.outputs[0].token_ids) for output in outputs]
+        return _Answers(tokens_of_each, sum(output.num_cached_tokens or 0 for output in outputs))
+
+    def load_adapter(self, directory: str) -> bool:
+        """Load a LoRA adapter, in place if it was loaded before, as vLLM's server does on request."""
+        return bool(self._llm.llm_engine.add_lora(self._lora(directory, load_inplace=True)))
+
+    def _lora(self, directory: str, **fields: Any) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(directory, len(self._adapters) + 1)
+        return LoRARequest(f"adapter {number}", number, directory, **fields)
 
     def forget(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
@@ -257,9 +318,17 @@ class _Vllm:
         process."""
         total: dict[str, float] = {}
         for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
-            for name, value in asdict(side.counts).items():
+            counts = side.counts
+            sums = {"tokens_asked": counts.tokens_asked, "tokens_hit": counts.tokens_hit}
+            for name, value in (asdict(counts) | sums).items():
                 total[name] = total.get(name, 0) + value
         return total
+
+    def metrics(self) -> str:
+        """vLLM's metrics page; it needs the argument `disable_log_stats=False`."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return str(generate_latest(REGISTRY).decode())
 
     def layout(self) -> str:
         return str(_ours(self._side())[0].layout.encode().hex())
@@ -408,7 +477,15 @@ class _Transformers:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._engine = None if pool is None else TokenLakeEngine(self._model, pool["socket"])
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, params: Any = None) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None,
+        adapter: str | None = None,
+        params: Any = None,
+        image: Any = None,
+    ) -> _Answers:
         import torch
 
         generate: Any = self._model.generate if self._engine is None else self._engine.generate
@@ -416,7 +493,10 @@ class _Transformers:
         for prompt in prompts:
             output = generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)
             rows.append(output[0, len(prompt) :].tolist())
-        return rows
+        return _Answers(rows, 0)
+
+    def load_adapter(self, directory: str) -> bool:
+        raise NotImplementedError
 
     def forget(self) -> bool:
         return True
@@ -451,6 +531,9 @@ class _Transformers:
     def expect_prefill(self, token_s: float) -> None:
         raise NotImplementedError
 
+    def metrics(self) -> str:
+        raise NotImplementedError
+
     def layout(self) -> str:
         assert self._engine is not None
         assert self._engine.layout is not None
@@ -461,6 +544,15 @@ class _Transformers:
 
     def plant(self, call: str, error: str) -> None:
         raise NotImplementedError
+
+
+def image_of(seed: int) -> Any:
+    """An image of random squares, for the models of `families.save_pictures`."""
+    import numpy as np
+    from PIL import Image
+
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(squares.repeat(8, axis=0).repeat(8, axis=1))
 
 
 def main(arguments: str) -> None:
@@ -480,8 +572,17 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
     match request["command"]:
         case "generate":
             started = time.perf_counter()
-            tokens = engine.generate(request["prompts"], request["tokens"], request["salt"], request.get("params"))
-            return {"tokens": tokens, "seconds": time.perf_counter() - started}
+            answers = engine.generate(
+                request["prompts"],
+                request["tokens"],
+                request.get("salt"),
+                request.get("adapter"),
+                request.get("params"),
+                request.get("image"),
+            )
+            return {**answers._asdict(), "seconds": time.perf_counter() - started}
+        case "load adapter":
+            return engine.load_adapter(request["directory"])
         case "forget":
             return engine.forget()
         case "reset":
@@ -494,6 +595,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.flush()
         case "counts":
             return engine.counts()
+        case "metrics":
+            return engine.metrics()
         case "layout":
             return engine.layout()
         case "clocks":

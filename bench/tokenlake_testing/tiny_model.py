@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TinyModel", "save_tiny_model"]
+__all__ = ["TinyModel", "save_network", "save_tiny_model"]
 
 WEIGHT_SCALE = 4.0
 """Factor by which the random weights are multiplied. transformers initialises them for training, which gives almost
@@ -33,7 +33,6 @@ def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Pa
     """Write configuration and float32 weights to `directory` and return it. Equal `model` gives equal bytes. Needs the
     `transformers` extra. There are no special tokens: generation ends by length."""
     # transformers is imported here, so that this module can be imported without the extra.
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = model or TinyModel()
@@ -50,9 +49,17 @@ def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Pa
         eos_token_id=None,
         pad_token_id=None,
     )
+    return save_network(directory, LlamaForCausalLM, config, sizes.seed)
+
+
+def save_network(directory: str | Path, network_class: Any, config: Any, seed: int) -> Path:
+    """Write configuration and float32 weights of a model of `transformers` to `directory` and return it. `seed` gives
+    the weights."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sizes.seed)
-        network: Any = LlamaForCausalLM(config).to(torch.float32).eval()
+        torch.manual_seed(seed)
+        network: Any = network_class(config).to(torch.float32).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim >= 2:

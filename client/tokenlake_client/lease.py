@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -63,10 +65,13 @@ class _Pin:
 
 
 class Lease:
-    """A promise of the daemon not to evict the first `hits` of `keys`. The pool's heartbeats keep it alive.
+    """A promise of the daemon not to evict the segments of `keys`. The pool's heartbeats keep it alive.
 
-    The daemon grants leases of at most `MAX_KEYS` segments, the parts of this lease: segment `i` belongs to part
-    `i // MAX_KEYS`.
+    The daemon grants leases of at most `MAX_KEYS` segments, the parts of this lease. Its segments are counted through
+    all parts::
+
+        part     |--- 0 ---|--- 1 ----|- 2 -|
+        segments  0 ............... hits - 1
 
     It ends when its `with` block is left, or by `release`. The arrays of one `fetch` keep all their segments leased
     beyond that, for as long as any view of any of these arrays lives. Thread-safe.
@@ -79,20 +84,30 @@ class Lease:
         keys: Sequence[SegmentKey],
         parts: Sequence[Matched],
         request: str = "",
+        *,
+        independent: bool = False,
     ) -> None:
-        """`link`: the connection over which the daemon's answers `parts` were received, at least one; all but the last
-        grant `MAX_KEYS` segments. Raises `Unreachable`."""
+        """`link`: the connection over which the daemon's answers `parts` were received, at least one, each for the next
+        `MAX_KEYS` of `keys`. `independent`: a part leases each of its keys that has the code LOCAL or REMOTE; otherwise
+        its first ones, and all parts but the last lease all their keys. Raises `Unreachable`."""
         self.request = request
         """The name of the request in the logs of the nodes; empty for a lease that another process made."""
         hits = sum(part.hits for part in parts)
-        self.ids = tuple(LeaseId(part.lease) for part in parts)
-        """The numbers of the lease's parts, by which another process of the session attaches to it (`Pool.attach`)."""
-        self.keys = keys[:hits]
-        self.hits = hits
         codes = b"".join(part.codes for part in parts)
+        self.hits = hits
+        """Number of leased segments."""
         self.codes = codes + bytes([Code.MISSING]) * (len(keys) - len(codes))
         """One `Code` for each segment key of the match that made the lease. Keys behind the first `MAX_KEYS` that hold
-        a missing one are MISSING; the daemon was not asked for them."""
+        a missing one are MISSING, unless the keys are independent; the daemon was not asked for them."""
+        if independent:
+            leased = _leased(parts, len(keys))
+            self.keys: Sequence[SegmentKey] = [keys[index] for index in leased]
+            codes = bytes([codes[index] for index in leased])
+        else:
+            self.keys = keys[:hits]
+        parts = [part for part in parts if part.hits] or parts[:1]
+        self.ids = tuple(LeaseId(part.lease) for part in parts)
+        """The numbers of the lease's parts, by which another process of the session attaches to it (`Pool.attach`)."""
         self.link = link
         self._state = state
         self._grants = state.grants
@@ -106,6 +121,8 @@ class Lease:
         """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies what
         it reads."""
         self._holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
+        self._ends = list(itertools.accumulate(part.hits for part in parts))
+        """Where each part of the lease ends: the index of the segment after its last one."""
         with self._grants.lock:
             for hold in self._holds:
                 self._grants.hold_lease(hold)
@@ -146,8 +163,8 @@ class Lease:
         self, start: int = 0, stop: int | None = None, deadline_s: float | None = None, at_most_s: float = 0.0
     ) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] over the segments `start` to `stop` (default: `hits`), one each.
-        The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum.
-        Segments at other nodes are transferred to this node first.
+        The list ends before the first segment that was lost or, in a pool that verifies, does not match its checksum;
+        a further call may begin behind it. Segments at other nodes are transferred to this node first.
 
         `deadline_s`: the deadline of the transfer (default: `Deadlines.fetch_s`); 0: the daemon predicts one.
         `at_most_s`: limit of that deadline, such as half of the time in which the engine computes the segments itself;
@@ -217,11 +234,13 @@ class Lease:
     def _spans(self, start: int, stop: int) -> Iterator[tuple[LeaseHold, int, int]]:
         """The segments `start` to `stop` by the part of the lease that they belong to: (part, first, last), where the
         indices count from the part's first segment."""
-        for number in range(start // MAX_KEYS, len(self._holds)):
-            hold, offset = self._holds[number], number * MAX_KEYS
-            first, last = max(start - offset, 0), min(stop - offset, len(hold.pins))
-            if first < last:
-                yield hold, first, last
+        start = max(start, 0)
+        for number in range(bisect.bisect_right(self._ends, start), len(self._holds)):
+            hold, end = self._holds[number], self._ends[number]
+            begin = end - len(hold.pins)
+            if stop <= begin:
+                return
+            yield hold, max(start - begin, 0), min(stop, end) - begin
 
     def _make_local(self, start: int, stop: int, deadline_s: float | None, at_most_s: float = 0.0) -> int:
         """Transfer the segments `start` to `stop` to this node. Returns the index of the first one that is not local
@@ -232,7 +251,7 @@ class Lease:
         at = start
         while at < stop:
             # A fetch names segments of one part of the lease.
-            end = min(stop, at + MAX_FETCHED, (at // MAX_KEYS + 1) * MAX_KEYS)
+            end = min(stop, at + MAX_FETCHED, self._ends[bisect.bisect_right(self._ends, at)])
             at, first = end, at
             if self._item_codes.count(Code.LOCAL, first, end) == end - first:
                 continue
@@ -328,6 +347,22 @@ class Lease:
         # The garbage collector may call this in the middle of any code, so it must take no lock.
         for hold, first, last in self._spans(start, stop):
             self._grants.note_unpin(hold, first, last)
+
+
+def _leased(parts: Sequence[Matched], keys: int) -> list[int]:
+    """The index of each leased key among the `keys` of a match of independent keys, to which `parts` are the answers.
+    Raises `ProtocolRefused` where a part has another number of codes than its request has keys, or leases more keys
+    than its codes say."""
+    leased: list[int] = []
+    for number, part in enumerate(parts):
+        asked = min(MAX_KEYS, keys - number * MAX_KEYS)
+        if len(part.codes) != asked:
+            raise ProtocolRefused(f"the daemon sent codes of {len(part.codes)} segments; {asked} were asked for")
+        found = [at for at, code in enumerate(part.codes) if code in (Code.LOCAL, Code.REMOTE)]
+        if len(found) < part.hits:
+            raise ProtocolRefused(f"the daemon leased {part.hits} segments; its codes say {len(found)}")
+        leased += [number * MAX_KEYS + at for at in found[: part.hits]]
+    return leased
 
 
 def _slots_in(region: int, places: NDArray[np.void]) -> list[int]:

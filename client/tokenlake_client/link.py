@@ -20,7 +20,6 @@ from typing import TypeVar
 from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, SessionId, TenantId
 from tokenlake.keys import probe
-from tokenlake.layout import Layout
 from tokenlake.local_socket import (
     DEFAULT_NODE,
     check_listener,
@@ -30,6 +29,7 @@ from tokenlake.local_socket import (
     sockets_to_try,
     trusted_users,
 )
+from tokenlake.opaque_layout import AnyLayout
 from tokenlake.wire import engine
 from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
@@ -191,7 +191,7 @@ class Connector:
     """The path of the daemon's socket; None: the first default path at which a daemon listens."""
     daemon_uid: int | None
     """The user id that the daemon runs as, where that is neither root nor this process's user."""
-    layout: Layout
+    layout: AnyLayout
     credential: str | None
     on_end: Callable[[], None]
     """Function that is called when the connection to the daemon breaks."""

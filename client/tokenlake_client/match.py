@@ -44,11 +44,19 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_wait_per_segment_s: float = 0.0
     """A second limit of the wait for another engine: this many seconds for each missing segment, and not more than
     `in_flight_wait_s`; 0: only `in_flight_wait_s` limits the wait."""
+    independent: bool = False
+    """True: the segments are useful without those before them, and the match leases all that it finds. False: it leases
+    the longest prefix. Only with an `in_flight_wait_s` of 0."""
 
     def __post_init__(self) -> None:
         index("prompt_tokens", self.prompt_tokens)
         seconds("in_flight_wait_s", self.in_flight_wait_s)
         seconds("in_flight_wait_per_segment_s", self.in_flight_wait_per_segment_s)
+        if self.independent and self.in_flight_wait_s:
+            raise ValueError(
+                f"in_flight_wait_s is {self.in_flight_wait_s} with independent keys; expected 0: such a match does not "
+                "wait for other engines"
+            )
 
 
 DEFAULT_MATCH = MatchOptions()
@@ -61,6 +69,11 @@ class PendingMatch:
 
         keys  |--- MAX_KEYS: found ---|--- MAX_KEYS: some found --|--- not asked for ---|
         lease |------------------- hits ----------|
+
+    Of independent keys it is asked for all, whether it finds those before them or not::
+
+        keys  |--- MAX_KEYS: some ----|--- MAX_KEYS: none --------|--- the rest: some --|
+        lease |--- hits ---|--- hits ---|
     """
 
     def __init__(
@@ -164,18 +177,21 @@ class PendingMatch:
                 options.prompt_tokens,
                 wait_s if self._parts else options.in_flight_wait_s,
                 per_segment_s,
+                options.independent,
             )
         )
 
     def _take(self, reply: EngineReply) -> bool:
-        """Take the daemon's answer. True: it has all keys that it was asked for, and there are more; False: the lease
-        is complete. Raises `Unreachable` and `ProtocolRefused`."""
+        """Take the daemon's answer. True: there are more keys, and they are independent or all before them were found;
+        False: the lease is complete. Raises `Unreachable` and `ProtocolRefused`."""
         matched = self._link.expect(reply, Matched)
         self._parts.append(matched)
-        more = matched.hits == MAX_KEYS and len(self._keys) > len(self._parts) * MAX_KEYS
+        whole = self._options.independent or matched.hits == MAX_KEYS
+        more = whole and len(self._keys) > len(self._parts) * MAX_KEYS
         if not more:
             self._lease = self._join()
         return more
 
     def _join(self) -> Lease:
-        return Lease(self._state, self._link, self._keys, self._parts, self._request)
+        independent = self._options.independent
+        return Lease(self._state, self._link, self._keys, self._parts, self._request, independent=independent)

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import msgspec
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
-from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import Prefix, TokenIds, root_key
+from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.keys import Prefix, TokenIds, opaque_key, root_key
 from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
 from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
@@ -60,7 +61,6 @@ class Pool:
         """Made by `connect`."""
         layout = connector.layout
         layout.check()
-        self.layout = layout
         self.deadlines = connector.deadlines
         self._process = os.getpid()
         self._grants = Grants(connector.connect(session))
@@ -78,7 +78,7 @@ class Pool:
     def connect(
         cls,
         socket: str | Path | None,
-        layout: Layout,
+        layout: AnyLayout,
         credential: str | None = None,
         *,
         session: SessionId | None = None,
@@ -121,19 +121,38 @@ class Pool:
         (by the index of a segment, digests of inputs that have no token ids) change the keys from that segment on.
         `weights_digest`: that of weights that were changed in place (default: the layout's). The keys are then those of
         a pool whose layout has this digest."""
-        layout = self.layout
-        if weights_digest is not None:
-            layout = msgspec.structs.replace(layout, weights_digest=weights_digest)
-        chain = Prefix(root_key(self.link.secret, layout.fingerprint(), adapter, salt), layout.segment_tokens, extras)
+        root = root_key(self.link.secret, self._fingerprint(weights_digest), adapter, salt)
+        chain = Prefix(root, self._state.layout.segment_tokens, extras)
         chain.extend(tokens)
         return chain
+
+    def opaque_keys(
+        self,
+        engine_keys: Iterable[tuple[int, bytes]],
+        *,
+        adapter: str | None = None,
+        salt: str | None = None,
+        weights_digest: str | None = None,
+    ) -> list[SegmentKey]:
+        """The keys of segments that the engine names: (number of its cache group, its own 32-byte hash) each. The keys
+        do not depend on each other; match them with `MatchOptions.independent`. `adapter`, `salt`, `weights_digest`: as
+        of `prefix`. Raises `ValueError` for a hash of another length."""
+        secret, fingerprint = self.link.secret, self._fingerprint(weights_digest)
+        return [opaque_key(secret, fingerprint, group, key, adapter, salt) for group, key in engine_keys]
+
+    def _fingerprint(self, weights_digest: str | None) -> Fingerprint:
+        layout = self._state.layout
+        if weights_digest is not None:
+            layout = msgspec.structs.replace(layout, weights_digest=weights_digest)
+        return layout.fingerprint()
 
     # -- reading
 
     def match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> Lease:
-        """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. `deadline_s`: how long the daemon may
+        """Lease the longest prefix of `keys` that the pool has or, with `MatchOptions.independent`, all of `keys` that
+        it has; `hits` may be 0. `deadline_s`: how long the daemon may
         ask other nodes (default: `Deadlines.match_s`). Raises `Unreachable`."""
         return self.begin_match(keys, options, deadline_s=deadline_s).wait()
 
@@ -152,7 +171,8 @@ class Pool:
 
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
-        `keys`; its `hits` is 0 when the lease has ended. `request`: as of `MatchOptions`. `deadline_s`: by default
+        `keys`; its segments have the same indices. Its `hits` is 0 when the lease has ended, and less than in the other
+        process where a part has. `request`: as of `MatchOptions`. `deadline_s`: by default
         `Deadlines.call_s`. Raises `Unreachable`."""
         if not parts:
             raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
@@ -164,7 +184,8 @@ class Pool:
                 left_s = max(0.0, until - time.monotonic())
                 link, reply = attached.enter_context(self._grants.attaching(part, left_s, write=False))
                 granted.append(link.expect(reply, engine.Matched))
-                if granted[-1].hits < MAX_KEYS:
+                if not granted[-1].hits:
+                    # This part has ended: the segments of later ones would have other indices than in the lease.
                     break
             keys = [SegmentKey(b"")] * sum(matched.hits for matched in granted)
             return Lease(self._state, link, keys, granted, request[:MAX_REQUEST_NAME])
@@ -306,6 +327,7 @@ class Pool:
         """Reserve slots for new cache of several prompts: for each (keys, index of the first in its prompt). A segment
         that the pool has already, or refuses, gets no slot and is not copied. Raises `Unreachable`; then nothing stays
         reserved."""
+        layout = self.layout
         writes: list[Write] = []
         try:
             for keys, first in parts:
@@ -314,7 +336,7 @@ class Pool:
             for write in writes:
                 write.abort()
             raise
-        return Transfer(self.layout, writes, self._put_executor)
+        return Transfer(layout, writes, self._put_executor)
 
     def put(self, transfer: Transfer, layer: int, parts: Sequence[LayerCache]) -> None:
         """Copy one layer of new cache into its slots, in the background (`Transfer.put`)."""
@@ -336,6 +358,11 @@ class Pool:
 
     def _request_name(self, request: str | None) -> str:
         return f"{self._name}-{next(self._requests)}" if request is None else request[:MAX_REQUEST_NAME]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the pool's segments. Raises `LayoutRefused` for an opaque one."""
+        return understood(self._state.layout)
 
     @property
     def link(self) -> Link:

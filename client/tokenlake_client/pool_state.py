@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.grants import Grants
 from tokenlake_client.parallel_copy import ParallelCopy
@@ -17,7 +17,7 @@ class PoolState:
     refer to this object, and it refers to none of them. It is therefore collected when the last of them is; until then
     the heartbeats keep the session alive (`tokenlake_client.heartbeat`)."""
 
-    def __init__(self, grants: Grants, layout: Layout, deadlines: Deadlines, *, verify: bool) -> None:
+    def __init__(self, grants: Grants, layout: AnyLayout, deadlines: Deadlines, *, verify: bool) -> None:
         self.grants = grants
         self.layout = layout
         self.deadlines = deadlines

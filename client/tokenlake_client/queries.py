@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
 from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.layout import Layout
+from tokenlake.opaque_layout import understood
 from tokenlake.wire import HEADER_BYTES, Code, engine, pack_frame
 from tokenlake.wire import query as wire
 from tokenlake.wire.fields import MAX_SECONDS
@@ -200,7 +202,7 @@ class Queries:
     """Views, buffers and the connection to the query engine, for one pool. Thread-safe."""
 
     def __init__(self, state: PoolState) -> None:
-        self.layout = state.layout
+        self._layout = state.layout
         self.numbers = itertools.count(1)
         """The source of the numbers that name views, buffers and steps on the connection."""
         self._grants = state.grants
@@ -211,6 +213,11 @@ class Queries:
         self._in_use: list[tuple[QueryMemory, Expected]] = []
         """Memory of closed buffers whose newest query is not answered yet: the query engine may still write there."""
 
+    @property
+    def layout(self) -> Layout:
+        """The pool's layout. Raises `LayoutRefused` for an opaque one."""
+        return understood(self._layout)
+
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
         """A view of the first `MAX_KEYS` segments of `lease`, for queries of `heads` heads; logits are `scale` x
         query . key.
@@ -219,6 +226,7 @@ class Queries:
         engine, or the lease has ended), `DeadlinePassed`, and the refusal of the query engine; the lease stays the
         caller's then.
         """
+        understood(self._layout)
         link = self._connected()
         link.check()
         self._sweep(link)

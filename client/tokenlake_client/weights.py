@@ -18,7 +18,14 @@ from pathlib import Path
 
 from tokenlake.errors import LayoutRefused
 
-__all__ = ["digest_of_changes", "digest_of_directory", "digest_of_tensors", "digest_of_version", "weight_files"]
+__all__ = [
+    "digest_of_changes",
+    "digest_of_directory",
+    "digest_of_tensors",
+    "digest_of_version",
+    "state_of_directory",
+    "weight_files",
+]
 
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -36,7 +43,7 @@ THREADS = 4
 
 
 def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str:
-    """Hex digest of the model in `directory`.
+    """Hex digest of the model, or of the LoRA adapter, in `directory`.
 
     The digests of files are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by path, size
     and times of change, so that a second call reads no unchanged file. A cache that cannot be written is ignored.
@@ -47,12 +54,21 @@ def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str
     files = weight_files(root)
     if not configurations or not files:
         raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")
-    files += sorted(path for path in root.iterdir() if path.suffix == CODE_SUFFIX or path.name.endswith(INDEX_SUFFIX))
+    files += _further_files(root)
     store = _cache_directory() if cache is None else cache
     with ThreadPoolExecutor(max_workers=THREADS) as threads:
         digests = list(threads.map(lambda path: _content_digest(path, store), files))
     entries = [[path.name, path.stat().st_size, digest] for path, digest in zip(files, digests, strict=True)]
     return _digest_of_json([SCHEMA_VERSION, "directory", configurations, entries])
+
+
+def state_of_directory(directory: str | Path) -> str:
+    """A text that changes when the files that the digest of `directory` covers change or are replaced: a digest of
+    their places, sizes and times of change. Reads no file. Raises OSError."""
+    root = Path(directory)
+    configurations = [root / name for name in CONFIGURATION_FILES if (root / name).is_file()]
+    files = [path.resolve() for path in (*configurations, *weight_files(root), *_further_files(root))]
+    return _digest_of_json([[path.stat().st_ino, *_identity(path)] for path in files])
 
 
 def digest_of_tensors(
@@ -84,6 +100,19 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
+def _further_files(root: Path) -> list[Path]:
+    """The files in `root` with model code or an index of the weights, sorted by name."""
+    return sorted(path for path in root.iterdir() if path.suffix == CODE_SUFFIX or path.name.endswith(INDEX_SUFFIX))
+
+
+def _identity(real: Path) -> list[object]:
+    """The place, size and times of change of a file; `real` is no symbolic link."""
+    state = real.stat()
+    # The time of the inode's change (ctime) is compared too: tools that copy files may give a changed file its old
+    # modification time, but they cannot set ctime.
+    return [str(real), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+
+
 def _digest_of_json(value: object) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
@@ -104,10 +133,7 @@ def _cache_directory() -> Path:
 
 def _content_digest(path: Path, store: Path) -> str:
     real = path.resolve()
-    state = real.stat()
-    # The time of the inode's change (ctime) is compared too: tools that copy files may give a changed file its old
-    # modification time, but they cannot set ctime.
-    identity = [str(real), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    identity = _identity(real)
     entry = store / f"{_digest_of_json(str(real))}.json"
     try:
         known_identity, known_digest = json.loads(entry.read_bytes())

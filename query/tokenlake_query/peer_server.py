@@ -16,6 +16,7 @@ from tokenlake.attention import Partial, Stored, from_float32, stored_dtype
 from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
+from tokenlake.opaque_layout import decode_layout, understood
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.fields import RecordKeys
@@ -131,7 +132,7 @@ class PeerServer:
 
     def _open(self, message: wire.OpenView) -> None:
         try:
-            layout = Layout.decode(message.layout)
+            layout = understood(decode_layout(message.layout))
             attention = Attention.of(layout, message.heads, message.scale)
             keys = split_keys(message.keys)
             if len(set(keys)) < len(keys):

@@ -11,7 +11,7 @@ from functools import partial as bind
 from pathlib import Path
 
 from tokenlake.errors import LimitReached
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import decode_layout, understood
 from tokenlake.wire import supervision
 from tokenlake_query.compute_thread import ComputeThread
 from tokenlake_query.counters import Counters
@@ -113,7 +113,7 @@ class QueryEngineProcess:
 
     def _serve_engine(self, message: supervision.EngineConnected, sock: socket.socket) -> None:
         tenant = message.tenant
-        opener = ViewOpener(tenant, Layout.decode(message.layout), self._pools, self._peers)
+        opener = ViewOpener(tenant, understood(decode_layout(message.layout)), self._pools, self._peers)
         threads = Threads(tenant, self._compute, self._timer, self._fetching)
         ended = bind(self._channel.send, supervision.EngineEnded(tenant))
         name, limits = f"engine {next(self._names)}", self._limits

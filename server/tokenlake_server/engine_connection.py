@@ -19,7 +19,7 @@ import msgspec
 from tokenlake.config import format_size
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES, probe
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout, decode_layout
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import agree, engine, pack_frame
 from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
@@ -67,7 +67,7 @@ class EngineConnection:
         self.hello: engine.Hello | None = None
         """The first message (`Hello`) of the engine's process; None until the process has proven its tenant and
         layout."""
-        self.layout: Layout | None = None
+        self.layout: AnyLayout | None = None
         self.tenant = ""
         self.secret = b""
         self.session = 0
@@ -192,7 +192,7 @@ class EngineConnection:
         daemon does not serve this process."""
         version = agree(hello.oldest_version, hello.newest_version)
         tenant = tenants.identify(self.process.uid, hello.token)
-        layout = Layout.decode(hello.layout)
+        layout = decode_layout(hello.layout)
         if hello.probe != probe(engine.PROBE_SECRET, layout.fingerprint()):
             raise ProtocolRefused(
                 "the probe hash differs: client and daemon compute different keys for the same prefix; "

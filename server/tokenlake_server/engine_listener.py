@@ -18,7 +18,7 @@ from tokenlake.core.pieces import LONG, LongRequest
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
 from tokenlake_server.arena import Arena
@@ -351,14 +351,15 @@ class EngineListener:
         others = (c for c in self._connections.values() if c.joined and c is not connection)
         return next((c for c in others if (c.origin, c.session, c.process.pid) == resumed), None)
 
-    def _check_session(self, session: int, tenant: str, layout: Layout) -> None:
+    def _check_session(self, session: int, tenant: str, layout: AnyLayout) -> None:
         """Raise `LayoutRefused` for a process that joins a session of its tenant with another layout."""
         if not session:
             return
         layouts = (c.layout for c in self._connections.values() if c.session == session and c.tenant == tenant)
         other = next((each for each in layouts if each is not None), layout)
         for field in layout.__struct_fields__:
-            mine, theirs = getattr(layout, field), getattr(other, field)
+            # A layout of the other kind, opaque or not, lacks some of the fields.
+            mine, theirs = getattr(layout, field), getattr(other, field, None)
             if mine != theirs:
                 raise LayoutRefused(f"layout field '{field}' is {mine!r}; in session {session} it is {theirs!r}")
 
@@ -396,7 +397,7 @@ class EngineListener:
         assert isinstance(message, engine.OpenQuery)
         assert connection.layout is not None
         try:
-            sock = self._connect_query(connection.tenant, connection.layout.encode())
+            sock = self._connect_query(connection.tenant, understood(connection.layout).encode())
         except TokenLakeError as error:
             connection.fail(message.id, type(error), str(error))
             return

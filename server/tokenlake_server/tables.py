@@ -11,7 +11,7 @@ from rich.table import Table
 __all__ = ["print_table"]
 
 WIDE: Final = 10_000
-"""Characters of a line that is not printed on a terminal."""
+"""Width in characters of a table that is not printed on a terminal."""
 
 
 def print_table(table: Table) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenlake.errors import Unreachable
@@ -135,10 +135,18 @@ class FakePool:
     segment_tokens: int = 8
     hashed: int = 0
 
-    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None, weights_digest: str | None = None) -> Prefix:
+    def prefix(
+        self,
+        tokens: TokenIds = (),
+        *,
+        adapter: str | None = None,
+        salt: str | None = None,
+        extras: Mapping[int, Sequence[bytes]] | None = None,
+        weights_digest: str | None = None,
+    ) -> Prefix:
         self.hashed += 1
-        root = f"{salt or ''}{weights_digest or ''}".encode()
-        chain = Prefix(SegmentKey(root.ljust(32, b"\0")), self.segment_tokens)
+        root = f"{salt or ''}{weights_digest or ''}{adapter or ''}".encode()
+        chain = Prefix(SegmentKey(root.ljust(32, b"\0")), self.segment_tokens, extras)
         chain.extend(tokens)
         return chain
 

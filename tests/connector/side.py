@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.connector.fakes import FakePool, FakeRequest
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -30,7 +29,7 @@ class Bench:
         self.there = True
         """Does the connection hand out the pool?"""
         self.now = 0.0
-        self.counters = Counters(Counts)
+        self.counters = EngineCounters()
         self.reported: list[str] = []
         settings = EngineSettings(
             segment_tokens=SEGMENT,

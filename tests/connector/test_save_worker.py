@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from tests.connector.fakes import FakePool
 from tokenlake.wire import Code
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.save_worker import SaveWriter
 from tokenlake_client.engines.vllm.step_plan import SavePlan
 
@@ -39,8 +38,8 @@ def store(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], No
     return bytes([Code.COMMITTED]) * len(plan.keys)
 
 
-def writer(recorder: Recorder, queue: int = 8, errors: list[str] | None = None) -> tuple[SaveWriter, Counters[Counts]]:
-    counters = Counters(Counts)
+def writer(recorder: Recorder, queue: int = 8, errors: list[str] | None = None) -> tuple[SaveWriter, EngineCounters]:
+    counters = EngineCounters()
     report = (lambda what, error: None) if errors is None else (lambda what, error: errors.append(str(error)))
     return SaveWriter(recorder, store, counters, report, tokens=4, queue=queue), counters
 
@@ -122,7 +121,7 @@ def test_skipped_jobs_are_done() -> None:
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_refused_segments_lose_their_markers(marked: bool) -> None:
-    pool, counters = FakePool(), Counters(Counts)
+    pool, counters = FakePool(), EngineCounters()
     codes = bytes([Code.COMMITTED, Code.WRITE_BUDGET, Code.EXISTS])
     saves = SaveWriter(
         Recorder(), lambda pool, plan, fill: codes, counters, lambda what, error: None, tokens=4, queue=8

@@ -9,8 +9,7 @@ import pytest
 from tests.connector.fakes import FakePool, FakeRequest
 from tests.connector.side import Bench, blocks_of, request
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -86,7 +85,7 @@ def test_hooks_make_a_bounded_number_of_calls_per_segment() -> None:
     segments = 128
     pool = FakePool(segment_tokens=256)
     settings = EngineSettings(segment_tokens=256)
-    side = SchedulerSide(lambda: pool, settings, 128, Counters(Counts), lambda what, error: None, segment_bytes=1)
+    side = SchedulerSide(lambda: pool, settings, 128, EngineCounters(), lambda what, error: None, segment_bytes=1)
     asked = FakeRequest("r", list(range(256 * segments)))
     calls = 0
 

@@ -101,7 +101,8 @@ def test_token_counts_add_up() -> None:
     assert asked == 6 * 33
     assert counts.tokens_local - before.tokens_local == 32
     assert (hit, counts.tokens_skipped_by_cost) == (16 + 8 + 4, 8 + 8 + 8)
-    assert asked == 32 + hit + counts.tokens_skipped_by_cost + missing
+    assert counts.tokens_not_found - before.tokens_not_found == missing
+    assert counts.tokens_not_asked == before.tokens_not_asked
 
 
 def test_a_failed_load_is_no_sample() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.adapters import AdapterUse, LoadedAdapters
+from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -32,6 +33,9 @@ class Blocks:
         self.filled += [(block, int(slot[0])) for block in blocks]
 
     def finish(self) -> None: ...
+
+    def computed(self) -> Callable[[], None]:
+        return self.finish
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -52,18 +56,32 @@ class Lease:
         self.released = True
 
 
-def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[WorkerSide, Blocks]:
+def worker(
+    lease: Lease | Exception,
+    blocks: Blocks | None = None,
+    adapters: LoadedAdapters | None = None,
+    stored: list[bytes] | None = None,
+) -> tuple[WorkerSide, Blocks]:
+    """`stored`: the stored keys are added to this list."""
+
     def attach(number: int, *, request: str, deadline_s: float | None) -> Lease:
         assert request == "r"
         if isinstance(lease, Exception):
             raise lease
         return lease
 
-    members: Any = SimpleNamespace(get=lambda *args, **kwargs: SimpleNamespace(attach=attach), close=lambda: None)
+    def store_all(keys: Sequence[bytes], *_: Any, **__: Any) -> bytes:
+        assert stored is not None
+        stored.extend(keys)
+        return bytes([Code.COMMITTED] * len(keys))
+
+    pool = SimpleNamespace(attach=attach, store_all=store_all)
+    members: Any = SimpleNamespace(get=lambda *args, **kwargs: pool, close=lambda: None)
     blocks = blocks or Blocks()
     shards = RankShards(0, 1, 1, True)
     settings = EngineSettings(segment_tokens=8)
-    return WorkerSide(members, blocks, shards, settings, 4, Counters(Counts), lambda what, error: None), blocks
+    counters = EngineCounters()
+    return WorkerSide(members, blocks, shards, settings, 4, counters, lambda what, error: None, adapters), blocks
 
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
@@ -225,7 +243,7 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
         RankShards(0, 1, 1, True),
         EngineSettings(segment_tokens=8, call_ms=250.0),
         4,
-        Counters(Counts),
+        EngineCounters(),
         lambda what, error: None,
     )
     (one,) = load().loads
@@ -236,3 +254,21 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
         time.sleep(0.001)
     assert session.waits == [wait_s]
     assert side.errors() == {50, 51, 52, 53, 54}
+
+
+def test_a_rank_executes_the_plans_of_the_adapter_that_vllm_has_loaded() -> None:
+    """Plans state the files that were digested for the keys; vLLM may have loaded older ones."""
+    use = AdapterUse(5, "new")
+    save = SavePlan(1, "r", 0, (b"k",), (1, 2), adapter=use)
+    plan = load()
+    plan = replace(plan, loads=tuple(replace(one, adapter=use) for one in plan.loads), saves=(save,))
+    outcomes: list[tuple[str, set[int], list[bytes]]] = [("old", {50, 51, 52, 53, 54}, []), ("new", set(), [b"k"])]
+    for files, errors, keys in outcomes:
+        adapters = LoadedAdapters(lambda line: None)
+        adapters.loaded(5, files)
+        stored: list[bytes] = []
+        side, _ = worker(Lease(3, 1, 3), adapters=adapters, stored=stored)
+        assert run(side, plan) == errors
+        assert side.flush(20)
+        assert side.report().done == 1
+        assert stored == keys

@@ -25,6 +25,7 @@ __all__ = [
     "fetch",
     "kinds",
     "match",
+    "match_independent",
     "most_at_once",
     "offer",
     "placed",
@@ -80,6 +81,15 @@ def tell(cluster: Cluster, process: SimProcess, message: Any) -> None:
 def match(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], deadline_s: float = 0.0) -> engine.Matched:
     """The reply to a match. The lease stays."""
     reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), deadline_s)
+    return reply
+
+
+def match_independent(
+    cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str = "", wait_s: float = 0.0, tokens: int = 0
+) -> engine.Matched:
+    """The reply to a match of independent keys. The lease stays."""
+    fields = (join_keys(keys), 0.0, True, name, None, tokens, wait_s, 0.0, True)
+    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, *fields)
     return reply
 
 

@@ -162,6 +162,13 @@ def test_a_session_remembers_its_recent_matches(between: int) -> None:
     assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)
 
 
+def test_a_store_of_independent_keys_finds_its_match_in_any_order() -> None:
+    recent, record = RecentMatches(), AccessRecord(12, 3, 2)
+    recent.add(join_keys(KEYS), record, independent=True)
+    assert recent.access([KEYS[6], KEYS[2]], 40) == record
+    assert recent.access(prompt("other", 2), 3) == AccessRecord(5, 3)
+
+
 def test_a_record_at_its_bounds_can_be_sent_on() -> None:
     """A record that arrives with values at their bounds stays within them when it is passed on. Otherwise the next
     receiver would refuse the frame."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, placed, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, kinds, match_independent, placed, prepare, store, tell
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
@@ -107,6 +107,21 @@ def test_segments_behind_a_gap_have_their_own_reason() -> None:
     store(cluster, reader, keys[2:], 2)
     read(cluster, reader, keys, "r")
     assert why(explained(cluster, reader, "r")) == {MissReason.BEHIND_A_GAP: SIZE, MissReason.NEVER_STORED: SIZE}
+
+
+def test_independent_segments_behind_gaps_are_hits() -> None:
+    """The tokens of the prompt are not compared with those of the segments."""
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 6)
+    store(cluster, writer, [keys[1], keys[4]])
+    prepare(cluster, writer, keys[5:6])
+    cluster.run_for(0.01)
+    reply = match_independent(cluster, writer, keys, "independent", tokens=10_000)
+    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 1),)))
+    funnel = explained(cluster, writer, "independent")
+    assert (funnel.ideal, funnel.here, funnel.useful, funnel.held) == (96, 32, 16, 16)
+    assert why(funnel) == {MissReason.NEVER_STORED: 48, MissReason.PENDING: 16}
 
 
 def test_an_eviction_on_this_node_has_its_rule() -> None:

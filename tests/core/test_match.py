@@ -1,17 +1,20 @@
-"""Matches: the prefix that is found, here, at other nodes and after a probing round, and what a session may lease."""
+"""Matches: the prefix that is found, here, at other nodes and after a probing round, what a session may lease, and the
+segments of independent keys."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.core.scenes import answer, ask, calm, fetch, match, placed, prepare, said, store, tell
+from tests.core.scenes import answer, ask, calm, fetch, match, match_independent, placed, prepare, said, store, tell
 from tests.sim.arena import content
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
 from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
-from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.match import ASKED, LOCAL, PENDING
+from tokenlake.core.serve import REDIRECTED
+from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
 
@@ -296,3 +299,155 @@ def test_two_rounds_have_one_deadline() -> None:
     assert {node for node, _ in lookups(cluster, 5)} >= {"n2", "n3"}
     assert found.hits == 2
     assert found.codes[2] == Code.UNKNOWN
+
+
+# -- independent keys
+
+
+def leased(keys: list[SegmentKey], reply: engine.Matched) -> list[SegmentKey]:
+    """The keys that a match of independent keys leases."""
+    return [key for key, code in zip(keys, reply.codes, strict=True) if code in (Code.LOCAL, Code.REMOTE)]
+
+
+def checksums_of(keys: list[SegmentKey]) -> bytes:
+    return b"".join(b"".join(content("red", key)) for key in keys)
+
+
+def test_independent_keys_are_leased_behind_gaps() -> None:
+    """At the node that has them, in the order of the keys."""
+    cluster = calm(3, **ROOMY)
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 6)
+    held = [keys[1], keys[2], keys[5]]
+    store(cluster, writer, held)
+    reply = match_independent(cluster, writer, keys)
+    assert reply.hits == 3
+    assert leased(keys, reply) == held
+    assert [reply.codes[at] for at in (0, 3, 4)] == [Code.MISSING] * 3
+    assert reply.checksums == checksums_of(held)
+    read = [cluster.node(0).arena.read(place, 0) for place in unpack_slots(reply.slots)]
+    assert read == [content("red", key)[0] for key in held]
+    # The lease is of exactly these segments.
+    assert fetch(cluster, writer, reply.lease, 3).codes == bytes([Code.LOCAL] * 3)
+    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    cluster.check()
+    assert cluster.core(0).idle()
+
+
+def test_independent_keys_are_found_at_many_nodes_in_two_rounds() -> None:
+    """Each directory node is asked once for all its keys, then each owner once for those that it was named for."""
+    cluster = calm(6, **ROOMY)
+    reader = cluster.join(5)
+    keys = [key for at in range(4) for key in placed(cluster, at, (at + 1) % 4, 6, name=f"part {at}")]
+    held = keys[1::2]
+    for node in range(4):
+        # The owner is not a candidate of the keys.
+        store(cluster, cluster.join((node + 2) % 4), [key for key in keys[6 * node : 6 * node + 6] if key in held])
+    reply = match_independent(cluster, reader, keys)
+    assert leased(keys, reply) == held
+    assert {code for key, code in zip(keys, reply.codes, strict=True) if key not in held} == {Code.MISSING}
+    asked = lookups(cluster, 5)
+    assert sorted(node for node, _ in asked) == sorted(["n0", "n1", "n2", "n3"] * 2)
+    fetched = fetch(cluster, reader, reply.lease, len(held))
+    assert fetched.codes == bytes([Code.LOCAL] * len(held))
+    assert fetched.checksums == checksums_of(held)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, len(held)),)))
+    cluster.check()
+    assert all(cluster.core(node).census()["leases to peers"] == 0 for node in range(4))
+
+
+def test_independent_keys_at_a_frozen_directory_node_are_unknown() -> None:
+    """The other keys are found within the deadline."""
+    cluster = calm(5, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(4)
+    lost, kept = placed(cluster, 3, 1, 3), placed(cluster, 1, 2, 3)
+    keys = [key for pair in zip(lost, kept, strict=True) for key in pair]
+    store(cluster, writer, keys)
+    cluster.node(3).freeze()
+    began = cluster.clock.now
+    reply = match_independent(cluster, reader, keys)
+    assert cluster.clock.now - began < 1.25 * cluster.core(4).config.match_deadline_s
+    assert leased(keys, reply) == kept
+    assert bytes(reply.codes[::2]) == bytes([Code.UNKNOWN] * 3)
+
+
+def test_independent_keys_beyond_the_share_of_a_session_are_not_leased() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    writer, reader = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 7)
+    store(cluster, writer, [key for key in keys if key != keys[1]])
+    reply = match_independent(cluster, reader, keys)
+    found, limit = Code.LOCAL, Code.SESSION_LIMIT
+    assert list(reply.codes) == [found, Code.MISSING, found, found, limit, limit, limit]
+    assert reply.hits == 3
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    cluster.check()
+    assert cluster.core(0).idle()
+
+
+def test_a_match_of_independent_keys_does_not_wait() -> None:
+    """Segments in flight are PENDING, and no in-flight marker is set for the caller."""
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 1, 0, 3)
+    prepare(cluster, writer, keys[1:2])
+    cluster.run_for(0.01)
+    began = cluster.clock.now
+    reply = match_independent(cluster, reader, keys, wait_s=5.0)
+    assert list(reply.codes) == [Code.MISSING, Code.PENDING, Code.MISSING]
+    assert cluster.clock.now - began < 1.0
+    assert match(cluster, writer, keys).codes[0] == Code.MISSING
+
+
+def test_an_owner_that_is_busy_redirects_readers_of_independent_keys() -> None:
+    cluster = calm(6, **ROOMY)
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, cluster.join(0), keys[1:])
+    for node in (2, 3, 4, 5):
+        reader = cluster.join(node)
+        reply = match_independent(cluster, reader, keys)
+        assert leased(keys, reply) == keys[1:]
+        assert fetch(cluster, reader, reply.lease, 3).checksums == checksums_of(keys[1:])
+    assert cluster.core(0).counters[REDIRECTED]
+    cluster.check()
+
+
+def test_independent_keys_are_found_at_the_directory_node_before_a_ring_change() -> None:
+    cluster = calm(4, **ROOMY)
+    keys = prompt("p", 24)
+    held = keys[::3]
+    store(cluster, cluster.join(0), held)
+    cluster.leave("n3")
+    cluster.run_for(0.02)
+    assert leased(keys, match_independent(cluster, cluster.join(1), keys)) == held
+
+
+def test_every_token_of_independent_keys_is_counted_once() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 6)
+    store(cluster, writer, [keys[1], keys[3], keys[5]])
+    prepare(cluster, writer, keys[4:5])
+    cluster.run_for(0.01)
+    reply = match_independent(cluster, reader, keys)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    counters = cluster.core(2).counters
+    tokens = [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED, SKIPPED, PENDING, MISSING)]
+    assert tokens == [6, 0, 2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_key_that_is_asked_for_twice_is_leased_twice(node: int) -> None:
+    """At the node that has the segment, and at another one."""
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(node)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys[1:])
+    asked = [keys[1], keys[0], keys[1], keys[2], keys[2]]
+    reply = match_independent(cluster, reader, asked)
+    assert leased(asked, reply) == [keys[1], keys[1], keys[2], keys[2]]
+    assert fetch(cluster, reader, reply.lease, 4).checksums == checksums_of([keys[1], keys[1], keys[2], keys[2]])
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 4),)))
+    cluster.check()
+    assert cluster.core(node).idle()

@@ -54,6 +54,13 @@ def test_dtype_is_the_models() -> None:
     assert layout_of(family("llama-gqa", torch.bfloat16)).dtype == "bfloat16"
 
 
+def test_quantised_weights_are_refused_by_name() -> None:
+    model = family("llama-gqa")
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    with pytest.raises(LayoutRefused, match="'quantization_config'"):
+        layout_of(model)
+
+
 def test_position_names_the_rotation() -> None:
     position = json.loads(layout_of(family("llama3-rope")).position)
     assert position["kind"] == "rope"

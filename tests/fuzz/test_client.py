@@ -23,7 +23,8 @@ from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, Code, engine, pack_frame
 from tokenlake.wire.slots import SlotRef
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
+from tokenlake_client.match import DEFAULT_MATCH
 
 SLOTS = 4
 REGION_BYTES = 4096 + SLOTS * LAYOUT.segment_bytes
@@ -126,14 +127,18 @@ regions = st.one_of(st.none(), st.none(), hostile(engine.Region).filter(lambda r
 other = st.sampled_from([engine.Failed, engine.HeartbeatReply, engine.Located]).flatmap(hostile)
 
 
-def read(pool: Pool) -> None:
-    with pool.match(KEYS) as lease:
+def read(pool: Pool, options: MatchOptions = DEFAULT_MATCH) -> None:
+    with pool.match(KEYS, options) as lease:
         assert lease.hits <= len(KEYS)
         arrays = lease.fetch()
         assert len(arrays) <= lease.hits
         assert all(array.shape == (LAYOUT.segment_bytes,) for array in arrays)
         lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8) for _ in KEYS])
         lease.nodes()
+
+
+def read_independent(pool: Pool) -> None:
+    read(pool, MatchOptions(independent=True))
 
 
 def attach(pool: Pool) -> None:
@@ -151,7 +156,9 @@ def attach_write(pool: Pool) -> None:
         writing.fill(lambda index, slot: slot.fill(7))
 
 
-@pytest.mark.parametrize("access", [read, attach, write, attach_write], ids=lambda access: access.__name__)
+@pytest.mark.parametrize(
+    "access", [read, read_independent, attach, write, attach_write], ids=lambda access: access.__name__
+)
 @pytest.mark.parametrize("verify", [False, True])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -187,6 +194,8 @@ HERE = SlotRef(0, 0, 0).pack()
         (read, [engine.Matched(1, 1, 1, bytes([Code.REMOTE]), HERE, b""), engine.Fetched(1, LOCAL * 2, HERE * 2, b"")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Located(1, (), b"\0")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Region(1, 0, REGION_BYTES * 2, 1)]),
+        (read_independent, [engine.Matched(1, 1, 1, LOCAL * 5, HERE, b"")]),
+        (read_independent, [engine.Matched(1, 1, 2, LOCAL + bytes([Code.MISSING]) * 3, HERE * 2, b"")]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 5, HERE * 5)]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 4, b"")]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 4, SlotRef(0, SLOTS, 0).pack() * 4)]),
@@ -200,6 +209,8 @@ HERE = SlotRef(0, 0, 0).pack()
         "more fetched than asked for",
         "a node beyond the list",
         "a region larger than its memory",
+        "codes of more keys than were asked for",
+        "more hits than their codes say",
         "more prepared than asked for",
         "no slot to write",
         "a slot to write beyond the region",

@@ -14,6 +14,7 @@ import tokenlake_server.daemon  # noqa: F401  imports every module that declares
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
+from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +56,21 @@ def services() -> str:
     return "\n".join(rows) + "\n"
 
 
+def connector_counts() -> str:
+    """The counts and times of vLLM's connector as a table in Markdown."""
+    rows = ["| count | on vLLM's metrics page | meaning |", "|---|---|---|"]
+    for name, count in COUNTS.items():
+        rows.append(f"| `{name}` | {f'`{count.series}`' if count.series else ''} | {count.meaning} |")
+    rows += [f"| | `{PREFIX}{name}`, a histogram | {meaning} |" for name, meaning in TIMES.items()]
+    return "\n".join(rows) + "\n"
+
+
 PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "counters of a daemon", counters),
     Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
+    Part("docs/vllm.md", "counts of the connector", connector_counts),
 )
 
 

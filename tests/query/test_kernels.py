@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenlake.attention import AttentionShape, Partial, Stored, as_float32, attend, from_float32, stored_dtype
 from tokenlake.attention.slots import SlotMap
 from tokenlake.errors import LayoutRefused
-from tokenlake.layout import Layout
+from tokenlake.layout import Layout, static_quantisation
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.kernels.numpy_cpu import NumpyKernel
 
@@ -215,6 +215,13 @@ def test_arguments_that_do_not_fit_the_layout(kernel_class: Any) -> None:
         kernel.attend(queries, [slots[0], slots[1][:-1]], LAYER)
     with pytest.raises(LayoutRefused, match="'kv_heads' is 4; the layout has 8"):
         kernel_class(GROUPED, AttentionShape.of(changed(kv_heads=4), 8))
+
+
+def test_a_quantised_cache_is_refused_by_name(kernel_class: Any) -> None:
+    quantised = changed(dtype="float8_e4m3fn", quantisation=static_quantisation("float32"))
+    quantised.check()
+    with pytest.raises(LayoutRefused, match="float8_e4m3fn.*supported: float32, bfloat16, float16"):
+        kernel_class(quantised, AttentionShape.of(quantised, 32))
 
 
 def test_torch_kernel_is_chosen_where_installed(

@@ -11,6 +11,7 @@ import pytest
 from tests.query.raw import Raw, memfd, raw_engine, raw_peer
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, layout_of, spread
 from tokenlake.errors import LayoutRefused
+from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
@@ -25,6 +26,15 @@ NBYTES = 1 << 16
 TWO_KEYS = bytes(range(64))
 STEP = wire.Step(1, 1, "float32", ((1, 2),), 0, 8192, 16384)
 """Two tokens of four heads of 32."""
+OPAQUE = OpaqueLayout(
+    model_id="test",
+    weights_digest="00",
+    engine="vllm 0.32.0",
+    cache="one group",
+    shards=2,
+    shard_bytes=8192,
+    segment_tokens=16,
+)
 
 
 @pytest.fixture
@@ -133,6 +143,8 @@ def test_views_between_nodes(cluster: Cluster) -> None:
         assert "a multiple of its 2 KV heads" in raw.refused().reason
         raw.send(wire.OpenView(2, "default", b"nonsense", bytes(32), (), b"", HEADS, SCALE))
         assert raw.refused().kind == LayoutRefused.__name__
+        raw.send(wire.OpenView(7, "default", OPAQUE.encode(), bytes(32), (), b"", HEADS, SCALE))
+        assert "the layout is opaque: only its 'engine' 'vllm 0.32.0' understands" in raw.refused().reason
         raw.send(wire.OpenView(3, "nobody", layout, bytes(32), (), b"", HEADS, SCALE))
         assert raw.refused().kind == "CredentialRefused"
         raw.send(wire.OpenView(6, "default", layout, bytes(32), (), b"", 1 << 16, SCALE))

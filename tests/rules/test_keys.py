@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.identity import Fingerprint, SegmentKey
-from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, probe, root_key
+from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, opaque_key, probe, root_key
 
 SECRET = b"tenant a's secret"
 FINGERPRINT = Fingerprint(bytes(range(32)))
@@ -32,6 +32,13 @@ KEYS_WITH_EXTRAS = [
     "5618d060d2cfbc74589eaeec7b813ed30ecdc6c2ea0f16c627b2a3c56505d199",
 ]
 """Extras `image` and an empty one at segment 1. All vectors: hashlib over bytes written out by hand."""
+ENGINE_KEY = bytes(range(100, 132))
+OPAQUE_KEY = "4a8327b50970d1557e38febb44236891509c104c9d711dc7201d8995d6d4a9c0"
+"""Of group 0."""
+OPAQUE_KEY_WITH_ADAPTER = "49890144f8cf5aed0224b67a80fede19ce02464c2d824e1dde6a3a5b7e980bdf"
+"""Of group 3."""
+OPAQUE_KEY_WITH_SALT = "fb20d98bde0ce1e656a478b12c8d428c2cbfa3d475c8db46707ed3fce1272ab1"
+"""Of group 300."""
 
 token_ids = st.integers(0, 0xFFFFFFFF)
 
@@ -56,6 +63,40 @@ def test_the_root_is_the_golden_vector() -> None:
 def test_the_keys_are_the_golden_vectors() -> None:
     assert [key.hex() for key in keys_of(TOKENS)] == KEYS
     assert [key.hex() for key in keys_of(TOKENS, extras={1: [b"image", b""]})] == KEYS_WITH_EXTRAS
+
+
+def test_opaque_keys_are_the_golden_vectors() -> None:
+    assert opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY).hex() == OPAQUE_KEY
+    assert opaque_key(SECRET, FINGERPRINT, 3, ENGINE_KEY, adapter="lora-1").hex() == OPAQUE_KEY_WITH_ADAPTER
+    assert opaque_key(SECRET, FINGERPRINT, 300, ENGINE_KEY, salt="pepper").hex() == OPAQUE_KEY_WITH_SALT
+
+
+def test_each_part_of_the_identity_changes_an_opaque_key() -> None:
+    keys = {
+        opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY),
+        opaque_key(b"tenant b's secret", FINGERPRINT, 0, ENGINE_KEY),
+        opaque_key(SECRET, Fingerprint(bytes(32)), 0, ENGINE_KEY),
+        opaque_key(SECRET, FINGERPRINT, 1, ENGINE_KEY),
+        opaque_key(SECRET, FINGERPRINT, 0, bytes(32)),
+        opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY, adapter="x"),
+        opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY, salt="x"),
+        opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY, adapter=""),
+        opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY, salt=""),
+        root_key(SECRET, FINGERPRINT),
+    }
+    assert len(keys) == 10
+
+
+@pytest.mark.parametrize("size", [0, 8, 16, 31, 33, 64])
+def test_an_engine_key_of_another_length_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"has {size} bytes; expected 32"):
+        opaque_key(SECRET, FINGERPRINT, 0, bytes(size))
+
+
+@pytest.mark.parametrize("group", [-1, 1 << 32])
+def test_a_cache_group_out_of_range_is_refused(group: int) -> None:
+    with pytest.raises(ValueError, match="group"):
+        opaque_key(SECRET, FINGERPRINT, group, ENGINE_KEY)
 
 
 def test_each_part_of_the_identity_changes_the_root() -> None:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.errors import LayoutRefused
-from tokenlake.layout import DTYPE_BYTES, MAX_SEGMENT_BYTES, Layout
+from tokenlake.layout import (
+    COMPUTED_DTYPES,
+    DTYPE_BYTES,
+    MAX_SEGMENT_BYTES,
+    QUANTISED_DTYPES,
+    Layout,
+    static_quantisation,
+)
 
 LLAMA = Layout(
     model_id="tiny-llama",
@@ -45,7 +52,7 @@ layouts = st.builds(
     Layout,
     model_id=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40),
     weights_digest=st.text("0123456789abcdef", min_size=1, max_size=64),
-    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+    dtype=st.sampled_from(COMPUTED_DTYPES),
     layers=sizes,
     kv_heads=sizes,
     key_dim=sizes,
@@ -76,7 +83,15 @@ def test_every_field_changes_the_fingerprint(field: str) -> None:
     assert changed(**{field: OTHER_VALUES[field]}).fingerprint() != LLAMA.fingerprint()
 
 
-@given(layouts)
+quantised = st.builds(
+    msgspec.structs.replace,
+    layouts,
+    dtype=st.sampled_from(QUANTISED_DTYPES),
+    quantisation=st.sampled_from([static_quantisation(dtype) for dtype in COMPUTED_DTYPES]),
+)
+
+
+@given(layouts | quantised)
 def test_a_layout_survives_encoding(layout: Layout) -> None:
     decoded = Layout.decode(layout.encode())
     assert decoded == layout
@@ -103,6 +118,18 @@ def test_an_unsupported_field_is_refused_by_name(field: str, value: object) -> N
         layout.check()
     with pytest.raises(LayoutRefused, match=f"'{field}'"):
         Layout.decode(layout.encode())
+
+
+def test_a_quantised_dtype_names_its_quantisation() -> None:
+    """An element of a quantised cache has one byte, and its scales and its precision before rounding are named."""
+    scaled = changed(dtype="float8_e4m3fn", quantisation=static_quantisation("float32"))
+    scaled.check()
+    assert scaled.segment_bytes * DTYPE_BYTES["bfloat16"] == LLAMA.segment_bytes
+    others = [changed(dtype=dtype, quantisation=static_quantisation("bfloat16")) for dtype in QUANTISED_DTYPES]
+    assert len({one.fingerprint() for one in (scaled, *others, LLAMA)}) == 4
+    for wrong in (changed(dtype="float8_e5m2"), changed(quantisation=static_quantisation("bfloat16"))):
+        with pytest.raises(LayoutRefused, match="'quantisation'"):
+            wrong.check()
 
 
 def test_a_segment_may_be_as_large_as_the_bound() -> None:

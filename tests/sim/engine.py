@@ -110,6 +110,8 @@ class Reading:
     """Report wrong bytes, and do not read them."""
     in_flight_wait_s: float = 0.0
     """How long the match waits for missing segments that another engine computes."""
+    independent: bool = False
+    """Each segment that is found is read, not only a prefix."""
 
 
 @dataclass(frozen=True)
@@ -179,21 +181,28 @@ class Engine:
 
         def matched(reply: engine.Matched) -> None:
             self.answers.append(reply)
-            assert all(code in (Code.LOCAL, Code.REMOTE) for code in reply.codes[: reply.hits])
+            found = [at for at, code in enumerate(reply.codes) if code in (Code.LOCAL, Code.REMOTE)]
+            if not how.independent:
+                assert found[: reply.hits] == list(range(reply.hits))
+            else:
+                assert len(found) == reply.hits, f"{len(found)} keys were found, {reply.hits} are leased"
             if not reply.hits:
                 return
-            self._look(first, reply.lease, keys, 0, reply.codes[: reply.hits], reply.slots, verify=how.verify)
+            leased = [keys[at] for at in found[: reply.hits]]
+            codes = bytes(reply.codes[at] for at in found[: reply.hits])
+            self._look(first, reply.lease, leased, 0, codes, reply.slots, verify=how.verify)
             cut = min(how.split, reply.hits)
             if how.attach and self.second is not first:
-                self._attach(reply.lease, keys, how)
+                self._attach(reply.lease, leased, how)
             if how.fetch:
-                self._fetch(first, reply.lease, keys, range(0, cut), verify=how.verify)
-                self._fetch(first, reply.lease, keys, range(cut, reply.hits), verify=how.verify)
+                self._fetch(first, reply.lease, leased, range(0, cut), verify=how.verify)
+                self._fetch(first, reply.lease, leased, range(cut, reply.hits), verify=how.verify)
             self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
         def match(number: int) -> engine.Match:
-            return engine.Match(number, join_keys(keys), 0.0, True, f"r{number}", None, 0, how.in_flight_wait_s)
+            wait_s, packed = how.in_flight_wait_s, join_keys(keys)
+            return engine.Match(number, packed, 0.0, True, f"r{number}", None, 0, wait_s, independent=how.independent)
 
         first.request(match, matched)
 

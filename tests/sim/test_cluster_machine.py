@@ -51,6 +51,7 @@ readings = st.builds(
     hold_s=st.sampled_from((0.005, 0.1, 0.5, 1.5)),
     split=st.integers(0, 3),
     verify=st.booleans(),
+    independent=st.integers(0, 3).map(lambda number: number == 3),
 )
 storings = st.builds(
     Storing,
@@ -123,7 +124,8 @@ class ClusterMachine(RuleBasedStateMachine):
             if engine is None or len(self.cluster.alive()) < MAX_ENGINES // 2:
                 self.cluster.join(random.randrange(NODES), processes=random.randrange(1, 3))
             else:
-                engine.read(prompt, Reading(hold_s=random.choice((0.001, 0.004, 0.02, 0.1))))
+                hold_s, independent = random.choice((0.001, 0.004, 0.02, 0.1)), random.random() < 0.25
+                engine.read(prompt, Reading(hold_s=hold_s, independent=independent))
                 start = random.randrange(4)
                 ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))

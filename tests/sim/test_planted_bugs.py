@@ -20,6 +20,7 @@ from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.fetch import Transfers
 from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
+from tokenlake.core.match import _Found
 from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peers
@@ -237,6 +238,17 @@ def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SegmentStore, "drop", lambda self, segment, now: self.evicted.append(segment))
 
 
+def independent_keys_end_at_a_gap(patch: pytest.MonkeyPatch) -> None:
+    """Independent keys behind one that no node has are not leased, as if they were those of a prefix."""
+    original = _Found.places
+
+    def places(self: _Found) -> list[int]:
+        found = original(self)
+        return [place for number, place in enumerate(found) if place == number]
+
+    patch.setattr(_Found, "places", places)
+
+
 SEEN_BY_ENGINES = (
     generation_ignored,
     stamp_forgotten,
@@ -262,8 +274,9 @@ SEEN_INSIDE = (
     renewed_before_it_is_checked,
     call_ended_by_a_wrong_reply,
     transfer_not_checked,
+    independent_keys_end_at_a_gap,
 )
-"""Lost slots, segments that no node finds, too many copies, refused events that leave a trace."""
+"""Lost slots, segments that no node finds or leases, too many copies, refused events that leave a trace."""
 
 SLOW = (wrong_copy_kept, peer_lease_kept)
 """Found after many more steps than the others: ten seconds each."""

@@ -169,7 +169,7 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
 
 
 def text() -> Kind:
-    """Returns the kind of a text of at least one character."""
+    """The kind of a setting whose value is any text of at least one character."""
     expected = "a text in UTF-8"
 
     def parse(value: object) -> str:
@@ -278,7 +278,8 @@ def is_own_address(host: str) -> bool:
 
 
 def peers() -> Kind:
-    """A list of `name=host:port[/SIZE]` with each name and each address once, and sizes for all entries or for none."""
+    """The kind of a setting whose value lists nodes as `name=host:port[/SIZE]`, where SIZE is a node's memory: each
+    name and each address once, and sizes for all entries or for none."""
     expected = "a list of name=HOST:PORT[/SIZE]"
 
     def parse(value: object) -> tuple[Peer, ...]:

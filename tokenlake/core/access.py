@@ -90,24 +90,24 @@ class RecentMatches:
     these prompts, which get the access records of the matches."""
 
     def __init__(self) -> None:
-        self._matches: deque[tuple[bytes, AccessRecord]] = deque()
+        self._matches: deque[tuple[bytes, AccessRecord, bool]] = deque()
         self._nbytes = 0
 
-    def add(self, keys: bytes, access: AccessRecord) -> None:
+    def add(self, keys: bytes, access: AccessRecord, *, independent: bool = False) -> None:
         """Remember the match of the prompt with the concatenated `keys`, of which the engine will compute the missing
-        segments."""
-        self._matches.append((keys, access))
+        segments. `independent`: a store may name these keys in another order, and from another first index on."""
+        self._matches.append((keys, access, independent))
         self._nbytes += len(keys)
         while len(self._matches) > MAX_RECENT_MATCHES or self._nbytes > MAX_RECENT_BYTES:
-            oldest, _ = self._matches.popleft()
+            oldest, _, _ = self._matches.popleft()
             self._nbytes -= len(oldest)
 
     def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
         """Returns the access record of the request that stores `keys`, the first of which is segment `first` of its
         prompt; a new record if no remembered match fits."""
         at = first * KEY_BYTES
-        for known, access in reversed(self._matches):
-            if keys and known[at : at + KEY_BYTES] == keys[0]:
+        for known, access, independent in reversed(self._matches):
+            if keys and (known[at : at + KEY_BYTES] == keys[0] or (independent and known.find(keys[0]) >= 0)):
                 return access
         return AccessRecord(first + len(keys), first)
 

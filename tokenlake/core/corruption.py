@@ -36,6 +36,9 @@ MAX_QUEUED = 256
 is wrong, its next reader reports it again."""
 CHECKING_SHARE = 0.25
 """Maximum share of one thread's time for checks that find right bytes, so that false reports cost no more than this."""
+MAX_REST_S = 10.0
+"""Maximum pause after a check. A check that took long, because the process was stopped meanwhile for example, does not
+keep the next ones waiting for a multiple of that time."""
 
 Reporter = tuple[str, str]
 """The node or tenant that reports a copy: ("node", its name) or ("tenant", its name)."""
@@ -114,7 +117,7 @@ class Corruption:
         if right:
             took = self._context.now - check.began
             self._resting = True
-            self._context.after(took * (1 / CHECKING_SHARE - 1), self._rested)
+            self._context.after(min(took * (1 / CHECKING_SHARE - 1), MAX_REST_S), self._rested)
         elif segment.state is State.READY:
             self._drop(segment, check.reporter)
         self._context.store.unpin(segment)

@@ -46,7 +46,7 @@ MAX_NAMES = 3
 RemovalReport = tuple[str, str, float, float]
 """How a segment left a node: (rule of eviction, node, seconds since then, seconds that the segment had been unused)."""
 Count = tuple[MissReason, str, int]
-"""Segments that were missed for one reason: (reason, detail for the reader, number of segments)."""
+"""How many segments were missed for one reason: (reason, detail for the user, number of segments)."""
 
 
 class Trail:
@@ -75,15 +75,16 @@ class Trail:
     def __init__(self, at: float, request: engine.Match, segment_tokens: int, slot_bytes: int) -> None:
         self.at = at
         self.name = request.request
-        self.tokens = request.tokens
-        """Number of tokens of the prompt; 0 if the engine did not give it."""
+        self.tokens = 0 if request.independent else request.tokens
+        """Number of tokens of the prompt; 0 if the engine did not give it. That of independent keys is not compared
+        with the tokens of their segments: several of them may stand for the same tokens."""
         self.segment_tokens = segment_tokens
         self.slot_bytes = slot_bytes
         self.hits = 0
         self.beyond = b""
-        """One `Code` for each segment of the prompt behind the hits, as the match returned it."""
+        """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
         self.missing: list[SegmentKey] = []
-        """Keys of the prompt's segments behind the hits that no node had (code MISSING), at most the first
+        """Keys of the prompt's segments that no node had (code MISSING), at most the first
         `MAX_MISSING`. `Explain` asks directory nodes how these segments left the pool."""
         self.elsewhere: dict[NodeId, int] = {}
         """Number of hits of the match that are leased at each other node."""
@@ -151,13 +152,13 @@ class Explain:
         self._keys = 0
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
-        """Remember a request whose match was answered with `codes`; its hits are in `trail`, which replaces an earlier
-        record of the same name."""
+        """Remember a request of whose match the segments `keys` are no hits, for the reasons in `codes`; its hits are
+        in `trail`, which replaces an earlier record of the same name."""
         if trail.silent:
             trail.unconnected = frozenset(node for node in trail.silent if not self._peers.connected(node))
-        trail.beyond = codes[trail.hits :]
+        trail.beyond = codes
         missing = Code.MISSING
-        for key, code in zip(keys[trail.hits :], trail.beyond, strict=True):
+        for key, code in zip(keys, codes, strict=True):
             if code == missing:
                 trail.missing.append(key)
                 if len(trail.missing) == MAX_MISSING:

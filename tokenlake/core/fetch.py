@@ -548,7 +548,8 @@ class LeaseReads:
 
     def attach(self, process: Process, request: engine.Attach) -> None:
         """Let another process of the session hold a lease as well. The answer has the items that any process still
-        holds; none if the lease has ended, or a limit is reached."""
+        holds; none if the lease has ended, or a limit of the session (bytes of its leases,
+        processes of a lease) is reached."""
         session = process.session
         lease = session.leases.get(LeaseId(request.lease))
         if lease is None or not self._grants.attach_lease(session, lease, process.connection):

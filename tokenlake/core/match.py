@@ -1,4 +1,4 @@
-"""Match: find the longest prefix of a prompt that the pool has, and lease it.
+"""Match: find the longest prefix of a prompt that the pool has, or all independent keys that it has, and lease them.
 
 ::
 
@@ -29,6 +29,10 @@ are asked of the owner of their neighbours::
     directory nodes      0 1   3       7                     15 <- not known
     owner of 0, 1, 3, 7  0 1 2 3 4 5 6 7
     directory nodes                      8 9 10 11 12 13 14
+
+A segment of independent keys is useful without the others. The first lookups ask for all missing keys, at their
+directory nodes; the next ones ask each owner for the segments that it was named for. The lease is of all segments that
+were found, and such a match does not wait for a segment in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that eng
 LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
 PENDING = Metric(
     "tokenlake_pending_timeout_tokens_total",
-    "Tokens of the first missing segment of matches that ended while the segment was being computed, or sent to others",
+    "Tokens of the first missing segment of matches, or of all missing independent segments, that ended while the "
+    "segment was being computed, or sent to others",
 )
 READ_BYTES = Metric(
     "tokenlake_read_bytes_total", "Bytes of segments that engines of this node read from its arena", "tenant"
@@ -83,7 +88,7 @@ _GONE = State.GONE
 
 
 class MatchResult(NamedTuple):
-    """The outcome of one match of an engine. A hit is a segment of the leased prefix."""
+    """The outcome of one match of an engine. A hit is a segment that the match leases."""
 
     codes: bytes
     """One `Code` per key of the prompt: LOCAL or REMOTE for each hit, otherwise the reason why the segment is not
@@ -97,11 +102,20 @@ class MatchResult(NamedTuple):
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
     """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
+    places: list[int] | None = None
+    """Index of the key of each hit, ascending; None for a prefix."""
 
     @property
     def hits(self) -> int:
-        """Number of segments of the leased prefix."""
+        """Number of segments that the match leases."""
         return len(self.segments)
+
+    def missed(self, keys: list[SegmentKey]) -> tuple[bytes, list[SegmentKey]]:
+        """Returns the codes of those of the match's `keys` that it does not lease, and these keys."""
+        if self.places is None:
+            return self.codes[self.hits :], keys[self.hits :]
+        missed = sorted(set(range(len(keys))).difference(self.places))
+        return bytes(self.codes[index] for index in missed), [keys[index] for index in missed]
 
 
 class _Found:
@@ -139,6 +153,11 @@ class _Found:
         places = zip(self.segments[:limit], self.owners, strict=False)
         gaps = (index for index, (segment, owner) in enumerate(places) if segment is None and owner is None)
         return next(gaps, limit)
+
+    def places(self) -> list[int]:
+        """Indices of the segments that are on this node or leased at another, ascending."""
+        places = zip(self.segments, self.owners, strict=True)
+        return [index for index, (segment, owner) in enumerate(places) if segment is not None or owner is not None]
 
     def set_codes_behind(self, gap: int, answered: set[int]) -> None:
         """Set the code MISSING for the keys behind `gap`, the index of the first missing segment, whose directory nodes
@@ -269,7 +288,8 @@ class Matches:
         if request.deadline_s > 0:
             limit_s = min(limit_s, request.deadline_s)
         wait_s = request.in_flight_wait_s
-        wait = Wait(now, wait_s, request.in_flight_wait_per_segment_s) if wait_s else None
+        may_wait = wait_s and not request.independent
+        wait = Wait(now, wait_s, request.in_flight_wait_per_segment_s) if may_wait else None
         match.search = _Search(match, match.keys, match.found, limit_s, wait, self._context.store.arrivals)
         self._begin(match.search)
 
@@ -331,8 +351,9 @@ class Matches:
         A missing key is looked up at its owner; if that is not known, at the owner of the neighbouring segments; else
         at its directory node. Keys after the first segment that no node has are not looked up. In the first lookups,
         keys after the last one with a known owner are looked up both at that owner, which mostly has some of them, and
-        at their directory nodes.
+        at their directory nodes. Independent keys are all looked up, each at its own owner or directory node.
         """
+        independent = search.match.request.independent
         found, asked, directory_nodes = search.found, search.asked, search.directory_nodes
         answered, first_round = search.answered, not search.rounds
         # (index, its owner, or else that of the nearest segment with a known owner: an earlier one if there is one)
@@ -347,9 +368,11 @@ class Matches:
                     copies = self._copies_of(search.tenant, [search.keys[index]])[0]
                     owner = next((node for node in copies if (index, node) not in search.denied), None)
                 if owner is None and index in answered and not search.previous_left(index):
+                    if independent:
+                        continue
                     break
                 missing.append((index, owner or nearest))
-            if owner is not None:
+            if owner is not None and not independent:
                 if nearest is None:
                     # The keys before the first known owner, and this one if it is not leased.
                     missing = [(each, owner) for each, _ in missing]
@@ -360,11 +383,11 @@ class Matches:
             if node is not None and (index, node) not in asked:
                 asked.add((index, node))
                 calls.setdefault(node, []).append(index)
-                if not (first_round and index > last):
+                if independent or not (first_round and index > last):
                     continue
             if (index not in answered and (index, directory_nodes[index]) not in asked) or search.previous_left(index):
                 to_directory.append(index)
-        for index in _probes(to_directory) if first_round else to_directory:
+        for index in _probes(to_directory) if first_round and not independent else to_directory:
             if index not in answered and (index, directory_nodes[index]) not in asked:
                 asked.add((index, directory_nodes[index]))
                 calls.setdefault(directory_nodes[index], []).append(index)
@@ -579,18 +602,19 @@ class Matches:
     # -- the result
 
     def _finish(self, match: _Match) -> None:
-        """End a match: lease the longest prefix that was found, release all other segments and leases, and answer the
-        engine."""
+        """End a match: lease the longest prefix, or all independent keys, that were found; release all other segments
+        and leases, and answer the engine."""
         del self._under_way[match]
         result = self._conclude(match)
         process, session, hits = match.process, match.process.session, result.hits
         if hits < len(match.keys):
-            session.recent.add(match.request.keys, result.access)
+            session.recent.add(match.request.keys, result.access, independent=match.request.independent)
         lease: Lease | None = None
         if hits:
             number, hints = LeaseId(self._context.next_id()), with_access(match.request.hints, result.access)
+            keys = match.keys[:hits] if result.places is None else [match.keys[index] for index in result.places]
             places = result.segments, result.owners, result.leases
-            lease = Lease(number, match.keys[:hits], process.connection, hints, *places)
+            lease = Lease(number, keys, process.connection, hints, *places)
             self._grants.add_lease(session, lease)
         self._count(match, result)
         if match.request.request and session.segment_tokens:
@@ -602,34 +626,45 @@ class Matches:
             self._context.emit(Answer(process.connection, matched))
 
     def _conclude(self, match: _Match) -> MatchResult:
-        """Decide how many segments the match leases (the hits), unpin the later ones, and release the leases at other
-        nodes that no hit needs. Returns the result."""
+        """Decide which segments the match leases (the hits), unpin the others, and release the leases at other nodes
+        that no hit needs. Returns the result."""
         found, search, session = match.found, match.search, match.process.session
+        independent = match.request.independent
         if search is not None:
             search.open = False
             self._recheck(search)
             self._leave_out_dropped(found)
             self._report_stale(search)
-            found.set_codes_behind(found.prefix(len(match.keys)), search.answered)
-        limit = self._grants.may_lease(session, found.segments, len(session.processes)) if match.process.alive else 0
-        hits = found.prefix(limit) if search is not None else limit
-        if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
-            found.codes[limit] = Code.SESSION_LIMIT
-        segments = tuple(found.segments[:hits])
-        if hits < len(found.segments):
-            self._context.store.unpin(*(segment for segment in found.segments[hits:] if segment is not None))
+            if not independent:
+                found.set_codes_behind(found.prefix(len(match.keys)), search.answered)
+        places = found.places() if independent else None
+        candidates = found.segments if places is None else [found.segments[index] for index in places]
+        limit = self._grants.may_lease(session, candidates, len(session.processes)) if match.process.alive else 0
+        if places is None:
+            hits = found.prefix(limit) if search is not None else limit
+            if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
+                found.codes[limit] = Code.SESSION_LIMIT
+        else:
+            hits = limit
+            for index in places[limit:]:
+                found.codes[index] = Code.SESSION_LIMIT
+            places = places[:limit]
+        segments = tuple(candidates[:hits])
+        if hits < len(candidates):
+            self._context.store.unpin(*(segment for segment in candidates[hits:] if segment is not None))
         access = access_of_match(self._context, session.tenant, match.keys, found.segments, hits, found.accesses)
         if search is None:
-            return MatchResult(bytes(found.codes), segments, access)
-        places = zip(segments, found.owners, strict=False)
-        owners = tuple(owner if segment is None else None for segment, owner in places)
+            return MatchResult(bytes(found.codes), segments, access, places=places)
+        of_hits = found.owners if places is None else [found.owners[index] for index in places]
+        pairs = zip(segments, of_hits, strict=False)
+        owners = tuple(owner if segment is None else None for segment, owner in pairs)
         leases: list[tuple[NodeId, int]] = []
         for node, granted in found.leases.items():
             if node in owners:
                 leases += ((node, lease) for lease in granted)
             else:
                 self._peers.tell(node, wire.ReleaseLease(tuple(granted)))
-        return MatchResult(bytes(found.codes), segments, access, owners, tuple(leases), tuple(found.silent))
+        return MatchResult(bytes(found.codes), segments, access, owners, tuple(leases), tuple(found.silent), places)
 
     def _leave_out_dropped(self, found: _Found) -> None:
         """Count a copy of this node as missing if it was dropped for wrong bytes while other nodes were asked."""
@@ -660,7 +695,10 @@ class Matches:
         session, hits, keys = match.process.session, result.hits, len(match.keys)
         counters, size = self._context.counters, session.segment_tokens
         local = hits - result.segments.count(None) if result.owners else hits
-        pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
+        if result.places is None:
+            pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
+        else:
+            pending = sum(map(result.codes.count, (Code.PENDING, Code.DEFERRED)))
         counters.add(LOCAL, local * size)
         counters.add_for(READ_BYTES, session.tenant, local * session.slot_bytes)
         counters.add(PENDING, pending * size)
@@ -674,7 +712,7 @@ class Matches:
         trail.silent = dict.fromkeys(result.silent)
         if lease is not None:
             lease.trail = trail
-        self._explain.begin(session.tenant, trail, result.codes, match.keys)
+        self._explain.begin(session.tenant, trail, *result.missed(match.keys))
 
     @property
     def matching(self) -> int:

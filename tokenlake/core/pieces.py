@@ -21,7 +21,7 @@ __all__ = ["LONG", "LongRequest", "Pieces"]
 
 LongRequest = engine.Release | engine.Hint | engine.ReconcileGrants
 LONG = (engine.Release, engine.Hint, engine.ReconcileGrants)
-"""The types of the requests that are cut."""
+"""The types of the requests that are cut into pieces if they are long."""
 
 RANGES = 32
 """Ranges of one piece of a `Release`."""

@@ -318,8 +318,9 @@ class Serving:
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
-        """Returns those found segments that other nodes may still lease; the codes of the others become UNKNOWN. A
-        segment that another node leases already takes no further slot."""
+        """Returns those found segments that other nodes may still lease, within the limit of slots that they may lease;
+        the codes of the other found segments become UNKNOWN. A segment that another node leases already takes no
+        further slot."""
         leased = [segment for segment in found if segment is not None]
         rooms: dict[PoolId, int] = {}
         enough = True

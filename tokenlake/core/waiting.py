@@ -127,8 +127,8 @@ class WaitingMatches:
         self._directory_node = directory_node
         self._polls: dict[TenantId, dict[SegmentKey, _Poll]] = {}
         self._woken: dict[TenantId, dict[_Waiter, Code]] = {}
-        """By tenant, matches that waited for a segment, whose wait is over, and that were not resumed yet. The turn of the
-        first tenant is next."""
+        """By tenant, matches that waited for a segment, whose wait is over, and that were not resumed yet. The turn of
+        the first tenant is next."""
         self._waiting: Counter[TenantId] = Counter()
         """Number of matches of each tenant that wait, or whose wait is over and that were not resumed yet."""
 

@@ -130,7 +130,8 @@ class Failed(_Message, frozen=True, tag=3):
 
 
 class Match(_Message, frozen=True, tag=4):
-    """Asks which of these keys, from the first on, the pool has. The segments that it finds are leased."""
+    """Asks which of these keys the pool has: the longest prefix of them or, if they are `independent`, all that it
+    finds. These segments are leased."""
 
     id: int
     keys: bytes
@@ -148,6 +149,8 @@ class Match(_Message, frozen=True, tag=4):
     caller."""
     in_flight_wait_per_segment_s: Seconds = 0.0
     """Maximum part of `in_flight_wait_s` for each missing segment; 0: no such bound."""
+    independent: bool = False
+    """Should every segment that is found be leased? Such a match does not wait for a segment in flight."""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -156,12 +159,14 @@ class Matched(_Message, frozen=True, tag=5):
     id: int
     lease: int
     hits: Index
-    """Number of leased segments, from the first on without a gap; no other segment is leased."""
+    """Number of leased segments: the first ones without a gap or, of `independent` keys, those with the code LOCAL or
+    REMOTE. No other segment is leased."""
     codes: bytes
+    """One per key of the `Match`, or per leased segment of the `Attach`."""
     slots: bytes
-    """Slots of the first `hits` keys; zeros where the code is not LOCAL."""
+    """Slots of the leased segments, in the order of the keys; zeros where the code is not LOCAL."""
     checksums: bytes
-    """8 bytes per shard for each of the first `hits` keys, zeros where not LOCAL; empty where the request had no
+    """8 bytes per shard for each of the leased segments, zeros where not LOCAL; empty where the request had no
     `checksums`."""
 
 

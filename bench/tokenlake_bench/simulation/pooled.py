@@ -264,7 +264,7 @@ class PooledEngine(SimulatedEngine):
                 break
             store.discard(segment, now)
             memory.own.append(segment)
-        # An event makes the node report the evicted segments to its peers.
+        # The rules report evicted segments to peers when they handle their next event, whichever it is.
         self._node.deliver(events.Tick())
 
     def _release(self, segments: list[Segment], most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.forked import ForkedEngine
-from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.cluster import Cluster, parse_metrics
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
@@ -34,6 +35,19 @@ def prompt(length: int, seed: int) -> list[int]:
     return tokens
 
 
+def totals(page: str) -> dict[str, float]:
+    """The values on vLLM's metrics page, without the labels that all its series have."""
+    return {
+        re.sub(r"\{,?\}", "", re.sub(r'(engine|model_name)="[^"]*",?', "", name)): value
+        for name, value in parse_metrics(page).items()
+    }
+
+
+def metrics_of(engine: Engine) -> dict[str, float]:
+    """The metrics of an engine that was started with `disable_log_stats=False`."""
+    return totals(engine.call("metrics"))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), TINY)
@@ -47,14 +61,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, which end with the module."""
+    """Starts engines, which end with the module. An argument `model` replaces the tiny model."""
     engines: list[Engine] = []
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
         kind = Engine if "environment" in arguments else ForkedEngine
         # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
-        engine = kind(model, logs / f"{len(engines)}.log", pool, nice=10, **arguments)
+        engine = kind(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=10, **arguments)
         engines.append(engine)
         return engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tokenlake.layout import Layout
 from tokenlake_client import Deadlines, Pool
@@ -22,15 +23,13 @@ def tracebacks(engine: Engine) -> list[str]:
     return [line for line in lines if "Traceback" in line and "[base.py:" not in line]
 
 
-def spoil(
-    cluster: Cluster, engine: Engine, tokens: Sequence[int], salt: str | None = None, segments: int | None = None
-) -> int:
-    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. Returns their
-    number."""
+def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int | None = None, **identity: Any) -> int:
+    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. `identity`:
+    arguments of `Pool.prefix`, which are part of the keys. Returns the number of segments."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))
     with (
         Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool,
-        pool.match(pool.prefix(tokens, salt=salt).keys) as lease,
+        pool.match(pool.prefix(tokens, **identity).keys) as lease,
     ):
         count = len(lease.fetch())
         first = 0 if segments is None else count - segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
 from tests.engines.vllm.conftest import TINY
 from tokenlake.errors import LayoutRefused
@@ -21,23 +22,35 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.weights import digest_of_directory
+from tokenlake_testing.families import save_pictures, save_quantised
 
 pytestmark = pytest.mark.timeout(300)
 
 
+FP8 = KVQuantMode.FP8_PER_TENSOR
+
+
 def configured(model: Path, **arguments: Any) -> VllmConfig:
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **arguments}
-    return EngineArgs(model=str(model), skip_tokenizer_init=True, **settings).create_engine_config()
+    return EngineArgs(model=str(model), **{"skip_tokenizer_init": True, **settings}).create_engine_config()
 
 
-def layout(model: Path, weights_digest: str | None = None, **arguments: Any) -> Layout:
-    """The layout that the connector of an engine with these arguments finds."""
+def layout(
+    model: Path, weights_digest: str | None = None, mode: KVQuantMode = KVQuantMode.NONE, **arguments: Any
+) -> Layout:
+    """The layout that the connector of an engine with these arguments finds. `mode`: the quantisation of its cache."""
     config = configured(model, **arguments)
-    spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=torch.float32)
+    dtype = torch.float32 if mode is KVQuantMode.NONE else torch.uint8
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=dtype, kv_quant_mode=mode)
     groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(TINY.layers)], spec)]
     cached = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     extra = {} if weights_digest is None else {"weights_digest": weights_digest}
     return layout_of(config, cached, read_settings(extra, {}))
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_quantised(tmp_path_factory.mktemp("quantised"), TINY)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +135,76 @@ def test_a_registered_loader_is_refused(model: Path) -> None:
 
     with pytest.raises(LayoutRefused, match="load_format.*test_loader"):
         layout(model, load_format="test_loader")
+
+
+def test_quantised_weights_have_a_digest_of_their_own(model: Path, quantised: Path, tmp_path: Path) -> None:
+    online: list[dict[str, Any]] = [
+        {"quantization": name, "dtype": "bfloat16"} for name in ("fp8", "fp8_per_channel", "fp8_per_block")
+    ]
+    ignored: dict[str, Any] = {"quantization_config": {"ignore": ["model.layers.0.self_attn.o_proj"]}}
+    layouts = [
+        layout(model, dtype="bfloat16"),
+        *(layout(model, **arguments) for arguments in online),
+        layout(model, **online[1], **ignored),
+        layout(quantised, dtype="bfloat16"),
+    ]
+    assert len({one.weights_digest for one in layouts}) == len(layouts)
+    assert layout(model, **online[1]) == layouts[2]
+    copied = tmp_path / "copy"
+    shutil.copytree(quantised, copied)
+    assert layout(copied, dtype="bfloat16") == layouts[-1]
+    # The digest that the user gives names the weights, not their quantisation.
+    named = [layout(model, weights_digest="mine", **arguments) for arguments in ({"dtype": "bfloat16"}, *online)]
+    assert named[0].weights_digest == "mine"
+    assert len({one.weights_digest for one in named}) == len(named)
+
+
+def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path) -> None:
+    """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`."""
+    older = tmp_path / "older"
+    shutil.copytree(model, older)
+    digests = set()
+    for size in (32, 64):
+        settings = {"bits": 4, "group_size": size, "desc_act": False, "sym": True, "quant_method": "gptq"}
+        (older / "quantize_config.json").write_text(json.dumps(settings))
+        digests.add(layout(older, quantization="gptq", dtype="float16").weights_digest)
+    assert len(digests) == 2
+
+
+def test_a_cache_in_fp8_names_its_format_and_its_precision(model: Path) -> None:
+    found = [
+        layout(model),
+        layout(model, mode=FP8, kv_cache_dtype="fp8"),
+        layout(model, mode=FP8, kv_cache_dtype="fp8_e5m2"),
+        layout(model, mode=FP8, kv_cache_dtype="fp8", dtype="bfloat16"),
+    ]
+    assert [one.dtype for one in found] == ["float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"]
+    assert [one.quantisation.rpartition(" ")[2] for one in found] == ["none", "float32", "float32", "bfloat16"]
+    assert len({one.fingerprint() for one in found}) == 4
+    # A checkpoint may choose the format too; vLLM's setting is "auto" then.
+    assert layout(model, mode=FP8) == layout(model, mode=FP8, kv_cache_dtype="fp8_e4m3") == found[1]
+
+
+def test_other_quantised_caches_are_refused_by_name(model: Path) -> None:
+    for name, mode in (
+        ("int8_per_token_head", KVQuantMode.INT8_PER_TOKEN_HEAD),
+        ("fp8_per_token_head", KVQuantMode.FP8_PER_TOKEN_HEAD),
+        ("fp8", KVQuantMode.NONE),
+    ):
+        with pytest.raises(LayoutRefused, match=f"kv_cache_dtype.*{name}"):
+            layout(model, mode=mode, kv_cache_dtype=name)
+
+
+def test_a_models_processor_of_images_is_part_of_the_digest(tmp_path: Path) -> None:
+    pictures = save_pictures(tmp_path / "pictures", TINY)
+    arguments: dict[str, Any] = {"skip_tokenizer_init": False}
+    first = layout(pictures, **arguments)
+    assert json.loads(first.position)["kind"] == "rope"
+    assert layout(pictures, max_model_len=1024, **arguments) == first
+    other = layout(pictures, mm_processor_kwargs={"do_rescale": False}, **arguments)
+    (file,) = pictures.glob("*processor_config.json")
+    file.write_text(file.read_text().replace('"height": 32', '"height": 16'))
+    assert len({one.weights_digest for one in (first, other, layout(pictures, **arguments))}) == 3
 
 
 def test_each_format_of_two_kinds_has_its_own_digest(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
+from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, metrics_of, prompt
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -16,6 +16,7 @@ from tokenlake_testing.engine_lines import Engine
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 60.0
+TOKENS = "vllm:tokenlake_prompt_tokens_total"
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 
@@ -32,7 +33,7 @@ def engines(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> tu
     here, there = (str(node.socket) for node in cluster.nodes)
     common = {"verify": True, **PATIENT}
     wrapped = [{"socket": here, "salt": salt, **common} for salt in "ab"]
-    return start(wrapped, transfer=RECOMPUTE), start({"socket": there, "salt": "b", **common})
+    return start(wrapped, transfer=RECOMPUTE, disable_log_stats=False), start({"socket": there, "salt": "b", **common})
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,15 @@ def test_one_connector_loads_and_all_store(multi: Engine, alone: Engine, plain: 
     assert hits(alone, longer, plain.generate([longer])[0]) == 1280, "the second connector stored nothing"
     counts = multi.call("counts")
     assert (counts["failures"], counts["loads_failed"]) == (0, 0)
+    # Both connectors report under one name.
+    page = metrics_of(multi)
+    assert page["vllm:tokenlake_requests_total"] == counts["requests"]
+    here, there = (
+        page[f'vllm:tokenlake_prompt_tokens_total{{source="{node}"}}'] for node in ("this_node", "other_nodes")
+    )
+    assert here + there == counts["tokens_hit"]
+    assert there == 768 == page['vllm:prompt_tokens_cached_by_source_total{source="p2p"}']
+    assert here == page['vllm:prompt_tokens_cached_by_source_total{source="host"}']
 
 
 def test_many_at_once(multi: Engine, plain: Engine) -> None:
@@ -96,7 +106,10 @@ def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: 
     assert spoil(cluster, multi, tokens, salt="a") == 3
     assert spoil(cluster, multi, tokens, salt="b") == 3
     assert multi.generate([tokens])[0] == expected
-    assert multi.call("counts")["loads_failed"] > failed
+    failures = multi.call("counts")["loads_failed"]
+    assert failures > failed
+    # Both sides of a connector count a failed load, and the metrics page counts it once.
+    assert 2 * metrics_of(multi)["vllm:tokenlake_loads_failed_total"] == failures
 
 
 def test_segments_of_a_killed_owner_are_recomputed(

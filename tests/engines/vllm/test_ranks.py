@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import PATIENT, metrics_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -30,7 +30,7 @@ def test_two_ranks_and_one_rank_share(load: str, start: Callable[..., Engine], p
     # Each mode of loading has its own salt.
     pool = {"socket": str(cluster.nodes[0].socket), "load": load, "salt": load, **PATIENT}
     before = cluster.totals()["tokenlake_stored_segments_total"]
-    two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS)
+    two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS, disable_log_stats=False)
     assert [two.generate([tokens])[0] for tokens in PROMPTS] == expected
     # Segments are whole when both ranks have filled their part, which happens behind the engine. Two ranks that spin
     # on two processors may leave the daemon without a turn beyond a deadline: then some are computed again.
@@ -49,5 +49,11 @@ def test_two_ranks_and_one_rank_share(load: str, start: Callable[..., Engine], p
     asked = cluster.totals()["tokenlake_local_tokens_total"]
     assert [two.generate([tokens])[0] for tokens in longer] == expected_longer
     assert cluster.totals()["tokenlake_local_tokens_total"] > asked
+    # The ranks load and store the same tokens, which count once.
+    page = metrics_of(two)
+    loaded = page['vllm:tokenlake_prompt_tokens_total{source="this_node"}']
+    assert page["vllm:tokenlake_loaded_tokens_total"] == loaded > 0
+    assert 256 * stored <= page["vllm:tokenlake_stored_tokens_total"] + page["vllm:tokenlake_not_stored_tokens_total"]
+    assert page["vllm:tokenlake_stored_tokens_total"] <= sum(len(tokens) + 8 for tokens in longer)
     two.close()
     one.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import PATIENT, TINY, prompt, totals
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import ENVIRONMENT
@@ -88,6 +88,10 @@ class Server:
             found: Any = json.load(answer)
         return str(found["choices"][0]["text"])
 
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as answer:
+            return totals(answer.read().decode())
+
     def close(self) -> None:
         self.process.terminate()
         try:
@@ -123,3 +127,15 @@ def test_one_server_reads_the_others_segments(servers: list[Server], cluster: Cl
     before = cluster.totals()["tokenlake_local_tokens_total"]
     assert [second.complete(tokens) for tokens in prompts] == expected
     assert cluster.totals()["tokenlake_local_tokens_total"] - before == 8 * 256
+    # The servers' metrics pages count the same as the daemon.
+    pages = [server.metrics() for server in servers]
+    for source, tokens in (("this_node", [0, 8 * 256]), ("not_found", [2400, 2400 - 8 * 256])):
+        assert [page[f'vllm:tokenlake_prompt_tokens_total{{source="{source}"}}'] for page in pages] == tokens
+    assert [page['vllm:prompt_tokens_cached_by_source_total{source="host"}'] for page in pages] == [0, 8 * 256]
+    assert [page["vllm:tokenlake_loaded_tokens_total"] for page in pages] == [0, 8 * 256]
+    assert [page["vllm:tokenlake_requests_total"] for page in pages] == [3, 3]
+    assert [page["vllm:tokenlake_copy_seconds_count"] for page in pages] == [0, 3]
+    assert pages[0]["vllm:tokenlake_stored_tokens_total"] == cluster.totals()["tokenlake_stored_segments_total"] * 256
+    for page in pages:
+        assert page["vllm:tokenlake_failures_total"] == page["vllm:tokenlake_loads_failed_total"] == 0
+        assert page["vllm:tokenlake_hook_seconds_total"] > 0

@@ -74,7 +74,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
     "hybrid": ("Qwen3Next", HYBRID, {"dtype": "bfloat16"}, "groups of layers with FullAttentionSpec, MambaSpec"),
     "mixed": ("Gemma3", MIXED, {}, "groups of layers with FullAttentionSpec, SlidingWindowSpec"),
     "latent": ("DeepseekV2", LATENT, {}, "latent attention"),
-    "quantised cache": ("Llama", None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "'kv_cache_dtype' is 'fp8'"),
     "speculative": ("Llama", None, {"speculative_config": GUESSING}, "'speculative_config' is set"),
 }
 """Family in transformers, its settings (None: the model of the other tests), vLLM's arguments, the logged reason."""
@@ -133,6 +132,6 @@ def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, 
 
 
 def test_an_unserved_model_needs_no_policy(model: Path, cluster: Cluster, tmp_path: Path) -> None:
-    engine = ForkedEngine(model, tmp_path / "log", within(cluster), dtype="bfloat16", kv_cache_dtype="fp8")
+    engine = ForkedEngine(model, tmp_path / "log", within(cluster), speculative_config=GUESSING)
     assert len(answers(engine, PROMPTS)) == 2
     assert len(refusals(engine)) == 1

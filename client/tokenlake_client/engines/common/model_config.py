@@ -62,8 +62,6 @@ def check_config(config: Any) -> None:
     for name in sorted(config.sub_configs):
         if getattr(config, name, None) is not None:
             raise _refused(name, "present", "the cache depends on more than token ids")
-    if settings.get("quantization_config") is not None:
-        raise _refused("quantization_config", "present", "quantised weights are not supported")
     if settings.get("kv_lora_rank") is not None:
         raise _refused("kv_lora_rank", settings["kv_lora_rank"], "latent attention is not supported")
     if settings.get("is_causal") is False:

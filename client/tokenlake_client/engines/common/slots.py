@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenlake.layout import Layout
+from tokenlake.layout import QUANTISED_DTYPES, Layout
 
-__all__ = ["TORCH_DTYPES", "LayerPair", "slot_flat", "slot_tensors", "slot_whole"]
+__all__ = ["SLOT_DTYPES", "TORCH_DTYPES", "LayerPair", "slot_flat", "slot_tensors", "slot_whole"]
 
 TORCH_DTYPES: dict[str, Any] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SLOT_DTYPES: dict[str, Any] = TORCH_DTYPES | dict.fromkeys(QUANTISED_DTYPES, torch.uint8)
+"""By the layout's dtype, the dtype of the tensors over a slot. Quantised elements are bytes, as in vLLM's own cache."""
 
 LayerPair = tuple[Any, Any]
 """Two tensors (keys, values) of a cache; of one layer unless a docstring says otherwise."""
@@ -49,11 +51,11 @@ def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
 
 
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
-    """The slot's memory as a flat tensor of the layout's dtype. It does not own the memory, and must not be written if
-    `slot` is read-only. Raises ValueError for a slot of another size."""
+    """The slot's memory as a flat tensor, of the dtype in `SLOT_DTYPES`. It does not own the memory, and must not be
+    written if `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
     # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
     # read-only tensors.
     memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
-    return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
+    return torch.frombuffer(memory, dtype=SLOT_DTYPES[layout.dtype])

@@ -82,8 +82,9 @@ def check_model(model: Any, adapter: str | None = None) -> None:
     position_of(model.config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise LayoutRefused(f"model class {type(model).__name__} takes no position_ids")
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise LayoutRefused("model field 'hf_quantizer' is set: quantised weights are not supported")
+    for owner, field in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        if getattr(owner, field, None) is not None:
+            raise LayoutRefused(f"model field '{field}' is set: quantised weights are not supported")
     if adapter is None and has_adapters(model):
         raise LayoutRefused("LoRA adapters are loaded and no adapter id was given")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):

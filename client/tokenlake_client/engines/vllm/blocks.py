@@ -47,8 +47,8 @@ differently."""
 
 
 def block_views(backend: str) -> BlockViews:
-    """The function that splits a block of an attention backend into keys and values. Raises `LayoutRefused` that names
-    the backend if its layout is unknown."""
+    """Returns the function that splits a block of an attention backend into keys and values. Raises `LayoutRefused`,
+    which names the backend, if its memory layout is unknown."""
     if backend not in BLOCK_VIEWS:
         raise LayoutRefused(
             f"attention backend {backend!r} keeps its cache in an unknown layout; known: {', '.join(BLOCK_VIEWS)}"

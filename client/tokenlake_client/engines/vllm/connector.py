@@ -1,5 +1,5 @@
-"""vLLM's connector: translates between vLLM's hooks and the two sides of the connector, `SchedulerSide` and
-`WorkerSide`. Beside this module only `identity` and `epoch` import vLLM."""
+"""The connector for models whose layout the pool knows: translates between vLLM's hooks and the two sides of the
+connector, `SchedulerSide` and `WorkerSide`. `front` makes it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.common.slots import TORCH_DTYPES
+from tokenlake_client.engines.common.slots import SLOT_DTYPES
+from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of
+from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of, media_digests, unnamed_media
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
+from tokenlake_client.engines.vllm.stats import TokenLakeStats, sources_of_hit, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["TokenLakeConnector"]
+__all__ = ["KnownLayoutConnector"]
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -56,12 +57,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """A decorator for hooks of `TokenLakeConnector`: after an error, which is reported, the hook returns `default()`.
+    """A decorator for hooks of `KnownLayoutConnector`: after an error, which is reported, the hook returns `default()`.
     The hook's time is added to the counts."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def call(self: TokenLakeConnector, *args: Any, **kwargs: Any) -> Any:
+        def call(self: KnownLayoutConnector, *args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
@@ -94,7 +95,7 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
-class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. No hook raises, and none waits longer than its
     deadline.
 
@@ -115,7 +116,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
         # connector.
         transfer.kv_load_failure_policy = "recompute"
-        self.counters = Counters(Counts)
+        self.counters = EngineCounters()
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
@@ -124,6 +125,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | UnservedWorker | None = UnservedWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
+        self._adapters: Adapters | None = None
         self._gpu_blocks: Any = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
@@ -157,6 +159,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> TokenLakeStats | None:
+        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
+        return stats_of(self.counters, self.role)
+
     # -- hooks of the scheduler's side
 
     @guarded(lambda: None)
@@ -165,8 +172,13 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return
         reason = _not_served(request)
+        lora = request.lora_request
+        if reason is None and lora is not None and self._adapters is None:
+            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
         if reason is None:
-            self._scheduler.new_request(request, self._hints(request))
+            adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+            extras = media_digests(request.mm_features, self.settings.segment_tokens)
+            self._scheduler.new_request(request, self._hints(request), adapter, extras)
         else:
             self.counters.add(requests_not_served=1)
             self._reports.warn(f"served without the pool: {reason}")
@@ -186,6 +198,14 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM's hook for a request that was given blocks, also where nothing is to be loaded: plan its load."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM's hook after `update_state_after_alloc`: returns the loaded tokens by their source. vLLM counts tokens
+        that are missing in the result as those of an unspecified source."""
+        if self._scheduler is None:
+            return {}
+        return sources_of_hit(num_external_tokens, self._scheduler.remote_tokens(request.request_id))
 
     @guarded(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -247,6 +267,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._gpu_blocks
         # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
+        if empty and self._adapters is not None:
+            self._adapters.cache_emptied()
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 
@@ -334,7 +356,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        for part in (self._worker, self._scheduler, self._connection):
+        for part in (self._worker, self._scheduler, self._adapters, self._connection):
             try:
                 if part is not None:
                     part.close()
@@ -374,6 +396,10 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
         on_weight_version(_set_version)
+        lora = self._vllm_config.lora_config
+        if lora is not None and watch_loads():
+            options = options_of(lora, self._vllm_config.model_config.dtype)
+            self._adapters = Adapters(options, lambda line: self._reports.warn(line, kind="adapters"))
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -392,7 +418,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shards = rank_shards(layout, get_tensor_model_parallel_rank(), size)
         heads = max(1, layout.kv_heads // size)
         width = layout.key_dim + layout.value_dim
-        names = check_tensors(kv_caches, heads, width, TORCH_DTYPES[layout.dtype], self._blocks)
+        names = check_tensors(kv_caches, heads, width, SLOT_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
         copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
@@ -408,8 +434,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             self._reports.failure,
         )
+        adapters = None
+        if self._vllm_config.lora_config is not None and watch_loads():
+            adapters = LoadedAdapters(lambda line: self._reports.warn(line, kind="adapters"))
         self._worker = WorkerSide(
-            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure
+            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure, adapters
         )
 
     def hook_failed(self, hook: str, error: Exception) -> None:
@@ -435,7 +464,7 @@ def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
 
 
 def _set_version(connector: Any, version: str) -> None:
-    if isinstance(connector, TokenLakeConnector):
+    if isinstance(connector, KnownLayoutConnector):
         connector.new_weights(version)
 
 
@@ -478,15 +507,13 @@ def _check_failure_policy() -> None:
 
 def _not_served(request: Any) -> str | None:
     """The reason why the pool cannot serve a request of vLLM; None if it can."""
-    if request.lora_request is not None:
-        return "requests with LoRA adapters"
-    if request.mm_features:
-        return "requests with images, sound or video"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "requests with embeddings for tokens"
     if request.sampling_params is None:
         return "requests that do not generate"
-    return "requests whose input is still streaming" if request.resumable else None
+    if request.resumable:
+        return "requests whose input is still streaming"
+    return unnamed_media(request.mm_features)
 
 
 def _scheduled(output: Any) -> list[ScheduledPart]:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_client.engines.common.slots import TORCH_DTYPES, slot_flat
+from tokenlake_client.engines.common.slots import SLOT_DTYPES, slot_flat
 from tokenlake_client.engines.vllm.blocks import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.mapped_memory import mapped_memory_of
@@ -94,7 +94,7 @@ class CudaCopy:
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)
             count = self._shards.stop - self._shards.first
-            dtype = TORCH_DTYPES[self._layout.dtype]
+            dtype = SLOT_DTYPES[self._layout.dtype]
             elements = self._layout.shard_bytes // dtype.itemsize
             self._local.buffer = torch.empty((count, elements), dtype=dtype, device=self._device)
         return self._local.stream, self._local.buffer

@@ -3,8 +3,9 @@
 For a model directory that vLLM serves without overrides, the layout equals that of the transformers integration, so
 both share segments. The weights digest is then that of the directory. A configuration that differs from the directory's
 (overrides, the path of another configuration, a window that is switched off) changes the digest, and so does the load
-format where the directory holds weights in several formats. Models whose weights cannot be identified, and all others
-that the pool cannot serve, are refused with the name of the setting.
+format where the directory holds weights in several formats. The quantisation of the weights is part of the digest.
+Models whose weights cannot be identified, and all others that the pool cannot serve, are refused with the name of the
+setting.
 
 vLLM's names are imported in the functions that use them: an engine whose version of vLLM lacks one of them runs without
 the pool.
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import ConfigurationError, LayoutRefused
-from tokenlake.layout import Layout
+from tokenlake.layout import Layout, static_quantisation
 from tokenlake_client.engines.common.model_config import check_config, position_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "digest_of_checkpoint", "layout_of"]
+__all__ = ["block_tokens_of", "layout_of", "weights_digest_of"]
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
@@ -33,6 +34,11 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
 
+MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
+FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""vLLM's names of caches in fp8 with constant scales, and the layout's dtype for them."""
+
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) -> Layout:
     """The layout of vLLM's cache. `vllm_config`: vLLM's configuration of the engine. `kv_cache_config`: vLLM's
@@ -42,35 +48,35 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise LayoutRefused(f"vLLM setting '{name}' is {getattr(parallel, name)}; supported: 1")
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", _dtype_name(model.dtype)):
-        raise LayoutRefused(f"vLLM setting 'kv_cache_dtype' is {cache_dtype!r}; supported: auto, the model's own dtype")
-    if model.quantization is not None:
-        raise LayoutRefused(
-            f"vLLM setting 'quantization' is {model.quantization!r}: quantised weights are not supported"
-        )
     if vllm_config.speculative_config is not None:
         raise LayoutRefused("vLLM setting 'speculative_config' is set: the cache of a draft model is not supported")
     if model.use_mla:
         raise LayoutRefused("latent attention is not supported")
     spec = _spec_of(kv_cache_config)
-    check_config(model.hf_config)
+    # The decoder of a model for images, sound or video has a configuration of its own.
+    config = model.hf_text_config if model.is_multimodal_model else model.hf_config
+    check_config(config)
+    for name in ("is_encoder_decoder", "is_mm_prefix_lm"):
+        if getattr(model, name, False):
+            raise LayoutRefused(f"vLLM's model has '{name}': a token's cache depends on more than the tokens before it")
     block = block_tokens_of(kv_cache_config)
     if settings.segment_tokens % block:
         # The user set this length, so the start fails; after a LayoutRefused the engine would run without the pool.
         raise ConfigurationError(
             "segment_tokens", settings.segment_tokens, f"a multiple of vLLM's block size, {block}, such as {8 * block}"
         )
+    dtype, quantisation = _elements_of(vllm_config, spec)
     architectures = model.hf_config.architectures or [type(model.hf_config).__name__]
     layout = Layout(
         model_id=architectures[0],
-        weights_digest=settings.weights_digest or digest_of_checkpoint(vllm_config),
-        dtype=_dtype_name(model.dtype),
+        weights_digest=weights_digest_of(vllm_config, settings),
+        dtype=dtype,
         layers=sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups),
         kv_heads=model.get_total_num_kv_heads(),
         key_dim=spec.head_size,
         value_dim=getattr(spec, "head_size_v", spec.head_size),
-        position=position_of(model.hf_config),
+        position=position_of(config),
+        quantisation=quantisation,
         segment_tokens=settings.segment_tokens,
     )
     layout.check()
@@ -101,25 +107,104 @@ def _spec_of(kv_cache_config: Any) -> Any:
     return spec
 
 
+def _elements_of(vllm_config: Any, spec: Any) -> tuple[str, str]:
+    """The layout's `dtype` and `quantisation` for the cache that `spec` describes."""
+    cache, computed = vllm_config.cache_config, _dtype_name(vllm_config.model_config.dtype)
+    name = cache.cache_dtype
+    mode = getattr(spec, "kv_quant_mode", None)
+    if mode is not None and mode.name != "NONE":
+        # A checkpoint may choose a cache in fp8 too. The setting is "auto" then.
+        dtype = FP8_CACHES["fp8"] if name == "auto" else FP8_CACHES.get(name)
+        if mode.name != "FP8_PER_TENSOR" or dtype is None:
+            raise LayoutRefused(
+                f"vLLM setting 'kv_cache_dtype' is {name!r}: its scales or its memory layout are not supported; "
+                f"supported: auto, the model's own dtype, {', '.join(FP8_CACHES)}"
+            )
+        if getattr(cache, "calculate_kv_scales", False):
+            raise LayoutRefused(
+                "vLLM setting 'calculate_kv_scales' is True: the scales of the cache depend on one engine's prompts"
+            )
+        if _is_fnuz():
+            raise LayoutRefused(f"vLLM setting 'kv_cache_dtype' is {name!r}: fp8 in the format fnuz is not supported")
+        return dtype, static_quantisation(computed)
+    if name not in ("auto", computed):
+        raise LayoutRefused(f"vLLM setting 'kv_cache_dtype' is {name!r}, and the cache has the dtype {spec.dtype}")
+    return computed, "none"
+
+
+def _is_fnuz() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_fp8_fnuz())
+
+
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_of_checkpoint(vllm_config: Any) -> str:
-    """The hex digest of the weights. `vllm_config`: vLLM's configuration of the engine. Raises `LayoutRefused` for
-    weights that cannot be identified."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
+    """The layout's weights digest: the digest that the settings name, else that of the checkpoint. Weights that vLLM
+    quantises or that are quantised have a digest of their own in both cases. `vllm_config`: vLLM's configuration of the
+    engine. Raises `LayoutRefused` for weights that cannot be identified."""
+    model = vllm_config.model_config
+    if settings.weights_digest:
+        return digest_of_changes(settings.weights_digest, _quantisation_of(model, None))
+    return _digest_of_checkpoint(model, vllm_config.load_config)
+
+
+def _digest_of_checkpoint(model: Any, load: Any) -> str:
     _check_loader(load)
     if model.model_weights:
         raise _unnamed("model_weights", model.model_weights, "weights in object storage are not supported")
     directory = _directory_of(model, load)
-    changes: dict[str, object] = {}
+    changes = _quantisation_of(model, directory)
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
+    changes |= _media_settings(model, directory)
     if _kinds(directory) > 1:
         changes["load_format"] = load.load_format
     return digest_of_changes(digest_of_directory(directory), changes)
+
+
+def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
+    """By name, the settings of vLLM that quantise the weights; empty where the weights are not quantised.
+
+    The method is one of them, because a checkpoint may support several. The settings in the checkpoint's `config.json`
+    are not: the digest of its directory has them. Those of some older formats are in other files of the `directory`.
+    """
+    if model.quantization is None:
+        return {}
+    settings: dict[str, object] = {"quantization": model.quantization}
+    if model.quantization_config is not None:
+        settings["quantization_config"] = repr(model.quantization_config)
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    if overrides.get("quantization_config_file") is not None:
+        raise _unnamed("quantization_config_file", overrides["quantization_config_file"], "give its contents")
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    for name in get_quantization_config(model.quantization).get_config_filenames():
+        if directory is not None and (directory / name).is_file():
+            settings[name] = (directory / name).read_text()
+    return settings
+
+
+def _media_settings(model: Any, directory: Path) -> dict[str, object]:
+    """By name, the settings and the files in `directory` that decide how images, sound and video become the inputs of
+    the decoder; empty for a model of text alone."""
+    if not model.is_multimodal_model:
+        return {}
+    media = model.multimodal_config
+    if media.mm_encoder_fp8_scale_path is not None:
+        raise _unnamed(
+            "mm_encoder_fp8_scale_path", media.mm_encoder_fp8_scale_path, "scales of a file are not supported"
+        )
+    settings: dict[str, object] = {
+        name: value for name in MEDIA_SETTINGS if (value := getattr(media, name, None)) not in (None, {})
+    }
+    for path in sorted(directory.glob("*processor_config.json")):
+        settings[path.name] = path.read_text()
+    return settings
 
 
 def _check_loader(load: Any) -> None:

@@ -22,7 +22,7 @@ from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
-__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart"]
+__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart", "all_local", "remote_tokens"]
 
 LOCAL = ""
 """The name that stands for this node among the nodes from which a hit is loaded."""
@@ -35,12 +35,28 @@ MAX_STEPS = 16
 """Limit of the engine's steps whose measured time is awaited; older steps are forgotten."""
 
 
+def all_local(owners: Sequence[str]) -> bool:
+    """Are all segments of a load on this node? `owners`: the node of each segment, or `LOCAL`."""
+    return all(owner == LOCAL for owner in owners)
+
+
+def remote_tokens(owners: Sequence[str], start: int, stop: int, segment: int) -> int:
+    """The number of the tokens [start, stop) of a prompt in segments of other nodes. `owners`: the node of each of the
+    segments that have these tokens, or `LOCAL`. `segment`: the number of tokens of a segment."""
+    first = start // segment
+    return sum(
+        min(stop, (index + 1) * segment) - max(start, index * segment)
+        for index, owner in enumerate(owners, first)
+        if owner != LOCAL
+    )
+
+
 class LoadCosts:
     """Predicts the time of loads and prefills, and chooses how much of a hit is loaded. Not thread-safe."""
 
     def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
-        """`rates`: the measured speeds from which the times are predicted; this object adds the measurements of
-        loads."""
+        """`rates`: the measured speeds from which the times are predicted; this object adds the measured times of
+        loads to them."""
         self._rates = rates
         self._segment = segment_tokens
         self._bytes = segment_bytes

@@ -69,6 +69,11 @@ class Lookup:
         return self.wait.total_s > 0 and self.lease is None
 
     @property
+    def answered(self) -> bool:
+        """Has the answer of the lookup arrived?"""
+        return self._done
+
+    @property
     def marker_s(self) -> float:
         """How long in-flight markers for the missing segments should last: as long as another engine would wait for
         these segments."""

@@ -3,7 +3,7 @@ engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -142,8 +142,18 @@ class SchedulerPool(Protocol):
         """Does the connection exist, as far as is known?"""
         ...
 
-    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None, weights_digest: str | None = None) -> Prefix:
-        """The key chain of a prompt. `weights_digest`: the digest of weights that were changed in place."""
+    def prefix(
+        self,
+        tokens: TokenIds = (),
+        *,
+        adapter: str | None = None,
+        salt: str | None = None,
+        extras: Mapping[int, Sequence[bytes]] | None = None,
+        weights_digest: str | None = None,
+    ) -> Prefix:
+        """The key chain of a prompt. `adapter`: the digest of its LoRA adapter. `extras`: by the index of a segment,
+        digests of inputs that the tokens do not determine. `weights_digest`: the digest of weights that were changed in
+        place."""
         ...
 
     def begin_match(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
+from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 
@@ -25,6 +29,8 @@ __all__ = [
     "hints_of",
     "loadable_segments",
     "loadable_until",
+    "media_digests",
+    "unnamed_media",
 ]
 
 HINTS_KEY = "tokenlake"
@@ -37,6 +43,30 @@ _STOP_REASONS = {
 }
 _OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
 _HINT_FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int | float}
+
+
+_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""A hash of vLLM's: BLAKE3, SHA-256 or SHA-512 in hexadecimal digits."""
+
+
+class MediaPlace(Protocol):
+    """The place of an input's tokens in the prompt."""
+
+    offset: int
+    length: int
+
+
+class MediaInput(Protocol):
+    """The part of vLLM's `MultiModalFeatureSpec` that the connector uses: an image, a sound or a video of a request."""
+
+    modality: str
+    identifier: str
+    mm_hash: str | None
+
+    @property
+    def mm_position(self) -> MediaPlace:
+        """The place of the input's tokens in the prompt."""
+        ...
 
 
 class EngineRequest(Protocol):
@@ -82,6 +112,10 @@ class RequestState:
     """The hints that the request carried in vLLM's `kv_transfer_params`."""
     weights: str | None = None
     """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
+    adapter: RequestAdapter | None = None
+    """The request's LoRA adapter."""
+    extras: Mapping[int, Sequence[bytes]] | None = None
+    """By the index of a segment, digests of the images and other inputs in it."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
@@ -98,6 +132,12 @@ class RequestState:
     skipped: int = 0
     """The number of the request's tokens that the pool has and that are not loaded, because computing them is
     faster."""
+    remote: int = 0
+    """The number of the request's tokens that are loaded from segments of other nodes."""
+    waits_since: float | None = None
+    """The time at which vLLM first asked for the matched tokens of a lookup, since the request last had no blocks."""
+    waited: bool = False
+    """True: the wait since that time has ended and was measured."""
     gap: int | None = None
     """The index of the first segment that this engine computes and for which it sets in-flight markers; None: there is
     none."""
@@ -105,12 +145,22 @@ class RequestState:
     """Seconds that the in-flight markers from segment `gap` on should last, if the prompt takes several steps; 0: they
     are set already, or not needed."""
 
+    @property
+    def identified(self) -> bool:
+        """Is everything known that the keys depend on?"""
+        return self.adapter is None or self.adapter.digest is not None
+
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
-        engine, which is part of the keys."""
+        engine, which is part of the keys. Only for a request that is `identified`."""
         if self.prefix is None or self.incarnation != pool.incarnation:
-            self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
+            self.prefix = pool.prefix(
+                adapter=self.adapter.digest if self.adapter is not None else None,
+                salt=_joined(salt, self.request.cache_salt),
+                extras=self.extras,
+                weights_digest=self.weights,
+            )
             self.incarnation = pool.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:
@@ -208,6 +258,33 @@ def loadable_until(hits: int, total: int, segment: int, block: int) -> int:
 def loadable_segments(total: int, segment: int, block: int) -> int:
     """The largest number of segments, from the first on, that a load of a request of `total` tokens could use."""
     return -(-loadable_until(total // segment, total, segment, block) // segment)
+
+
+def media_digests(features: Sequence[MediaInput], segment: int) -> dict[int, list[bytes]] | None:
+    """The extras of `Pool.prefix` for a prompt with these images, sounds or videos: by the index of a segment, a digest
+    of each input that has tokens in it, and its place relative to the segment. None without inputs."""
+    extras: dict[int, list[bytes]] = {}
+    for feature in sorted(features, key=lambda one: one.mm_position.offset):
+        start, tokens = feature.mm_position.offset, feature.mm_position.length
+        for index in range(start // segment, -(-(start + tokens) // segment)):
+            place = start - index * segment
+            extras.setdefault(index, []).append(
+                msgspec.msgpack.encode([feature.modality, _media_hash(feature), place, tokens])
+            )
+    return extras or None
+
+
+def unnamed_media(features: Sequence[MediaInput]) -> str | None:
+    """The reason why the pool cannot serve a request with these inputs; None if it can. vLLM hashes the content of an
+    input, unless the client names it (`multi_modal_uuids`): such a name may stand for another content elsewhere."""
+    if all(_HASH.fullmatch(_media_hash(feature)) for feature in features):
+        return None
+    return "requests whose images, sounds or videos have names of the client (multi_modal_uuids)"
+
+
+def _media_hash(feature: MediaInput) -> str:
+    # The identifier may have the name of a LoRA adapter before the hash; the keys have the adapter's digest.
+    return feature.mm_hash or feature.identifier
 
 
 def hints_of(params: object) -> Hints | None:

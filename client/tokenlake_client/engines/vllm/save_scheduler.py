@@ -48,16 +48,20 @@ class ScheduledSaves:
                 return []
         first = segments.start * self._blocks_per_segment
         blocks = tuple(table(name)[first : first + len(keys) * self._blocks_per_segment])
+        use = state.adapter.use if state.adapter is not None else None
         self._last_job += 1
         self._blocks[self._last_job] = frozenset(blocks)
         if reservation is None:
             marked = state.gap is not None
+            hints = state.hints
             return [
-                SavePlan(self._last_job, name, segments.start, tuple(keys), blocks, hints=state.hints, marked=marked)
+                SavePlan(
+                    self._last_job, name, segments.start, tuple(keys), blocks, hints=hints, marked=marked, adapter=use
+                )
             ]
         self._reservations[self._last_job] = reservation
         write = int(reservation.id), reservation.incarnation
-        return [SavePlan(self._last_job, name, segments.start, tuple(keys), blocks, *write)]
+        return [SavePlan(self._last_job, name, segments.start, tuple(keys), blocks, *write, adapter=use)]
 
     @property
     def jobs(self) -> tuple[int, ...]:

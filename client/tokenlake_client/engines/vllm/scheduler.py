@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.in_flight import NO_WAIT
-from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts, PrefillSteps
+from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
 from tokenlake_client.engines.vllm.pool import SchedulerPool
@@ -38,7 +38,7 @@ from tokenlake_client.engines.vllm.request import (
 )
 from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan, StepReport
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 
 __all__ = ["SchedulerSide"]
 
@@ -56,7 +56,7 @@ class SchedulerSide:
         pool: Callable[[], SchedulerPool | None],
         settings: EngineSettings,
         block_tokens: int,
-        counters: Counters[Counts],
+        counters: EngineCounters,
         report: Callable[[str, BaseException], None],
         *,
         segment_bytes: int,
@@ -79,7 +79,7 @@ class SchedulerSide:
         self._lookups = Lookups(settings.match_ms / 1e3, clock)
         self._waits = InFlightWaits(self._costs, self._segment, stores=settings.save)
         self._requests: dict[str, RequestState] = {}
-        self._loads = ScheduledLoads(self._costs.add_load, report)
+        self._loads = ScheduledLoads(self._add_load_time, report)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
@@ -103,10 +103,17 @@ class SchedulerSide:
         """Does the engine's step wait for its loads? That is the setting `load` = sync."""
         return self._settings.load == "sync"
 
-    def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
-        """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it."""
+    def new_request(
+        self,
+        request: EngineRequest,
+        hints: Hints | None = None,
+        adapter: RequestAdapter | None = None,
+        extras: Mapping[int, Sequence[bytes]] | None = None,
+    ) -> None:
+        """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it.
+        `adapter`: its LoRA adapter, whose digest may become known later. `extras`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
-            request, SavedTokens(self._segment), hints, self._weights
+            request, SavedTokens(self._segment), hints, self._weights, adapter, extras
         )
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
@@ -122,24 +129,49 @@ class SchedulerSide:
         # vLLM's own cache begin anew.
         if state.placed:
             state.placed = False
+            state.waits_since, state.waited = None, False
             state.may_store = True
             state.saved.restart()
-        state.local, state.skipped = computed, 0
+        state.local, state.skipped, state.remote = computed, 0, 0
+        if state.adapter is not None:
+            if state.adapter.refused:
+                self._counters.add(requests_not_served=1)
+                del self._requests[request.request_id]
+                return 0
+            # Tokens in vLLM's own cache may have been computed with other files of the adapter.
+            state.may_store = not (state.adapter.replaced and computed)
         if not (reads and state.may_load):
             return 0
+        if not state.identified:
+            return self._unidentified(state)
         if state.lookup is None:
             self._begin_lookup(state)
         lookup = state.lookup
         if lookup is None:
             return 0
+        if state.waits_since is None:
+            state.waits_since = self._clock()
         if not lookup.poll():
             return self._unanswered(state, lookup)
         self._waits.answered(request.request_id)
+        self._end_wait(state)
         if lookup.hits < len(lookup.keys):
             self._waits.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
             if lookup.wait.total_s:
                 state.gap, state.marker_s = lookup.hits, lookup.marker_s
         return self._choose_load(state, lookup)
+
+    def _unidentified(self, state: RequestState) -> int | None:
+        """The result of `matched` while the digest of the request's adapter is not known: a request waits for it no
+        longer than for a lookup. Its segments are stored if the digest is known by then."""
+        if state.waits_since is None:
+            state.waits_since = self._clock()
+        if self._clock() - state.waits_since < self._settings.match_ms / 1e3:
+            return None
+        self._counters.add(lookups_late=1)
+        self._end_wait(state)
+        state.may_load = False
+        return 0
 
     def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
         """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or waits in vain."""
@@ -150,9 +182,22 @@ class SchedulerSide:
         if not self._lookups.give_up_late(lookup):
             return None
         self._counters.add(lookups_late=1)
+        self._end_wait(state)
         self._waits.answered(state.request.request_id)
         state.lookup, state.may_load = None, False
         return 0
+
+    def _end_wait(self, state: RequestState) -> None:
+        """Record how long the request has waited for its lookup, which has an answer or is given up."""
+        if state.waits_since is not None and not state.waited:
+            self._counters.sample(lookup_wait_seconds=self._clock() - state.waits_since)
+            state.waited = True
+
+    def _add_load_time(self, owners: tuple[str, ...], time: LoadTime) -> None:
+        self._costs.add_load(owners, time)
+        self._counters.sample(copy_seconds=time.copy_s)
+        if not all_local(owners):
+            self._counters.sample(fetch_seconds=time.fetch_s)
 
     def _wait_is_useless(self, state: RequestState, lookup: Lookup) -> bool:
         """Does a request of this engine compute the segments that `lookup` waits for, or has the wait lasted longer
@@ -195,25 +240,33 @@ class SchedulerSide:
             return
         state.placed = True
         lookup, state.lookup = state.lookup, None
-        self._counters.add(requests=1, tokens_asked=request.num_tokens, tokens_local=state.local)
-        if lookup is None:
-            return
-        self._counters.add(tokens_skipped_by_cost=state.skipped)
-        if not external or lookup.lease is None:
-            lookup.drop()
-            return
         start, stop = state.local, state.local + external
-        targets = tuple(blocks[start // self._block : stop // self._block])
-        lease = lookup.lease
+        lease = lookup.lease if lookup is not None else None
+        if lookup is None or lease is None or not external:
+            asked = lookup is not None and lookup.answered
+            self._counters.add_request(request.num_tokens, start, skipped=state.skipped, asked=asked)
+            if lookup is not None:
+                lookup.drop()
+            return
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
-        local = all(owner == LOCAL for owner in owners)
-        at_most_s = self._costs.fetch_limit_s(start, stop)
-        plan = LoadPlan(
-            request.request_id, tuple(map(int, lease.ids)), lease.incarnation, start, stop, targets, local, at_most_s
+        state.remote = remote_tokens(owners, start, stop, self._segment)
+        self._counters.add_request(
+            request.num_tokens, start, here=external - state.remote, remote=state.remote, skipped=state.skipped
         )
+        targets = tuple(blocks[start // self._block : stop // self._block])
+        local = all_local(owners)
+        at_most_s = self._costs.fetch_limit_s(start, stop)
+        use = state.adapter.use if state.adapter is not None else None
+        ids = tuple(map(int, lease.ids))
+        plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)
         self._loads.add(plan, lease, owners)
         state.saved.segments = stop // self._segment
-        self._counters.add(tokens_hit=external)
+
+    def remote_tokens(self, request: str) -> int:
+        """The number of tokens in segments of other nodes, in the load that was planned when vLLM last gave `request`
+        blocks."""
+        state = self._requests.get(request)
+        return state.remote if state is not None else 0
 
     def step(self, scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]) -> StepPlan:
         """The plan of loads and saves that the ranks get for the engine's next step. `table` returns the blocks of a
@@ -356,7 +409,7 @@ class SchedulerSide:
         pool = None if self._stopped else self._pool()
         total = state.request.num_tokens
         count = loadable_segments(total, self._segment, self._block)
-        if pool is None or not count:
+        if pool is None or not count or not state.identified:
             return
         keys = state.keys(pool, self._settings.salt)[:count]
         name = state.request.request_id
@@ -395,7 +448,7 @@ class SchedulerSide:
         """The plans that store the segments of one request that `SavedTokens.take` returns for `known` and `certain`.
         `table`: as of `step`. Never raises: after an error the step goes on without them, and the segments are offered
         again in the request's next step."""
-        if not state.may_store:
+        if not state.may_store or not state.identified:
             return []
         segments = state.saved.take(known, certain=certain)
         if not segments or not self._settings.save or self._stopped:

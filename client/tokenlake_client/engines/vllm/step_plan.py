@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tokenlake.hints import Hints
+from tokenlake_client.engines.vllm.adapters import AdapterUse
 
 __all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
@@ -29,6 +30,8 @@ class LoadPlan:
     """True: all segments of the load lie in this node's arena, so the load needs no transfer."""
     at_most_s: float = 0.0
     """Limit in seconds of the load's transfers (`fetch_limit_s`); 0: none."""
+    adapter: AdapterUse | None = None
+    """The LoRA adapter that the segments were computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class SavePlan:
     marked: bool = False
     """True: the segments have in-flight markers, and the rank, which reserves the slots itself, must remove those of
     segments that the pool refuses."""
+    adapter: AdapterUse | None = None
+    """The LoRA adapter that the keys name."""
 
 
 @dataclass(frozen=True, slots=True)

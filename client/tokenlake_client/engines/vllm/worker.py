@@ -16,6 +16,7 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.load_worker import load_blocks
@@ -44,8 +45,10 @@ class WorkerSide:
         block_tokens: int,
         counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `CudaCopy`."""
+        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `CudaCopy`. `adapters`: the LoRA
+        adapters that vLLM has loaded on this rank; None: requests have none."""
         self._session = session
         self._copy = copy
         self._shards = shards
@@ -54,6 +57,7 @@ class WorkerSide:
         self._block = block_tokens
         self._counters = counters
         self._report = report
+        self._adapters = adapters
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
         # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
         # load.
@@ -112,6 +116,10 @@ class WorkerSide:
             return
         ready = self._copy.computed()
         for save in plan.saves:
+            # An adapter may be loaded again before the thread stores the segments, so the check belongs to the step.
+            if self._adapters is not None and not self._adapters.may_store(save.adapter):
+                self._writer.submit(save, lambda: None, ready)
+                continue
             # The rank joins the session in the background thread, so that the step does not wait for it.
             self._writer.submit(save, lambda: self._session.get(plan.session, plan.incarnation, JOIN_S), ready)
 
@@ -158,7 +166,9 @@ class WorkerSide:
             deadlines = self._settings.deadlines
             # A step that waits for the load is not delayed for as long as a load in the background.
             longest_s = WAIT_S if plan.wait else deadlines.call_s
-            pool = self._session.get(plan.session, load.incarnation, min(load.at_most_s or longest_s, longest_s))
+            wait_s = min(load.at_most_s or longest_s, longest_s)
+            serves = self._adapters is None or self._adapters.may_load(load.adapter)
+            pool = self._session.get(plan.session, load.incarnation, wait_s) if serves else None
             if pool is not None:
                 joined_s = time.perf_counter() - started
                 if load.at_most_s:

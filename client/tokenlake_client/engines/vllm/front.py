@@ -1,0 +1,59 @@
+"""The class that users name in `--kv-transfer-config`: it makes the connector that fits the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
+
+__all__ = ["TokenLakeConnector"]
+
+
+class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Calling this class makes a connector of another class, the one that fits the model. vLLM makes one connector for
+    its scheduler and one for each rank; the choice depends on vLLM's configuration only, so all of them choose alike.
+
+    This class itself has only the class methods that vLLM calls before a connector exists. It declares `SupportsHMA`:
+    without it vLLM starts no hybrid model with a connector, and turns off its memory manager for sliding windows.
+    """
+
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+        """Raises `ConfigurationError` for an unknown or invalid setting, and for a policy of vLLM under which a lost
+        segment would end its request. Raises no other error."""
+        return KnownLayoutConnector(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """As of `KnownLayoutConnector`; it also checks the settings."""
+        return KnownLayoutConnector.requires_piecewise_for_cudagraph(extra_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The order of dimensions that vLLM's cache must have in memory; None: any."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TokenLakeStats:
+        """The stats whose `data` a connector of either class has sent."""
+        return TokenLakeStats({} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TokenLakePromMetrics | None:
+        """The metrics of a connector of either class on vLLM's metrics page. vLLM calls this method in the process that
+        serves the page, before any stats arrive. None after an error, which is logged."""
+        find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
+        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# vLLM's `MultiConnector` finds the metrics of a connector by the name of its class, which it also looks up in the class
+# that the user named.
+KnownLayoutConnector.__name__ = TokenLakeConnector.__name__

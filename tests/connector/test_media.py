@@ -1,0 +1,94 @@
+"""Digests of the images, sounds and videos of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tests.connector.side import SEGMENT, Bench, blocks_of, request
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix
+from tokenlake_client.engines.vllm.request import media_digests, unnamed_media
+
+A, B = "a" * 64, "b" * 64
+
+
+@dataclass
+class Feature:
+    identifier: str
+    offset: int
+    length: int
+    modality: str = "image"
+    mm_hash: str | None = None
+
+    @property
+    def mm_position(self) -> SimpleNamespace:
+        return SimpleNamespace(offset=self.offset, length=self.length)
+
+
+def keys(*features: Feature, segments: int = 5) -> list[SegmentKey]:
+    chain = Prefix(SegmentKey(b"\0" * 32), 8, media_digests(features, 8))
+    chain.extend([7] * 8 * segments)
+    return chain.keys
+
+
+def equal(one: list[SegmentKey], other: list[SegmentKey]) -> int:
+    """The number of equal keys before the first one that differs. All keys behind it must differ."""
+    count = next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+    assert all(mine != theirs for mine, theirs in zip(one[count:], other[count:], strict=True))
+    return count
+
+
+def test_a_prompt_of_text_has_no_digests() -> None:
+    assert media_digests([], 8) is None
+
+
+def test_an_image_is_in_each_segment_with_tokens_of_it() -> None:
+    found = media_digests([Feature(A, 12, 13)], 8)
+    assert found is not None
+    assert sorted(found) == [1, 2, 3]
+    assert sorted(media_digests([Feature(A, 8, 8)], 8) or ()) == [1]
+    assert media_digests([Feature(A, 12, 13), Feature(B, 30, 2)], 8) == media_digests(
+        [Feature(B, 30, 2), Feature(A, 12, 13)], 8
+    )
+
+
+def test_everything_about_an_image_changes_the_keys_from_its_first_segment_on() -> None:
+    one = keys(Feature(A, 12, 13))
+    assert equal(one, keys(Feature(A, 12, 13))) == 5
+    others = [Feature(B, 12, 13), Feature(A, 12, 12), Feature(A, 13, 13), Feature(A, 12, 13, "video")]
+    for other in others:
+        assert equal(one, keys(other)) == 1
+    assert equal(one, keys()) == 1
+    assert equal(one, keys(Feature(A, 12, 13), Feature(A, 26, 2))) == 3
+    assert equal(keys(Feature(A, 10, 2), Feature(B, 12, 2)), keys(Feature(B, 10, 2), Feature(A, 12, 2))) == 1
+
+
+def test_the_name_of_an_adapter_is_not_in_the_keys() -> None:
+    """vLLM writes it before the hash where an adapter changes the encoder; the keys have the adapter's digest."""
+    assert keys(Feature(f"adapter 1:{A}", 0, 8, mm_hash=A)) == keys(Feature(f"adapter 2:{A}", 0, 8, mm_hash=A))
+    assert unnamed_media([Feature(f"adapter 1:{A}", 0, 8, mm_hash=A)]) is None
+
+
+def test_names_of_the_client_are_refused() -> None:
+    assert unnamed_media([]) is None
+    assert unnamed_media([Feature(A, 0, 8), Feature(B * 2, 8, 8)]) is None
+    for name in ("mine", A[:-1], A.upper(), ""):
+        reason = unnamed_media([Feature(A, 0, 8), Feature(name, 8, 8)])
+        assert reason is not None
+        assert "multi_modal_uuids" in reason
+
+
+def test_a_request_stores_and_finds_under_the_digests_of_its_images() -> None:
+    bench = Bench()
+    one, other = (media_digests([Feature(name, 4, 8)], SEGMENT) for name in (A, B))
+    first = request(3 * SEGMENT)
+    bench.side.new_request(first, extras=one)
+    assert bench.side.matched(first, 0) == 0
+    bench.side.allocated(first, blocks_of(first), 0)
+    (save,) = bench.step(first, 0, first.num_tokens).saves
+    bench.pool.known |= {SegmentKey(key) for key in save.keys}
+    for number, (extras, found) in enumerate(((one, 3 * SEGMENT - 4), (other, 0), (None, 0))):
+        again = request(3 * SEGMENT, f"again {number}")
+        bench.side.new_request(again, extras=extras)
+        assert bench.side.matched(again, 0) == found

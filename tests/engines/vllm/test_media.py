@@ -1,0 +1,97 @@
+"""Prompts with images: the same tokens as without the pool, and equal images share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from vllm.multimodal.hasher import MultiModalHasher
+
+from tests.engines.vllm.conftest import TINY, prompt
+from tests.engines.vllm.forked import refusals
+from tests.engines.vllm.scenario import Three, check_scenario, three
+from tokenlake_client.engines.vllm.request import media_digests
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine, image_of
+from tokenlake_testing.families import save_pictures
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+QUERIES = 300
+"""The number of tokens of an image; it lies in two segments."""
+
+
+class Feature:
+    """An image of a request, as vLLM describes it."""
+
+    modality = "image"
+    offset = 0
+    length = QUERIES
+
+    def __init__(self, identifier: str) -> None:
+        self.identifier = identifier
+        self.mm_hash: str | None = identifier
+        self.mm_position = self
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pictures(tmp_path_factory.mktemp("pictures"), TINY, QUERIES)
+
+
+@pytest.fixture(scope="module")
+def engines(start: Callable[..., Engine], cluster: Cluster, pictures: Path) -> Three:
+    return three(start, cluster, pictures, skip_tokenizer_init=False)
+
+
+def hit(engine: Engine, tokens: Sequence[int], image: int | None, name: str | None = None) -> tuple[list[int], int]:
+    """The tokens that the engine generates, without its own cache, and the number of tokens from the pool."""
+    before = engine.call("counts")["tokens_hit"]
+    assert engine.call("forget")
+    (answer,) = engine.generate([tokens], image=None if image is None else (image, name))
+    assert engine.call("flush")
+    return answer, int(engine.call("counts")["tokens_hit"] - before)
+
+
+def test_an_image(engines: Three, cluster: Cluster, pictures: Path) -> None:
+    name = MultiModalHasher.hash_kwargs("blake3", model_id=str(pictures), image=image_of(1))
+    one = Three(
+        engines.plain,
+        engines.first,
+        engines.second,
+        request={"image": (1, None)},
+        identity={"extras": media_digests([Feature(name)], 256)},
+        before=[TINY.vocabulary - 1] * QUERIES,
+    )
+    check_scenario(one, cluster, 60, [prompt(600, 60), prompt(500, 61)])
+
+
+def test_equal_images_share_and_others_do_not(engines: Three) -> None:
+    tokens = prompt(600, 70)
+    answers = {image: engines.plain.generate([tokens], image=(image, None))[0] for image in (2, 3)}
+    assert answers[2] != answers[3]
+    for image in (2, 3):
+        assert hit(engines.first, tokens, image) == (answers[image], 0)
+    for engine in (engines.second, engines.first):
+        for image in (2, 3):
+            assert hit(engine, tokens, image) == (answers[image], 768)
+
+
+def test_text_that_equals_the_places_of_an_image_shares_nothing_with_it(engines: Three) -> None:
+    text = [TINY.vocabulary - 1] * QUERIES + prompt(600, 71)
+    expected = engines.plain.generate([text])[0]
+    hit(engines.first, prompt(600, 71), 4)
+    assert hit(engines.first, text, None) == (expected, 0)
+    assert hit(engines.second, text, None) == (expected, 768)
+
+
+def test_an_image_with_a_name_of_the_client_is_served_without_the_pool(engines: Three) -> None:
+    """The same name may stand for another image elsewhere."""
+    tokens = prompt(600, 72)
+    for engine, image in ((engines.first, 1), (engines.second, 2)):
+        before = engine.call("counts")["requests_not_served"]
+        expected = engines.plain.generate([tokens], image=(image, None))[0]
+        assert hit(engine, tokens, image, "my image") == (expected, 0)
+        assert engine.call("counts")["requests_not_served"] == before + 1
+        assert "multi_modal_uuids" in refusals(engine)[-1]

@@ -1,0 +1,54 @@
+"""Quantised weights and quantised caches: the same tokens as without the pool, and nothing shared with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.scenario import Three, check_scenario, three
+from tokenlake.layout import Layout
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.families import save_quantised
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def weights(start: Callable[..., Engine], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Three:
+    return three(start, cluster, save_quantised(tmp_path_factory.mktemp("quantised"), TINY))
+
+
+@pytest.fixture(scope="module")
+def cache(start: Callable[..., Engine], cluster: Cluster) -> Three:
+    return three(start, cluster, kv_cache_dtype="fp8")
+
+
+def test_quantised_weights(weights: Three, cluster: Cluster) -> None:
+    check_scenario(weights, cluster, 10)
+
+
+def test_a_cache_in_fp8(cache: Three, cluster: Cluster) -> None:
+    check_scenario(cache, cluster, 20)
+    layout = Layout.decode(bytes.fromhex(cache.first.call("layout")))
+    assert (layout.dtype, layout.quantisation) == ("float8_e4m3fn", "static scales, computed in float32")
+    # 3 layers x 2 heads x 256 tokens x (32 + 32) elements of one byte.
+    assert layout.segment_bytes == 3 * 2 * 256 * 64
+
+
+def test_engines_of_other_kinds_share_nothing(
+    start: Callable[..., Engine], cluster: Cluster, weights: Three, cache: Three
+) -> None:
+    """Weights as in the file, quantised in the file, and quantised while they are loaded, and caches of three kinds."""
+    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+    online = {"dtype": "bfloat16", "quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e5m2"}
+    tokens = prompt(800, 30)
+    for engine in (weights.first, cache.first, start(pool), start(pool, **online)):
+        before = engine.call("counts")
+        engine.generate([tokens])
+        assert engine.call("flush")
+        after = engine.call("counts")
+        names = ("tokens_stored", "tokens_hit", "requests_not_served")
+        assert [after[name] - before[name] for name in names] == [768, 0, 0]
