@@ -95,7 +95,7 @@ class EngineListener:
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Called with answers to askers that are no connection of this listener; their numbers are negative."""
-        self._layouts: dict[str, OrderedDict[bytes, Layout]] = {}
+        self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         """(tenant, weights digest) of weights that have changed in place."""
@@ -298,7 +298,7 @@ class EngineListener:
             )
         )
 
-    def _remember(self, tenant: str, layout: Layout) -> None:
+    def _remember(self, tenant: str, layout: AnyLayout) -> None:
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
         known[fingerprint] = layout
@@ -306,7 +306,7 @@ class EngineListener:
         if len(known) > MAX_LAYOUTS:
             known.popitem(last=False)
 
-    def layouts(self, tenant: str) -> list[Layout]:
+    def layouts(self, tenant: str) -> list[AnyLayout]:
         """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
         last."""
         return list(self._layouts.get(tenant, {}).values())
@@ -326,7 +326,7 @@ class EngineListener:
             connection.refuse(0, LayoutRefused(RETIRED))
         return len(ended)
 
-    def _check_weights(self, tenant: str, layout: Layout) -> None:
+    def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
         if (tenant, layout.weights_digest) in self._retired:
             raise LayoutRefused(RETIRED)
 

@@ -85,7 +85,7 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
             raise refusal(ServerConfig, "socket", socket, str(error), DEFAULT) from None
     if "control_socket" not in values:
         beside = values["socket"].removesuffix(".sock") + ".control"
-        # A path that is too long for a socket turns the control socket off; the path of `socket` may be just short enough.
+        # A path that is too long for a socket turns the control socket off.
         values["control_socket"] = beside if len(beside.encode()) <= MAX_SOCKET_PATH else ""
     if "region_size" not in values:
         values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))

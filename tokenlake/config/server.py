@@ -164,8 +164,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         str,
         Setting(
             kinds.address(optional=True),
-            "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with a "
-            "role ([roles](operations.md#the-control-plane)); needs `certificate` and `pip install 'tokenlake[control]'`",
+            "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with "
+            "a role ([roles](operations.md#the-control-plane)); needs `certificate` and "
+            "`pip install 'tokenlake[control]'`",
             why="most nodes are operated over their own socket",
         ),
     ] = ""

@@ -111,7 +111,7 @@ def grow(
         requests_here, owners_here = node.requests, node.owners
         while len(last.children) == 1:
             (child,) = last.children.values()
-            if child.owners is not owners_here and child.owners != owners_here or child.requests != requests_here:
+            if child.owners != owners_here or child.requests != requests_here:
                 break
             keys.append(child.key)
             last = child

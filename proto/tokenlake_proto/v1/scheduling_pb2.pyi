@@ -71,6 +71,7 @@ class Layout(_message.Message):
     SEGMENT_TOKENS_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     ENCODED_FIELD_NUMBER: _builtins.int
+    OPAQUE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """32 bytes that identify the layout."""
     model_id: _builtins.str
@@ -78,6 +79,8 @@ class Layout(_message.Message):
     segment_bytes: _builtins.int
     encoded: _builtins.bytes
     """All fields of the layout, as MessagePack."""
+    opaque: _builtins.bool
+    """True: only its engine knows the keys of a prompt, which then cannot come as tokens."""
     def __init__(
         self,
         *,
@@ -86,10 +89,11 @@ class Layout(_message.Message):
         segment_tokens: _builtins.int = ...,
         segment_bytes: _builtins.int = ...,
         encoded: _builtins.bytes = ...,
+        opaque: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "fingerprint", b"fingerprint", "model_id", b"model_id", "segment_bytes", b"segment_bytes", "segment_tokens", b"segment_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "fingerprint", b"fingerprint", "model_id", b"model_id", "opaque", b"opaque", "segment_bytes", b"segment_bytes", "segment_tokens", b"segment_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

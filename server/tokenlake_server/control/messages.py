@@ -12,7 +12,7 @@ from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES, Prefix, root_key
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
 from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Way, grow
 from tokenlake.planner.fits import Fit
 from tokenlake.planner.router import Prefill, Start
@@ -56,7 +56,7 @@ def keys_of(packed: bytes) -> list[SegmentKey]:
     return split_keys(packed)
 
 
-def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: Mapping[bytes, Layout]) -> Request:
+def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: Mapping[bytes, AnyLayout]) -> Request:
     """A prompt with its keys, which are computed where it has tokens. `layouts`: those of the tenant, by fingerprint.
     Raises ValueError, `LayoutRefused`, `LimitReached`."""
     if len(prompt.name) > MAX_NAME:
@@ -66,6 +66,8 @@ def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: 
         layout = layouts.get(prompt.fingerprint)
         if layout is None:
             raise LayoutRefused("no engine of this tenant has connected with a layout of this fingerprint")
+        if isinstance(layout, OpaqueLayout):
+            raise LayoutRefused("the layout is opaque: its keys follow from hashes of its engine and not from tokens")
         if layout.segment_tokens != segment_tokens:
             raise ValueError(f"segments of {segment_tokens} tokens; those of the layout have {layout.segment_tokens}")
         if len(prompt.token_ids) % 4:

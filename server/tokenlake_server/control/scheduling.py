@@ -15,7 +15,7 @@ from tokenlake.core.node import MemberState
 from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.layout import Layout
+from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
 from tokenlake.planner import Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
@@ -75,6 +75,7 @@ class Scheduling:
                     segment_tokens=each.segment_tokens,
                     segment_bytes=each.segment_bytes,
                     encoded=each.encode(),
+                    opaque=isinstance(each, OpaqueLayout),
                 )
                 for each in await self._layouts(caller.own())
             ]
@@ -149,13 +150,13 @@ class Scheduling:
 
     # -- inside
 
-    async def _layouts(self, tenant: Tenant) -> list[Layout]:
+    async def _layouts(self, tenant: Tenant) -> list[AnyLayout]:
         return await self._bridge.call(lambda: self._engines.layouts(tenant.name))
 
     async def _requests(self, tenant: Tenant, prompts: Iterable[pb.Prompt], segment_tokens: int) -> list[Request]:
         prompts = list(prompts)
         check_size(prompts, segment_tokens)
-        layouts: dict[bytes, Layout] = {}
+        layouts: dict[bytes, AnyLayout] = {}
         if any(each.token_ids for each in prompts):
             layouts = {bytes(each.fingerprint()): each for each in await self._layouts(tenant)}
         return [request_of(each, segment_tokens, tenant, layouts) for each in prompts]
