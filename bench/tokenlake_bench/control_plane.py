@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenlake.identity import SegmentKey
+from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
 from tokenlake.wire.slots import join_keys
 from tokenlake_bench.report import Quantiles, write_json
@@ -194,7 +196,7 @@ def _echo(path: Path) -> Iterator[Callable[..., bytes]]:
             yield channel.unary_unary(ECHO)
     finally:
         child.terminate()
-        child.wait()
+        child.communicate()
 
 
 @contextmanager
@@ -213,9 +215,7 @@ def _caller(socket: Path, rate: float) -> Iterator[Callable[[], float]]:
     try:
         yield lambda: made[0]
     finally:
-        child.stdin.close()
-        made.append(float(child.stdout.readline() or 0))
-        child.wait()
+        made.append(float(child.communicate()[0] or 0))
 
 
 def _print(result: ControlPlaneResult) -> None:
@@ -255,15 +255,16 @@ async def _serve_echo(path: str) -> None:
 
 
 def _call(path: str, rate: float) -> None:
-    """Make calls at a steady rate until stdin ends, then print how many per second they were."""
-    import select
-
+    """Make calls at a steady rate until stdin ends, then print how many per second they were. They take turns: four of
+    an operator, and a scheduler's lookup of 128 segments that no node has."""
+    unknown = _lookup([SegmentKey(os.urandom(KEY_BYTES)) for _ in range(SEGMENTS)])
     with Control.local(path) as control:
         kinds: list[Callable[[], object]] = [
             control.status,
             control.cluster,
             control.config,
             lambda: control.explain(""),
+            lambda: control.prefix_tree(unknown),
         ]
         control.status()
         print("ready", flush=True)

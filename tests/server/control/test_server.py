@@ -3,6 +3,7 @@ path stays as it was, and the memory of the daemon has a bound."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tokenlake.errors import LimitReached, Unreachable
 from tokenlake_client import Pool
 from tokenlake_proto.standard import reflection_pb2
 from tokenlake_server.control.event_stream import MAX_STREAMS
+from tokenlake_server.control.server import MAX_CONNECTIONS
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -222,3 +224,33 @@ def test_calls_from_many_threads(one: Cluster) -> None:
         for each in workers:
             each.join()
     assert failures == []
+
+
+def test_connections_that_say_nothing_are_bounded(one: Cluster) -> None:
+    path = str(socket_of(one.nodes[0]))
+    process = one.nodes[0].process
+    assert process is not None
+    before, held = psutil.Process(process.pid).num_fds(), []
+    with one.connect(0, LAYOUT) as pool:
+        for _ in range(MAX_CONNECTIONS + 150):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(5)
+            try:
+                sock.connect(path)
+            except OSError:
+                sock.close()
+                continue
+            held.append(sock)
+        serves(pool, 9)
+        wait_until(lambda: psutil.Process(process.pid).num_fds() <= before + MAX_CONNECTIONS + 16, "a bound")
+        for sock in held:
+            sock.close()
+
+        def answers() -> bool:
+            try:
+                with local(one.nodes[0]) as control:
+                    return control.status().node == "node0"
+            except Unreachable:
+                return False
+
+        wait_until(answers, "the daemon answers once the others are gone")
