@@ -131,7 +131,10 @@ class Daemon:
         """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
-        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)))
+        identity = PeerIdentity(
+            config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)), _reached(config)
+        )
+        self._control_address = _reached(config)
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
@@ -187,7 +190,16 @@ class Daemon:
         )
         self.driver.start(recorder)
         self.control = _control(
-            config, origin, self._admin, loop, self.driver, self.engines, self.membership, tenants, self.snapshot
+            config,
+            origin,
+            self._admin,
+            loop,
+            self.driver,
+            self.engines,
+            self.membership,
+            tenants,
+            self.snapshot,
+            self._controls,
         )
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
@@ -259,6 +271,9 @@ class Daemon:
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
+
+    def _controls(self) -> dict[str, str]:
+        return {**self.peers.controls, self.driver.core.config.node: self._control_address}
 
     def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
         if self.query_engine is None:
@@ -360,6 +375,16 @@ class Daemon:
         return used
 
 
+def _reached(config: ServerConfig) -> str:
+    """Where other machines reach the control plane; empty where they cannot, or where the port is not known yet."""
+    if not config.control or not parse_address(config.control).port:
+        return ""
+    host, port = parse_address(config.control)
+    if host in ("0.0.0.0", "::"):
+        host = parse_address(config.advertise or config.listen).host
+    return str(Address(host, port))
+
+
 def _control(
     config: ServerConfig,
     origin: Mapping[str, str],
@@ -370,6 +395,7 @@ def _control(
     membership: Membership,
     tenants: Tenants,
     snapshot: Callable[[], Snapshot],
+    controls: Callable[[], Mapping[str, str]],
 ) -> ControlServer | None:
     """The server of the control plane; None where it is turned off, or grpcio is not installed."""
     if not config.control and not config.control_socket:
@@ -382,7 +408,7 @@ def _control(
             raise ConfigurationError("control", config.control, f"nothing, because {missing}") from error
         log.info("this node has no control plane, because %s", missing)
         return None
-    return ControlServer(config, origin, thread, loop, driver, engines, membership, tenants, snapshot)
+    return ControlServer(config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls)
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:

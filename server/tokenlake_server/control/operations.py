@@ -44,15 +44,18 @@ class Admin:
         engines: EngineListener,
         membership: Membership,
         snapshot: Callable[[], Snapshot],
+        controls: Callable[[], Mapping[str, str]],
         config: ServerConfig,
         origin: Mapping[str, str],
     ) -> None:
-        """`snapshot` is called on the control loop. `origin`: the source of each setting."""
+        """`snapshot` and `controls` (where each node serves its control plane) are called on the control loop.
+        `origin`: the source of each setting."""
         self._bridge = bridge
         self._driver = driver
         self._engines = engines
         self._membership = membership
         self._take = snapshot
+        self._controls = controls
         self._config = config
         self._origin = origin
         self._started = time.monotonic()
@@ -126,8 +129,8 @@ class Admin:
 
     async def _read_cluster(self) -> pb.GetClusterResponse:
         core, membership = self._driver.core, self._membership
-        record, states, addresses = await self._bridge.call(
-            lambda: (core.record, core.members(), membership.members.addresses)
+        record, states, addresses, controls = await self._bridge.call(
+            lambda: (core.record, core.members(), membership.members.addresses, self._controls())
         )
         known = {str(each.node): each for each in states}
         members = []
@@ -139,6 +142,7 @@ class Admin:
                     weight=member.weight,
                     draining=member.draining,
                     address=str(addresses.get(name, "")),
+                    control=controls.get(name, ""),
                     usable=each is not None and each.usable,
                     sent_bytes_per_s=0.0 if each is None else each.load,
                     free_share=0.0 if each is None else each.free,

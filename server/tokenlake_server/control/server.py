@@ -83,8 +83,10 @@ class ControlServer:
         membership: Membership,
         tenants: Tenants,
         snapshot: Callable[[], Snapshot],
+        controls: Callable[[], Mapping[str, str]],
     ) -> None:
-        """`origin`: the source of each setting. `thread`: the caller closes it. Raises `ConfigurationError` for a port
+        """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
+        are called on the control loop. Raises `ConfigurationError` for a port
         or a socket that cannot be opened."""
         self._thread = thread
         self._bridge = Bridge(driver, loop)
@@ -92,7 +94,9 @@ class ControlServer:
         self._callers = Callers(config.cluster, tenants)
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
-            admin_pb2.DESCRIPTOR: Admin(self._bridge, driver, engines, membership, snapshot, config, origin).functions,
+            admin_pb2.DESCRIPTOR: Admin(
+                self._bridge, driver, engines, membership, snapshot, controls, config, origin
+            ).functions,
             events_pb2.DESCRIPTOR: Events(self._bridge, driver).functions,
         }
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}

@@ -95,6 +95,16 @@ def test_a_certificate_of_another_cluster_of_a_trusted_authority_is_refused(tmp_
         control.status()
 
 
+def test_nodes_name_each_other_s_control_planes() -> None:
+    cluster = Cluster(2, "4MiB", "1MiB")
+    addresses = served(cluster)
+    with cluster:
+        held = certificates(cluster.directory / "ca", "alice", "reader")
+        for node, address in addresses.items():
+            with remote(address, node, held) as control:
+                assert {each.node: each.control for each in control.cluster().members} == addresses
+
+
 def test_without_a_certificate_no_call_arrives(one: Scene) -> None:
     ca = (one.ca / "ca.pem").read_bytes()
     options = [("grpc.ssl_target_name_override", "node0")]
