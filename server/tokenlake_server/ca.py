@@ -130,8 +130,8 @@ def issue(
     _check("node", node)
     if tenant:
         _check("node", tenant)
-    if tenant and not role:
-        raise ValueError("a tenant without a role; nodes serve all tenants")
+    if tenant and role not in ("reader", "scheduler"):
+        raise ValueError("a tenant is only for the roles reader and scheduler; nodes and admins serve all tenants")
     try:
         authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
         authority_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)

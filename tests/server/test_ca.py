@@ -142,7 +142,13 @@ def test_a_caller_of_the_control_plane_has_a_role_and_cannot_serve(directory: Pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--role", "root"), ("--tenant", "red"), ("--role", "reader", "--tenant", "a/b")]
+    "arguments",
+    [
+        ("--role", "root"),
+        ("--tenant", "red"),
+        ("--role", "reader", "--tenant", "a/b"),
+        ("--role", "admin", "--tenant", "red"),
+    ],
 )
 def test_roles_that_do_not_exist_are_refused(directory: Path, arguments: tuple[str, ...]) -> None:
     assert run("issue", "alice", "--directory", directory, *arguments).exit_code != 0

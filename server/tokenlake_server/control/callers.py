@@ -51,7 +51,7 @@ class Caller(NamedTuple):
     @property
     def admin(self) -> bool:
         """True for the role that may see all tenants."""
-        return self.role >= role_pb2.ROLE_ADMIN and not self.tenant
+        return self.role >= role_pb2.ROLE_ADMIN
 
     def own(self) -> Tenant:
         """The tenant of the caller. Raises `CredentialRefused`."""
@@ -62,7 +62,7 @@ class Caller(NamedTuple):
         if not name:
             return self.own()
         if not self.admin and name != self.own().name:
-            raise CredentialRefused(f"only an admin of all tenants may name another tenant than its own, '{name}'")
+            raise CredentialRefused(f"only an admin may name another tenant than its own, '{name}'")
         return self.tenants.named(name)
 
 

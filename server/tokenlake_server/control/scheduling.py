@@ -123,10 +123,10 @@ class Scheduling:
         among = list(_chosen(instances, message.among))
         # The instances may have changed while the rules answered.
         fleet.follow(instances, now)
+        starts = fleet.router.starts(request, owners, among)
         chosen = fleet.router.where(request, owners, among)
         if message.send:
             fleet.sent(request, chosen, now)
-        starts = fleet.router.starts(request, owners, among) if not message.send else [chosen]
         return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
 
     async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:

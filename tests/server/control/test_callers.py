@@ -20,6 +20,7 @@ from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake_client import Pool
 from tokenlake_client.control import Certificates, Control
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
+from tokenlake_server.identity import role_of
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -60,6 +61,23 @@ def test_a_node_has_no_role(one: Scene) -> None:
         for call in (control.status, control.health, control.config):
             with pytest.raises(CredentialRefused, match="tokenlake/ROLE/"):
                 call()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "spiffe://tokenlake/tokenlake/admin/red/alice",
+        "spiffe://tokenlake/tokenlake/root/alice",
+        "spiffe://tokenlake/tokenlake/admin/",
+        "spiffe://tokenlake/tokenlake/admin",
+        "spiffe://tokenlake/tokenlake/reader/a/b/c",
+        "spiffe://tokenlake2/tokenlake/admin/alice",
+        "spiffe://tokenlake/other/admin/alice",
+        "",
+    ],
+)
+def test_other_identities_have_no_role(uri: str) -> None:
+    assert role_of("tokenlake", uri) is None
 
 
 def test_certificates_of_another_cluster_or_authority_are_refused(one: Scene, tmp_path: Path) -> None:
