@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
 from tests.engines.vllm.conftest import TINY
@@ -159,6 +160,24 @@ def test_quantised_weights_have_a_digest_of_their_own(model: Path, quantised: Pa
     assert len({one.weights_digest for one in named}) == len(named)
 
 
+def test_scales_that_ranks_compute_make_the_number_of_ranks_part_of_the_digest(
+    model: Path, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gptq = tmp_path / "gptq"
+    shutil.copytree(model, gptq)
+    settings = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "quant_method": "gptq"}
+    (gptq / "quantize_config.json").write_text(json.dumps(settings))
+    four: dict[str, Any] = {"quantization": "gptq", "dtype": "float16"}
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+    exact = layout(gptq, **four)
+    assert layout(gptq, tensor_parallel_size=2, **four) == exact
+    assert layout(model, tensor_parallel_size=2) == layout(model)
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    digests = {layout(gptq, tensor_parallel_size=ranks, **four).weights_digest for ranks in (1, 2)}
+    assert len(digests | {exact.weights_digest}) == 3
+    assert len({layout(quantised, tensor_parallel_size=ranks).weights_digest for ranks in (1, 2)}) == 2
+
+
 def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path) -> None:
     """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`."""
     older = tmp_path / "older"
@@ -193,6 +212,19 @@ def test_other_quantised_caches_are_refused_by_name(model: Path) -> None:
     ):
         with pytest.raises(LayoutRefused, match=f"kv_cache_dtype.*{name}"):
             layout(model, mode=mode, kv_cache_dtype=name)
+
+
+@pytest.mark.parametrize("fault", ["calculate_kv_scales", "fnuz"])
+def test_a_cache_whose_bytes_mean_something_else_is_refused_by_name(
+    fault: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "fnuz":
+        monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    else:
+        # Versions of vLLM that can measure the scales in one engine have this setting.
+        monkeypatch.setattr(CacheConfig, "calculate_kv_scales", True, raising=False)
+    with pytest.raises(LayoutRefused, match=fault):
+        layout(model, mode=FP8, kv_cache_dtype="fp8")
 
 
 def test_a_models_processor_of_images_is_part_of_the_digest(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
 
+EXACT_ACTIVATIONS = ("auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
+"""Methods with scales in the checkpoint alone. vLLM's CPU kernels for them quantise activations nevertheless, unless
+the environment forbids it."""
 MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -146,18 +149,18 @@ def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
     """The layout's weights digest: the digest that the settings name, else that of the checkpoint. Weights that vLLM
     quantises or that are quantised have a digest of their own in both cases. `vllm_config`: vLLM's configuration of the
     engine. Raises `LayoutRefused` for weights that cannot be identified."""
-    model = vllm_config.model_config
     if settings.weights_digest:
-        return digest_of_changes(settings.weights_digest, _quantisation_of(model, None))
-    return _digest_of_checkpoint(model, vllm_config.load_config)
+        return digest_of_changes(settings.weights_digest, _quantisation_of(vllm_config, None))
+    return _digest_of_checkpoint(vllm_config)
 
 
-def _digest_of_checkpoint(model: Any, load: Any) -> str:
+def _digest_of_checkpoint(vllm_config: Any) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
     _check_loader(load)
     if model.model_weights:
         raise _unnamed("model_weights", model.model_weights, "weights in object storage are not supported")
     directory = _directory_of(model, load)
-    changes = _quantisation_of(model, directory)
+    changes = _quantisation_of(vllm_config, directory)
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
@@ -167,15 +170,24 @@ def _digest_of_checkpoint(model: Any, load: Any) -> str:
     return digest_of_changes(digest_of_directory(directory), changes)
 
 
-def _quantisation_of(model: Any, directory: Path | None) -> dict[str, object]:
-    """By name, the settings of vLLM that quantise the weights; empty where the weights are not quantised.
+def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, object]:
+    """By name, the settings of vLLM that quantise the weights or the activations; empty where the weights are not
+    quantised.
 
     The method is one of them, because a checkpoint may support several. The settings in the checkpoint's `config.json`
     are not: the digest of its directory has them. Those of some older formats are in other files of the `directory`.
+    The number of ranks is one of them where scales are computed while the model runs or is loaded: each rank computes
+    those of its own part, so the results differ by more than the order of sums.
     """
+    model = vllm_config.model_config
     if model.quantization is None:
         return {}
     settings: dict[str, object] = {"quantization": model.quantization}
+    exact = model.quantization in EXACT_ACTIVATIONS and model.quantization_config is None
+    if exact and _quantises_activations_on_cpu():
+        settings["VLLM_CPU_INT4_W4A8"], exact = True, False
+    if not exact:
+        settings["tensor_parallel_size"] = vllm_config.parallel_config.tensor_parallel_size
     if model.quantization_config is not None:
         settings["quantization_config"] = repr(model.quantization_config)
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
@@ -205,6 +217,13 @@ def _media_settings(model: Any, directory: Path) -> dict[str, object]:
     for path in sorted(directory.glob("*processor_config.json")):
         settings[path.name] = path.read_text()
     return settings
+
+
+def _quantises_activations_on_cpu() -> bool:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and envs.VLLM_CPU_INT4_W4A8)
 
 
 def _check_loader(load: Any) -> None:
