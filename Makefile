@@ -21,8 +21,9 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
 VLLM_TESTS := tests/engines/vllm
+LMCACHE := .lmcache
 
-.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-etcd
+.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd
 .NOTPARALLEL:
 
 fast: install-dev lint
@@ -91,6 +92,15 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
 		pytest pytest-timeout iniconfig hypothesis sortedcontainers
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
+	@touch $@
+
+# The peer of `tokenlake bench engine --against lmcache`. It lies outside vLLM's environment, because some of its pinned
+# dependencies exclude vLLM's; on a machine without a GPU those that vLLM has are enough.
+install-lmcache: install-vllm $(LMCACHE)/.installed
+
+$(LMCACHE)/.installed: constraints-vllm.txt
+	rm -rf $(LMCACHE)
+	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps --target $(LMCACHE) lmcache
 	@touch $@
 
 $(BIN)/python:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import Fingerprint, SegmentKey
 
-__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_key", "probe", "root_key"]
+__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_key", "opaque_keys", "probe", "root_key"]
 
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
@@ -54,14 +54,37 @@ def opaque_key(
     """The key of a segment with an opaque layout. `group`: number of the engine's cache group, 0 to 2**32 - 1.
     `engine_key`: the engine's hash of the segment's tokens and of everything before them, 32 bytes. Raises `ValueError`
     for another length: a shorter hash does not tell prompts apart reliably. `secret`: as of `root_key`."""
-    if len(engine_key) != KEY_BYTES:
-        raise ValueError(
-            f"engine key has {len(engine_key)} bytes; expected {KEY_BYTES}: the engine must hash with SHA-256"
-        )
-    if not 0 <= group < 1 << 32:
-        raise ValueError(f"cache group is {group}; expected 0 to {(1 << 32) - 1}")
-    body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt, group, bytes(engine_key)])
-    return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
+    (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], adapter, salt)
+    return key
+
+
+def opaque_keys(
+    secret: bytes,
+    fingerprint: Fingerprint,
+    engine_keys: Iterable[tuple[int, bytes]],
+    adapter: str | None = None,
+    salt: str | None = None,
+) -> list[SegmentKey]:
+    """The keys of many segments, (group, engine key) each; arguments and errors as of `opaque_key`. The state of the
+    hash before the engine key is computed once for each group."""
+    begun: dict[int, hashlib.blake2b] = {}
+    keys = []
+    for group, engine_key in engine_keys:
+        if len(engine_key) != KEY_BYTES:
+            raise ValueError(
+                f"engine key has {len(engine_key)} bytes; expected {KEY_BYTES}: the engine must hash with SHA-256"
+            )
+        state = begun.get(group)
+        if state is None:
+            if not 0 <= group < 1 << 32:
+                raise ValueError(f"cache group is {group}; expected 0 to {(1 << 32) - 1}")
+            # The MessagePack of the whole array ends with the engine key, whose bytes are all that is left to add.
+            body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt, group, bytes(KEY_BYTES)])
+            state = begun[group] = hashlib.blake2b(body[:-KEY_BYTES], digest_size=KEY_BYTES, key=secret)
+        state = state.copy()
+        state.update(engine_key)
+        keys.append(SegmentKey(state.digest()))
+    return keys
 
 
 def probe(secret: bytes, fingerprint: Fingerprint) -> bytes:

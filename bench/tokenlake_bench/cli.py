@@ -119,7 +119,17 @@ def eviction(**arguments: object) -> None:
 
 @bench.command("engine")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
-@click.option("--against", default="none,native", show_default=True, help="none: no cache; native: vLLM's own.")
+@click.option(
+    "--against",
+    default="none,native",
+    show_default=True,
+    help="none: no cache; native: vLLM's own; lmcache: LMCache's server (`make install-lmcache`).",
+)
+@click.option(
+    "--families",
+    default="",
+    help="all, or some of llama, fp8-cache, quantised, mla, sliding-window, hybrid, speculative, lora.",
+)
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
 @click.option("--python", type=_FILE, help="Interpreter with the engine. [default for vllm: .venv-vllm's]")
 @click.option("--lengths", default="1024,4096,16384", show_default=True, help="Lengths of the prompts, in tokens.")
@@ -129,7 +139,8 @@ def eviction(**arguments: object) -> None:
 def engine(**arguments: object) -> None:
     """Measure the time to the first token of an engine with and without the pool.
 
-    Then compares two instances behind round robin, with the pool and without, that have the same memory in all.
+    Then compares two instances behind round robin, with the pool and without, that have the same memory in all. With
+    --families, also measures a small model of each family, of which a second process reads what the first one stored.
     """
     from tokenlake_bench.engine_bench import EngineArguments, run_engine
 

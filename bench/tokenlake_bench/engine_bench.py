@@ -15,6 +15,9 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_families import PATIENCE, FamilyBench, families_of, run_family
+from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
+from tokenlake_bench.engine_pair import EnginePair
 from tokenlake_bench.engine_workload import Conversations, prompt
 from tokenlake_bench.environment import check_interpreter
 from tokenlake_testing.cluster import Cluster
@@ -24,11 +27,9 @@ from tokenlake_testing.tiny_model import save_tiny_model
 __all__ = ["EngineArguments", "run_engine"]
 
 HOOK_TOKENS = 32768
-ANSWER_TOKENS = 16
-ARRANGEMENTS = ("none", "native")
+ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 """Path of the Python interpreter in the environment that `make install-vllm` creates."""
-PATIENCE = {"write_patience_s": 10.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class EngineArguments:
     lengths: str = "1024,4096,16384"
     repeats: int = 3
     memory_mib: int = 64
+    families: str = ""
     json_file: Path | None = None
 
 
@@ -51,14 +53,20 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
     for name in against:
         if name not in ARRANGEMENTS:
             raise ConfigurationError("against", name, f"names among {', '.join(ARRANGEMENTS)}")
-    if arguments.engine == "transformers" and "native" in against:
-        print("transformers has no prefix cache of its own: 'native' is left out")
-        against.remove("native")
+    if arguments.engine == "transformers" and (left_out := {"native", "lmcache"} & set(against)):
+        print(f"transformers has no prefix cache of its own and no connectors: {sorted(left_out)} left out")
+        against = [name for name in against if name not in left_out]
+    if "lmcache" in against:
+        check_lmcache()
+    families = families_of(arguments.families)
+    if families and arguments.engine != "vllm":
+        raise ConfigurationError("families", arguments.families, "with the engine vllm only")
     lengths = [int(word) for word in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory:
         bench = _Bench(arguments, Path(directory), max(lengths))
         single, hook_ms = bench.single(lengths)
         rows = single + bench.pairs(against)
+        of_families = bench.families(families)
     result = {
         "engine": arguments.engine,
         "tokens_equal": all(row["tokens_equal"] for row in rows),
@@ -67,6 +75,7 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         "connector_ms": single[-1]["connector_ms"],
         "hook_32k_ms": hook_ms,
         "rows": rows,
+        "families": of_families,
     }
     _print(result)
     if arguments.json_file is not None:
@@ -87,10 +96,18 @@ class _Bench:
 
     @contextmanager
     def engine(
-        self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
+        self,
+        name: str,
+        pool: dict[str, Any] | None,
+        memory_mib: int,
+        *,
+        native: bool,
+        room: int = 4096,
+        peer: LMCacheServer | None = None,
     ) -> Iterator[Engine]:
         """Context in which an engine process runs. `native`: vLLM's own prefix cache is on. `room`: tokens of the
-        longest request that the engine must take."""
+        longest request that the engine must take. `peer`: the server to which the engine connects in place of a
+        pool."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
@@ -98,12 +115,19 @@ class _Bench:
                 "max_model_len": room,
                 "enable_prefix_caching": native,
             }
+        if peer is not None:
+            options |= {"transfer": peer.transfer, "environment": peer.environment}
         log = self._directory / f"{name}.log"
         engine = Engine(self._model, log, pool, kind=self._arguments.engine, python=self._python, **options)
         try:
             yield engine
         finally:
             engine.close()
+
+    def families(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Measure models of these families; returns the part of the JSON of each."""
+        bench = FamilyBench(self._directory, self._python, repeats=self._arguments.repeats)
+        return {name: run_family(name, bench) for name in names}
 
     def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
         """Measure the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
@@ -125,28 +149,48 @@ class _Bench:
 
     def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:
         """Measure two engines behind a round-robin router, with the pool and in each arrangement of `against`; returns
-        a row per arrangement. All arrangements have the same memory in all: the pool's share is taken from the engines'
-        memory."""
+        a row per arrangement. All arrangements have the same memory in all: the pool's share, and that of LMCache's
+        server, is taken from the engines' memory. The arrangements serve each request in turn, so that other programs
+        on the machine slow all of them alike."""
+        workload = Conversations()
+        with ExitStack() as stack:
+            pairs = [EnginePair(name, stack.enter_context(self._two(name)), workload) for name in (*against, "pool")]
+            for turn in range(workload.turns):
+                for number, question in enumerate(workload.questions(turn)):
+                    for at in range(len(pairs)):
+                        pairs[(at + number) % len(pairs)].serve(turn, number, question)
+            return [pair.row() | {"tokens_equal": pair.answers == pairs[0].answers} for pair in pairs]
+
+    @contextmanager
+    def _two(self, name: str) -> Iterator[tuple[Engine, Engine]]:
+        """Context in which the two engines of an arrangement run, and the processes to which they connect."""
         memory = self._arguments.memory_mib
-        rows = []
-        expected: list[list[int]] = []
-        for name in against:
-            with (
-                self.engine(f"{name}-0", None, memory, native=name == "native") as first,
-                self.engine(f"{name}-1", None, memory, native=name == "native") as second,
-            ):
-                row, answers = _round_robin(name, (first, second))
-            expected = expected or answers
-            rows.append(row | {"tokens_equal": answers == expected})
-        arena = format_size(memory << 20)
-        with Cluster(1, arena, "16MiB") as cluster:
-            pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
-            with (
-                self.engine("pool-0", pool, memory // 2, native=True) as first,
-                self.engine("pool-1", pool, memory // 2, native=True) as second,
-            ):
-                row, answers = _round_robin("pool", (first, second))
-        return [*rows, row | {"tokens_equal": not expected or answers == expected}]
+        pool: dict[str, Any] | None = None
+        peer: LMCacheServer | None = None
+        shares = name in ("pool", "lmcache")
+        with ExitStack() as stack:
+            if name == "pool":
+                cluster = stack.enter_context(Cluster(1, format_size(memory << 20), "16MiB"))
+                pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
+            elif name == "lmcache":
+                peer = stack.enter_context(LMCacheServer(self._python, memory))
+            first, second = (
+                stack.enter_context(
+                    self.engine(
+                        f"{name}-{number}",
+                        pool,
+                        memory // 2 if shares else memory,
+                        native=name != "none",
+                        peer=peer,
+                    )
+                )
+                for number in range(2)
+            )
+            for engine in (first, second):
+                engine.generate([prompt(300, 99)], 2)
+            if peer is not None:
+                peer.hide_memory()
+            yield first, second
 
 
 def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled: Engine) -> dict[str, Any]:
@@ -170,42 +214,6 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
     }
 
 
-def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Serve the conversations by the engines. Returns the row of the JSON and the tokens of all answers."""
-    workload = Conversations()
-    for engine in engines:
-        engine.generate([prompt(300, 99)], 2)
-    before = [engine.call("counts") for engine in engines]
-    histories: list[list[int]] = [[] for _ in range(workload.conversations)]
-    first, whole, prompt_tokens, served = [], [], 0, 0
-    answers = []
-    for turn in range(workload.turns):
-        for number, question in enumerate(workload.questions(turn)):
-            history = histories[number]
-            history += question
-            # The router shifts by one engine with each request of the conversation, so that its requests alternate
-            # between the two engines.
-            engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
-            first.append(engine.timed([history], 1).seconds)
-            run = engine.timed([history], ANSWER_TOKENS)
-            whole.append(run.seconds)
-            prompt_tokens += len(history)
-            served += 1
-            history += run.tokens[0]
-            answers.append(run.tokens[0])
-    after = [engine.call("counts") for engine in engines]
-    spent = sum(new.get("hook_seconds", 0) - old.get("hook_seconds", 0) for new, old in zip(after, before, strict=True))
-    row = {
-        "part": "two instances, round robin",
-        "arrangement": name,
-        "prompt_tokens": prompt_tokens,
-        "ttft_ms": 1e3 * mean(first),
-        "answers_per_second": served / (sum(first) + sum(whole)),
-        "connector_ms": 1e3 * spent / (2 * served),
-    }
-    return row, answers
-
-
 def _python_of(engine: str) -> Path:
     if engine == "vllm" and VLLM_PYTHON.exists():
         return VLLM_PYTHON.absolute()
@@ -217,7 +225,7 @@ def _print(result: dict[str, Any]) -> None:
         f"engine {result['engine']}; tokens equal: {result['tokens_equal']}; "
         f"scheduler hook for a new prompt of 32K tokens, ms: {result['hook_32k_ms']}"
     )
-    for row in result["rows"]:
+    for row in (*result["rows"], *({"family": name} | row for name, row in result["families"].items())):
         shown = (
             f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()
         )

@@ -7,6 +7,7 @@ Run as a module it is that process; `Engine` is the handle in the process that s
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -193,6 +194,10 @@ class _Loaded(Protocol):
 
     def clocks(self) -> dict[str, list[float]]: ...
 
+    def door(self) -> str: ...
+
+    def spoil_writes(self) -> None: ...
+
     def save(self, on: bool) -> None: ...
 
     def slow_loads(self, seconds: float) -> None: ...
@@ -225,8 +230,11 @@ class _Vllm:
             "skip_tokenizer_init": True,
             **arguments,
         }
-        if pool is not None:
-            settings["kv_transfer_config"] = KVTransferConfig(**(transfer_of(pool) | transfer))
+        transfer = (transfer_of(pool) if pool is not None else {}) | transfer
+        if transfer and pool is None:
+            _accept_cffi_libraries()
+        if transfer:
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
@@ -348,23 +356,47 @@ class _Vllm:
             times.clear()
         return taken
 
+    def door(self) -> str:
+        """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's
+        OffloadingConnector), or "none"."""
+        from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+
+        if self._pool is None:
+            return "none"
+        side = _ours(self._side())[0]
+        if isinstance(side, KnownLayoutConnector):
+            return "connector" if side.layout is not None else "none"
+        return "offloading"
+
+    def spoil_writes(self) -> None:
+        """From now on, store zeros in place of the cache, with checksums that fit."""
+        write: Any = importlib.import_module("tokenlake_client.write")
+        right = write.shard_checksums
+
+        def spoil(segment: Any, *args: Any) -> bytes:
+            segment[:] = 0
+            return bytes(right(segment, *args))
+
+        write.shard_checksums = spoil
+
     def save(self, on: bool) -> None:
         import msgspec
 
-        scheduler = self._side()._scheduler
-        scheduler._settings = msgspec.structs.replace(scheduler._settings, save=on)
+        side = self._planner()
+        side._settings = msgspec.structs.replace(side._settings, save=on)
 
     def slow_loads(self, seconds: float) -> None:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            self._slow_loads(rank._worker._copy, seconds)
+            chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
+            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._pages, seconds)
 
     def _slow_loads(self, copy: Any, seconds: float) -> None:
         load = type(copy).from_slot
 
-        def slow(*args: Any) -> None:
+        def slow(*args: Any) -> Any:
             time.sleep(seconds)
-            load(copy, *args)
+            return load(copy, *args)
 
         copy.from_slot = slow
 
@@ -393,27 +425,41 @@ class _Vllm:
 
     def hook_ms(self, tokens: int) -> float | None:
         """Milliseconds that vLLM's scheduler spends in the connector on a new prompt, for hashing it, sending the match
-        and taking the reply; the least of 20 measurements."""
-        from types import SimpleNamespace
-
-        from tokenlake_client.engines.vllm.request import RequestEnd
-
-        scheduler = self._side()._scheduler if self._pool is not None else None
-        if scheduler is None:
+        and taking the reply; the least of 20 measurements. vLLM's own hashing of the prompt is not part of it."""
+        if self._pool is None:
             return None
+        side = self._side()
         best = float("inf")
         for number in range(20):
-            prompt = [(number + at) % 1000 for at in range(tokens)]
-            request: Any = SimpleNamespace(
-                request_id=f"hook {number}", all_token_ids=prompt, num_tokens=tokens, cache_salt=None
-            )
-            started = time.perf_counter()
-            scheduler.new_request(request)
-            scheduler.matched(request, 0)
-            best = min(best, time.perf_counter() - started)
-            time.sleep(0.03)
-            scheduler.finished(request, [], RequestEnd(complete=False))
+            request = self._request(f"hook {number}", [(number + at) % 1000 for at in range(tokens)])
+            spent = -time.perf_counter()
+            side.on_new_request(request)
+            answer, _ = side.get_num_new_matched_tokens(request, 0)
+            spent += time.perf_counter()
+            while answer is None:
+                time.sleep(0.03)
+                began = time.perf_counter()
+                answer, _ = side.get_num_new_matched_tokens(request, 0)
+                last = time.perf_counter() - began
+                spent += last if answer is not None else 0.0
+            best = min(best, spent)
+            side.request_finished_all_groups(request, ([],) * self._groups())
         return best * 1e3
+
+    def _request(self, name: str, tokens: list[int]) -> Any:
+        """A request as vLLM's scheduler has it."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request, RequestStatus
+
+        core = self._llm.llm_engine.engine_core.engine_core
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = Request(name, tokens, params, None, block_hasher=core.request_block_hasher)
+        request.status = RequestStatus.FINISHED_ABORTED
+        return request
+
+    def _groups(self) -> int:
+        """The number of groups of layers of vLLM's cache."""
+        return len(self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
 
     def plant(self, call: str, error: str) -> None:
         """Let a call of the pool, such as "Pool.begin_match", raise the error of this name from now on, and the call of
@@ -439,6 +485,11 @@ class _Vllm:
         self._planted = owner, name, owner.__dict__[name]
         setattr(owner, name, property(broken) if isinstance(owner.__dict__[name], property) else broken)
 
+    def _planner(self) -> Any:
+        """The object that plans loads and stores in vLLM's scheduler, of the connector of either kind."""
+        side = self._side()
+        return side._scheduler if self.door() != "offloading" else side.connector_scheduler.manager.chunks
+
     def _side(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
 
@@ -446,6 +497,20 @@ class _Vllm:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()
+
+
+def _accept_cffi_libraries() -> None:
+    """Make vLLM's search for Triton kernels pass over libraries of cffi, which LMCache imports: `vars()` of such a
+    library is a function."""
+    import builtins
+
+    from vllm.triton_utils import dispatcher
+
+    def attributes(value: Any) -> dict[str, Any]:
+        found: Any = builtins.vars(value)
+        return found if isinstance(found, dict) else {}
+
+    dispatcher.vars = attributes
 
 
 def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
@@ -521,6 +586,12 @@ class _Transformers:
 
     def clocks(self) -> dict[str, list[float]]:
         return {}
+
+    def door(self) -> str:
+        raise NotImplementedError
+
+    def spoil_writes(self) -> None:
+        raise NotImplementedError
 
     def save(self, on: bool) -> None:
         raise NotImplementedError
@@ -601,6 +672,10 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.layout()
         case "clocks":
             return engine.clocks()
+        case "door":
+            return engine.door()
+        case "spoil writes":
+            return engine.spoil_writes()
         case "save":
             return engine.save(request["on"])
         case "plant":

@@ -52,9 +52,11 @@ def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Pa
     return save_network(directory, LlamaForCausalLM, config, sizes.seed)
 
 
-def save_network(directory: str | Path, network_class: Any, config: Any, seed: int) -> Path:
+def save_network(
+    directory: str | Path, network_class: Any, config: Any, seed: int, scale: float = WEIGHT_SCALE
+) -> Path:
     """Write configuration and float32 weights of a model of `transformers` to `directory` and return it. `seed` gives
-    the weights."""
+    the weights, which are multiplied by `scale`."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -63,7 +65,7 @@ def save_network(directory: str | Path, network_class: Any, config: Any, seed: i
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim >= 2:
-                parameter.mul_(WEIGHT_SCALE)
+                parameter.mul_(scale)
     path = Path(directory)
     network.save_pretrained(path)
     return path

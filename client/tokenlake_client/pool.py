@@ -17,7 +17,7 @@ import msgspec
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import Prefix, TokenIds, opaque_key, root_key
+from tokenlake.keys import Prefix, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
@@ -138,7 +138,7 @@ class Pool:
         do not depend on each other; match them with `MatchOptions.independent`. `adapter`, `salt`, `weights_digest`: as
         of `prefix`. Raises `ValueError` for a hash of another length."""
         secret, fingerprint = self.link.secret, self._fingerprint(weights_digest)
-        return [opaque_key(secret, fingerprint, group, key, adapter, salt) for group, key in engine_keys]
+        return opaque_keys(secret, fingerprint, engine_keys, adapter, salt)
 
     def _fingerprint(self, weights_digest: str | None) -> Fingerprint:
         layout = self._state.layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import FakeRequest
-from tests.connector.side import SEGMENT, Bench, blocks_of, request
+from tests.connector.side import BLOCK, SEGMENT, Bench, blocks_of, request
 from tokenlake_client.engines.vllm.adapters import (
     Adapters,
     AdapterUse,
+    CachedAdapters,
     LoadedAdapters,
     RequestAdapter,
     options_of,
@@ -91,7 +93,6 @@ def test_settings_that_change_the_computation_change_the_digest(tmp_path: Path, 
 def test_replaced_files_are_another_adapter(adapters: Adapters, tmp_path: Path) -> None:
     directory = save(tmp_path / "one")
     first = found(adapters, lora(directory))
-    assert not found(adapters, lora(directory)).replaced
     # The same size, and the old time of modification.
     former = (directory / "adapter_model.safetensors").stat()
     save(directory, b"wEIGHTS")
@@ -99,9 +100,6 @@ def test_replaced_files_are_another_adapter(adapters: Adapters, tmp_path: Path) 
     second = found(adapters, lora(directory))
     assert second.digest != first.digest
     assert second.use != first.use
-    assert second.replaced
-    adapters.cache_emptied()
-    assert not found(adapters, lora(directory)).replaced
 
 
 @pytest.mark.parametrize("fault", ["nothing", "no weights", "no configuration", "damaged", "unreadable"])
@@ -125,6 +123,44 @@ def test_files_that_cannot_be_read_are_refused_by_name(
     assert lines[0].startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
 
 
+def test_a_slow_digest_delays_no_adapter_whose_digest_is_known(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, slow = save(tmp_path / "known"), save(tmp_path / "slow", b"others")
+    first = found(adapters, lora(known))
+    resume = threading.Event()
+
+    def digest(directory: Path) -> str:
+        assert resume.wait(SOON_S)
+        return digest_of_directory(directory)
+
+    monkeypatch.setattr("tokenlake_client.engines.vllm.adapters.digest_of_directory", digest)
+    waiting = [adapters.find(lora(slow, "slow", 2)) for _ in range(3)]
+    assert found(adapters, lora(known)).digest == first.digest
+    assert [one.digest for one in waiting] == [None] * 3
+    resume.set()
+    until(lambda: all(one.digest is not None for one in waiting))
+
+
+def test_the_number_of_requests_that_wait_for_digests_is_limited(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    directory = save(tmp_path / "one")
+    resume = threading.Event()
+
+    def state(path: Path) -> str:
+        assert resume.wait(SOON_S)
+        return state_of_directory(path)
+
+    monkeypatch.setattr("tokenlake_client.engines.vllm.adapters.state_of_directory", state)
+    asked = [adapters.find(lora(directory)) for _ in range(5000)]
+    refused = [one.refused for one in asked]
+    assert 0 < refused.count(False) < 2000
+    assert set(lines) == {"served without the pool: LoRA adapter 'a': too many requests wait for its digest"}
+    resume.set()
+    until(lambda: all(one.refused or one.digest is not None for one in asked))
+
+
 def test_an_adapter_without_a_name_is_refused(adapters: Adapters, tmp_path: Path, lines: list[str]) -> None:
     assert adapters.find(lora(save(tmp_path / "one"), "")).refused
     assert lines == ["served without the pool: requests for a LoRA adapter without a name"]
@@ -135,8 +171,7 @@ def test_a_rank_compares_the_files_that_vllm_has_loaded(lines: list[str]) -> Non
     use = AdapterUse(1, "files")
     assert loaded.may_load(None)
     assert loaded.may_store(None)
-    assert loaded.may_load(use), "vLLM loads the adapter before the request computes"
-    assert not loaded.may_store(use)
+    assert not loaded.may_store(use), "vLLM has not loaded it"
     loaded.loaded(1, "files")
     assert loaded.may_load(use)
     assert loaded.may_store(use)
@@ -145,6 +180,63 @@ def test_a_rank_compares_the_files_that_vllm_has_loaded(lines: list[str]) -> Non
         assert not loaded.may_load(use)
         assert not loaded.may_store(use)
     assert "changed after vLLM loaded them" in lines[-1]
+    assert loaded.may_load(AdapterUse(2, "files")), "vLLM loads the adapter before the request computes"
+
+
+def test_results_before_and_after_a_load_in_place() -> None:
+    now = [3.0]
+    loaded = LoadedAdapters(lambda line: None, clock=lambda: now[0])
+    loaded.loaded(1, "old")
+    assert loaded.may_store(AdapterUse(1, "old", since=0.0)), "nothing was computed before"
+    now[0] = 4.0
+    loaded.loaded(1, "new")
+    assert not loaded.may_store(AdapterUse(1, "new", since=4.0))
+    assert loaded.may_store(AdapterUse(1, "new", since=5.0))
+    now[0] = 7.0
+    loaded.loaded(1, "new")
+    assert loaded.may_store(AdapterUse(1, "new", since=5.0)), "the same files were loaded again"
+
+
+def test_segments_that_were_loaded_before_vllm_loaded_other_files() -> None:
+    loaded = LoadedAdapters(lambda line: None, clock=lambda: 4.0)
+    assert loaded.may_load(AdapterUse(1, "old", since=3.0))
+    loaded.loaded(1, "new")
+    assert not loaded.may_store(AdapterUse(1, "old", since=3.0))
+    assert not loaded.may_store(AdapterUse(1, "new", since=3.0))
+
+
+def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:
+    loaded = LoadedAdapters(lambda line: None)
+    loaded.loaded(1, "old")
+    loaded.loaded(2, "new")
+    loaded.loaded(3, "new")
+    assert loaded.may_store(AdapterUse(2, "new", others=(3, 4)))
+    assert not loaded.may_store(AdapterUse(2, "new", others=(1,)))
+
+
+def test_the_time_and_the_numbers_that_may_have_computed_a_request() -> None:
+    now = [5.0]
+    cached = CachedAdapters(lambda: now[0])
+
+    def placed(number: int, *, local: bool, path: str = "/a") -> AdapterUse | None:
+        adapter = RequestAdapter(number, "a", path)
+        known = cached.placed(adapter, cached=local)
+        adapter.digest = "d"
+        return adapter.use if known else None
+
+    assert placed(1, local=False) == AdapterUse(1, "", since=5.0)
+    now[0] = 6.0
+    assert placed(2, local=False) == AdapterUse(2, "", since=6.0)
+    assert placed(2, local=True) == AdapterUse(2, "", since=0.0, others=(1,))
+    assert placed(2, local=True, path="/b") == AdapterUse(2, "", since=0.0)
+    now[0] = 9.0
+    cached.emptied()
+    now[0] = 10.0
+    assert placed(2, local=True) == AdapterUse(2, "", since=9.0)
+    for number in range(1000):
+        assert placed(number, local=False) is not None
+    assert placed(2, local=True) is None, "the numbers are not remembered without limit"
+    assert placed(2, local=False) == AdapterUse(2, "", since=10.0)
 
 
 class TestRequests:
@@ -155,8 +247,12 @@ class TestRequests:
         return Bench()
 
     @staticmethod
-    def digested(adapter: RequestAdapter, digest: str = "d") -> RequestAdapter:
-        adapter.use, adapter.digest = AdapterUse(5, digest), digest
+    def unknown() -> RequestAdapter:
+        return RequestAdapter(5, "a", "/a")
+
+    def digested(self, adapter: RequestAdapter | None = None, digest: str = "d") -> RequestAdapter:
+        adapter = self.unknown() if adapter is None else adapter
+        adapter.files = adapter.digest = digest
         return adapter
 
     def arrive(self, bench: Bench, adapter: RequestAdapter, name: str = "r", tokens: int = 3 * SEGMENT) -> FakeRequest:
@@ -168,27 +264,28 @@ class TestRequests:
         bench.pool.known |= set(bench.pool.prefix(one.all_token_ids, adapter=adapter).keys)
 
     def test_keys_have_the_adapter(self, bench: Bench) -> None:
-        one = self.arrive(bench, self.digested(RequestAdapter("a")))
+        one = self.arrive(bench, self.digested())
         self.know(bench, one, None)
         assert bench.side.matched(one, 0) == 0
-        two = self.arrive(bench, self.digested(RequestAdapter("a")), "two")
+        bench.side.allocated(one, blocks_of(one), 0)
+        two = self.arrive(bench, self.digested(), "two")
         self.know(bench, two, "d")
         external = bench.side.matched(two, 0)
         assert external == 3 * SEGMENT - 4
         bench.side.allocated(two, blocks_of(two), external)
         plan = bench.step(one, 0, one.num_tokens)
-        assert [load.adapter for load in plan.loads] == [AdapterUse(5, "d")]
-        assert [save.adapter for save in plan.saves] == [AdapterUse(5, "d")]
+        assert [load.adapter for load in plan.loads] == [AdapterUse(5, "d", since=bench.now)]
+        assert [save.adapter for save in plan.saves] == [AdapterUse(5, "d", since=bench.now)]
         assert list(plan.saves[0].keys) == bench.pool.prefix(one.all_token_ids, adapter="d").keys
 
     def test_a_request_waits_for_the_digest_as_long_as_for_a_lookup(self, bench: Bench) -> None:
-        adapter = RequestAdapter("a")
+        adapter = self.unknown()
         one = self.arrive(bench, adapter)
         assert bench.side.matched(one, 0) is None
         self.digested(adapter)
         self.know(bench, one, "d")
         assert bench.side.matched(one, 0) == 3 * SEGMENT - 4
-        late = RequestAdapter("a")
+        late = self.unknown()
         two = self.arrive(bench, late, "two")
         assert bench.side.matched(two, 0) is None
         bench.now += 1.0
@@ -201,7 +298,7 @@ class TestRequests:
         assert [len(save.keys) for save in bench.step(two, 2 * SEGMENT, SEGMENT).saves] == [3]
 
     def test_a_refused_adapter_is_served_without_the_pool(self, bench: Bench) -> None:
-        adapter = RequestAdapter("a")
+        adapter = self.unknown()
         one = self.arrive(bench, adapter)
         assert bench.side.matched(one, 0) is None
         adapter.refused = True
@@ -212,20 +309,93 @@ class TestRequests:
         assert bench.counters.read().requests_not_served == 1
         assert bench.reported == []
 
+    def test_after_a_failed_load_an_adapter_loads_nothing_for_a_while(self, bench: Bench) -> None:
+        """vLLM has loaded other files than those that were digested, so each load would fail."""
+        expected = 3 * SEGMENT - 4
+
+        def matched(name: str, digest: str = "d") -> int | None:
+            one = self.arrive(bench, self.digested(digest=digest), name)
+            self.know(bench, one, digest)
+            external = bench.side.matched(one, 0)
+            assert external is not None
+            bench.side.allocated(one, blocks_of(one), external)
+            bench.side.step([], lambda name: [])
+            return external
+
+        assert matched("one") == expected
+        bench.side.worker_output(None, ["one"], {101})
+        assert matched("two") == 0
+        assert matched("other files", "new") == expected
+        bench.now += 60.0
+        assert matched("three") == expected
+        bench.side.worker_output(None, ["three"], set())
+        assert matched("four") == expected
+
     def test_an_end_before_the_digest_is_known(self, bench: Bench) -> None:
-        one = self.arrive(bench, RequestAdapter("a"))
+        one = self.arrive(bench, self.unknown())
         assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=False))
         assert bench.reported == []
 
-    @pytest.mark.parametrize("replaced", [False, True])
-    def test_results_of_replaced_files_in_vllms_cache_are_not_stored(self, bench: Bench, replaced: bool) -> None:
-        adapter = self.digested(RequestAdapter("a"))
-        adapter.replaced = replaced
-        one = self.arrive(bench, adapter)
-        assert bench.side.matched(one, SEGMENT) == 0
+
+class TestReplacedFiles:
+    """vLLM loads other files of an adapter in place: of the results of the former ones none is stored under the keys of
+    the new ones."""
+
+    @pytest.fixture
+    def bench(self) -> Bench:
+        return Bench()
+
+    @pytest.fixture
+    def loaded(self, bench: Bench) -> LoadedAdapters:
+        def clock() -> float:
+            bench.now += 1.0
+            return bench.now
+
+        loaded = LoadedAdapters(lambda line: None, clock)
+        loaded.loaded(5, "old")
+        return loaded
+
+    @staticmethod
+    def place(bench: Bench, *, local: int = 0, digest: str | None = "new", name: str = "r") -> Any:
+        adapter, one = RequestAdapter(5, "a", "/a"), request(3 * SEGMENT, name)
+        adapter.files, adapter.digest = digest or "", digest
+        bench.now += 1.0
+        bench.side.new_request(one, adapter=adapter)
+        while bench.side.matched(one, local) is None:
+            bench.now += 1.0
         bench.side.allocated(one, blocks_of(one), 0)
-        assert bool(bench.step(one, SEGMENT, 2 * SEGMENT).saves) is not replaced
-        two = self.arrive(bench, adapter, "two", 2 * SEGMENT)
-        assert bench.side.matched(two, 0) == 0
-        bench.side.allocated(two, blocks_of(two), 0)
-        assert bench.step(two, 0, 2 * SEGMENT).saves
+        return one, adapter
+
+    @staticmethod
+    def stored(bench: Bench, loaded: LoadedAdapters, one: FakeRequest, computed: int, new: int) -> int:
+        bench.now += 1.0
+        plan = bench.step(one, computed, new)
+        return sum(len(save.keys) for save in plan.saves if loaded.may_store(save.adapter))
+
+    def test_within_a_prompt(self, bench: Bench, loaded: LoadedAdapters) -> None:
+        one, _ = self.place(bench)
+        assert self.stored(bench, loaded, one, 0, SEGMENT + BLOCK) == 0
+        loaded.loaded(5, "new")
+        assert self.stored(bench, loaded, one, SEGMENT + BLOCK, 2 * SEGMENT - BLOCK) == 0
+        two, _ = self.place(bench, name="two")
+        assert self.stored(bench, loaded, two, 0, 3 * SEGMENT) == 3
+
+    def test_segments_that_are_offered_again(self, bench: Bench, loaded: LoadedAdapters) -> None:
+        one, _ = self.place(bench)
+        assert self.stored(bench, loaded, one, 0, 2 * SEGMENT) == 0
+        loaded.loaded(5, "new")
+        bench.side.worker_output(None, [], {7})
+        assert self.stored(bench, loaded, one, 2 * SEGMENT, BLOCK) == 0
+
+    @pytest.mark.parametrize("emptied", [False, True])
+    @pytest.mark.parametrize("late", [False, True])
+    def test_tokens_in_vllms_cache(self, bench: Bench, loaded: LoadedAdapters, late: bool, emptied: bool) -> None:
+        one, _ = self.place(bench, digest="old")
+        assert self.stored(bench, loaded, one, 0, 3 * SEGMENT) == 3
+        loaded.loaded(5, "new")
+        if emptied:
+            bench.now += 1.0
+            bench.side.cache_emptied()
+        two, adapter = self.place(bench, local=SEGMENT, digest=None if late else "new", name="two")
+        adapter.files = adapter.digest = "new"
+        assert self.stored(bench, loaded, two, SEGMENT, 2 * SEGMENT) == (3 if emptied else 0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.cuda_threads import CudaThreads
 
 READ_ONLY = 8
 SUCCESS, INVALID, ALREADY, NOT_REGISTERED = 0, 1, 712, 713
@@ -115,14 +115,14 @@ class Stream:
 
 @contextlib.contextmanager
 def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A `CudaCopy` made inside runs on the host, with the transfers of this module."""
+    """A `CudaCopy` or `CudaPages` made inside runs on the host, with the transfers of this module."""
     cuda = FakeCuda()
-    host = CudaCopy._host
+    locked = CudaThreads.locked
     with patch.context() as patched:
         patched.setattr(torch.cuda, "cudart", lambda: cuda)
         patched.setattr(torch.cuda, "Stream", Stream)
         for name in ("stream", "device"):
             patched.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
         patched.setattr(torch.cuda, "set_device", lambda *_: None)
-        patched.setattr(CudaCopy, "_host", lambda self, slot: host(self, cuda.reached(slot)))
+        patched.setattr(CudaThreads, "locked", lambda self, array: cuda.reached(locked(self, array)))
         yield cuda

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from tokenlake.layout import Layout
+from tokenlake.opaque_layout import decode_layout
 from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["spoil", "tracebacks"]
+__all__ = ["spoil", "spoil_all", "tracebacks"]
 
 DEADLINES = Deadlines(call_s=5.0, match_s=5.0, fetch_s=5.0)
 """They hold on a busy machine."""
+
+
+REGIONS = 64
+"""A bound on the numbers of a node's regions."""
 
 
 def tracebacks(engine: Engine) -> list[str]:
@@ -36,3 +42,18 @@ def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int
         for region, slot, _ in lease.places[first:count].tolist():
             pool.link.regions.get(region, write=True).slots[slot] = 0
         return count - first
+
+
+def spoil_all(cluster: Cluster, engine: Engine) -> int:
+    """Overwrite every segment of the engine's layout in the memory of its node. Returns the number of slots."""
+    layout = decode_layout(bytes.fromhex(engine.call("layout")))
+    count = 0
+    with Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool:
+        for region in range(REGIONS):
+            with contextlib.suppress(Exception):
+                slots = pool.link.regions.get(region, write=True).slots
+                if slots.shape[1] == layout.segment_bytes:
+                    slots[:] = 0
+                    count += len(slots)
+    assert count
+    return count

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from tests.engines.vllm.conftest import TINY
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
+from tokenlake_client.engines.vllm.adapters import directory_of
 from tokenlake_client.engines.vllm.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.weights import digest_of_directory
@@ -172,22 +173,62 @@ def test_scales_that_ranks_compute_make_the_number_of_ranks_part_of_the_digest(
     exact = layout(gptq, **four)
     assert layout(gptq, tensor_parallel_size=2, **four) == exact
     assert layout(model, tensor_parallel_size=2) == layout(model)
+    with monkeypatch.context() as environment:
+        environment.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+        assert len({layout(gptq, tensor_parallel_size=ranks, **four).weights_digest for ranks in (1, 2)}) == 2
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     digests = {layout(gptq, tensor_parallel_size=ranks, **four).weights_digest for ranks in (1, 2)}
     assert len(digests | {exact.weights_digest}) == 3
     assert len({layout(quantised, tensor_parallel_size=ranks).weights_digest for ranks in (1, 2)}) == 2
 
 
-def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path) -> None:
-    """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`."""
+@pytest.mark.parametrize("name", ["quantize_config.json", "old_quantize_config.json"])
+def test_quantisation_in_a_file_of_its_own_is_part_of_the_digest(model: Path, tmp_path: Path, name: str) -> None:
+    """Checkpoints of GPTQ and AWQ may keep the settings in another file than `config.json`. vLLM compares the end of
+    its name."""
     older = tmp_path / "older"
     shutil.copytree(model, older)
     digests = set()
     for size in (32, 64):
         settings = {"bits": 4, "group_size": size, "desc_act": False, "sym": True, "quant_method": "gptq"}
-        (older / "quantize_config.json").write_text(json.dumps(settings))
+        (older / name).write_text(json.dumps(settings))
         digests.add(layout(older, quantization="gptq", dtype="float16").weights_digest)
     assert len(digests) == 2
+
+
+def test_quantisation_in_the_environment_is_part_of_the_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.json"
+    plain = layout(model)
+    digests = {layout(model, quantization="fp8", dtype="bfloat16").weights_digest}
+    for name, value in (
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "fp8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int8"}'),
+        ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}'),
+    ):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert layout(model) == plain, "the weights are not quantised"
+            digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    for value in ("int2", "int3"):
+        file.write_text(json.dumps({"dtype": value}))
+        digests.add(layout(model, quantization="fp8", dtype="bfloat16").weights_digest)
+    assert len(digests) == 8
+
+
+def test_an_adapter_from_modelscope_is_not_looked_up_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    assert directory_of("owner/adapter") == tmp_path
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(LayoutRefused, match="ModelScope"):
+        directory_of("owner/adapter")
+    assert directory_of(str(tmp_path)) == tmp_path
 
 
 def test_a_cache_in_fp8_names_its_format_and_its_precision(model: Path) -> None:

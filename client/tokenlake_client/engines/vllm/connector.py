@@ -47,7 +47,7 @@ from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["KnownLayoutConnector"]
+__all__ = ["KnownLayoutConnector", "check_failure_policy"]
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -129,7 +129,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._gpu_blocks: Any = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
-            _check_failure_policy()
+            check_failure_policy()
             self._block = block_tokens_of(kv_cache_config)
             self._blocks = kv_cache_config.num_blocks
             if role == KVConnectorRole.SCHEDULER:
@@ -267,8 +267,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         blocks = self._gpu_blocks
         # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
-        if empty and self._adapters is not None:
-            self._adapters.cache_emptied()
+        if empty:
+            self._scheduler.cache_emptied()
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 
@@ -464,7 +464,7 @@ def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
 
 
 def _set_version(connector: Any, version: str) -> None:
-    if isinstance(connector, KnownLayoutConnector):
+    if hasattr(connector, "new_weights"):
         connector.new_weights(version)
 
 
@@ -485,7 +485,7 @@ def _log_refusal(reason: str) -> None:
     logger.warning("TokenLake: served without the pool: %s", reason)
 
 
-def _check_failure_policy() -> None:
+def check_failure_policy() -> None:
     """Raise `ConfigurationError` where vLLM's scheduler would end a request whose segment is lost.
 
     A connector within another one, such as `MultiConnector`, gets a configuration of its own, but the scheduler reads

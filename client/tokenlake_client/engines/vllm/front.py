@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import os
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
 
+from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+from tokenlake_client.engines.vllm.identity import layout_of
+from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
 
 __all__ = ["TokenLakeConnector"]
+
+logger = init_logger("vllm.tokenlake")
 
 
 class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -23,6 +32,21 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
         """Raises `ConfigurationError` for an unknown or invalid setting, and for a policy of vLLM under which a lost
         segment would end its request. Raises no other error."""
+        refusal = _refusal(vllm_config, kv_cache_config)
+        if refusal is not None:
+            try:
+                from tokenlake_client.engines.vllm.offloading.connector import OpaqueLayoutConnector
+
+                # See the last lines of this module.
+                OpaqueLayoutConnector.__name__ = TokenLakeConnector.__name__
+                connector = OpaqueLayoutConnector(vllm_config, role, kv_cache_config)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                _log(f"vLLM's OffloadingConnector cannot serve the model: {type(error).__name__}: {error}")
+            else:
+                _log(f"segments are opaque, and shared with equal vLLM engines only: {refusal}")
+                return connector
         return KnownLayoutConnector(vllm_config, role, kv_cache_config)
 
     @classmethod
@@ -52,6 +76,38 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         serves the page, before any stats arrive. None after an error, which is logged."""
         find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
         return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """The reason why the pool does not know the layout of the model's cache; None if it does."""
+    settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    try:
+        layout_of(vllm_config, _as_the_scheduler_has_it(kv_cache_config), settings)
+    except LayoutRefused as error:
+        return str(error)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _as_the_scheduler_has_it(kv_cache_config: Any) -> Any:
+    """vLLM's description of the cache with one specification for each group. A rank may have one for each layer, and
+    makes the same choice as the scheduler's side."""
+    config = copy.copy(kv_cache_config)
+    config.kv_cache_groups = [copy.copy(group) for group in kv_cache_config.kv_cache_groups]
+    for group in config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        if specs:
+            group.kv_cache_spec = next(iter(specs.values()))
+    return config
+
+
+@functools.cache
+def _log(text: str) -> None:
+    """Log `text` once per process: the scheduler's side and a rank in the same process find the same reason."""
+    logger.info("TokenLake: %s", text)
 
 
 # vLLM's `MultiConnector` finds the metrics of a connector by the name of its class, which it also looks up in the class

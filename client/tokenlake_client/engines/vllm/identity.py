@@ -13,6 +13,7 @@ the pool.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tokenlake_client.engines.common.model_config import check_config, position_
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "layout_of", "weights_digest_of"]
+__all__ = ["block_tokens_of", "digest_of_draft", "layout_of", "weights_digest_of"]
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
@@ -33,10 +34,20 @@ formats."""
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""
+QUANTISING_VARIABLES = (
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
+"""Variables of vLLM's environment that quantise weights, or the activations of quantised weights. Their value may be
+the path of a file with the settings."""
 
 EXACT_ACTIVATIONS = ("auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
 """Methods with scales in the checkpoint alone. vLLM's CPU kernels for them quantise activations nevertheless, unless
 the environment forbids it."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no draft model."""
+
 MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -149,18 +160,32 @@ def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
     """The layout's weights digest: the digest that the settings name, else that of the checkpoint. Weights that vLLM
     quantises or that are quantised have a digest of their own in both cases. `vllm_config`: vLLM's configuration of the
     engine. Raises `LayoutRefused` for weights that cannot be identified."""
+    model = vllm_config.model_config
     if settings.weights_digest:
-        return digest_of_changes(settings.weights_digest, _quantisation_of(vllm_config, None))
-    return _digest_of_checkpoint(vllm_config)
+        return digest_of_changes(settings.weights_digest, _quantisation_of(vllm_config, model, None))
+    return _digest_of_checkpoint(vllm_config, model)
 
 
-def _digest_of_checkpoint(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
+def digest_of_draft(vllm_config: Any) -> str | None:
+    """The method of speculative decoding and, where a draft model has a cache of its own, the digest of its weights;
+    None without speculation. Raises `LayoutRefused` for a draft model that cannot be identified."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    method, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None or method in WITHOUT_WEIGHTS:
+        return method
+    return f"{method} {_digest_of_checkpoint(vllm_config, draft)}"
+
+
+def _digest_of_checkpoint(vllm_config: Any, model: Any) -> str:
+    """The digest of the weights of `model`, the engine's model or its draft model."""
+    load = vllm_config.load_config
     _check_loader(load)
     if model.model_weights:
         raise _unnamed("model_weights", model.model_weights, "weights in object storage are not supported")
     directory = _directory_of(model, load)
-    changes = _quantisation_of(vllm_config, directory)
+    changes = _quantisation_of(vllm_config, model, directory)
     configuration = _changed_settings(model, directory)
     if configuration:
         changes["configuration"] = configuration
@@ -170,7 +195,7 @@ def _digest_of_checkpoint(vllm_config: Any) -> str:
     return digest_of_changes(digest_of_directory(directory), changes)
 
 
-def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, object]:
+def _quantisation_of(vllm_config: Any, model: Any, directory: Path | None) -> dict[str, object]:
     """By name, the settings of vLLM that quantise the weights or the activations; empty where the weights are not
     quantised.
 
@@ -179,11 +204,15 @@ def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, obje
     The number of ranks is one of them where scales are computed while the model runs or is loaded: each rank computes
     those of its own part, so the results differ by more than the order of sums.
     """
-    model = vllm_config.model_config
     if model.quantization is None:
         return {}
     settings: dict[str, object] = {"quantization": model.quantization}
-    exact = model.quantization in EXACT_ACTIVATIONS and model.quantization_config is None
+    # The text is read here, because vLLM changes the objects that it makes of it.
+    for name in QUANTISING_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None:
+            settings[name] = Path(text).read_text() if os.path.isfile(text) else text
+    exact = model.quantization in EXACT_ACTIVATIONS and model.quantization_config is None and len(settings) == 1
     if exact and _quantises_activations_on_cpu():
         settings["VLLM_CPU_INT4_W4A8"], exact = True, False
     if not exact:
@@ -195,9 +224,11 @@ def _quantisation_of(vllm_config: Any, directory: Path | None) -> dict[str, obje
         raise _unnamed("quantization_config_file", overrides["quantization_config_file"], "give its contents")
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    for name in get_quantization_config(model.quantization).get_config_filenames():
-        if directory is not None and (directory / name).is_file():
-            settings[name] = (directory / name).read_text()
+    if directory is not None:
+        # vLLM reads a file whose name ends with one of these names.
+        names = tuple(get_quantization_config(model.quantization).get_config_filenames())
+        files = sorted(path for path in directory.glob("*.json") if path.name.endswith(names))
+        settings |= {path.name: path.read_text() for path in files}
     return settings
 
 

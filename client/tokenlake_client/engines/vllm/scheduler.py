@@ -21,7 +21,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import NO_WAIT
-from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
@@ -88,6 +88,7 @@ class SchedulerSide:
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
         self._step = 0
+        self._cached_adapters = CachedAdapters(clock)
         self._weights: str | None = None
         """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
         self._stopped = False
@@ -133,17 +134,19 @@ class SchedulerSide:
             state.may_store = True
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
-        if state.adapter is not None:
-            if state.adapter.refused:
-                self._counters.add(requests_not_served=1)
-                del self._requests[request.request_id]
-                return 0
-            # Tokens in vLLM's own cache may have been computed with other files of the adapter.
-            state.may_store = not (state.adapter.replaced and computed)
+        if state.adapter is not None and state.adapter.refused:
+            self._counters.add(requests_not_served=1)
+            del self._requests[request.request_id]
+            return 0
         if not (reads and state.may_load):
             return 0
         if not state.identified:
             return self._unidentified(state)
+        if state.adapter is not None and not self._cached_adapters.may_load(state.adapter):
+            self._end_wait(state)
+            self._waits.answered(request.request_id)
+            state.drop_lookup()
+            return 0
         if state.lookup is None:
             self._begin_lookup(state)
         lookup = state.lookup
@@ -239,6 +242,9 @@ class SchedulerSide:
         if state is None or state.placed:
             return
         state.placed = True
+        if state.adapter is not None:
+            known = self._cached_adapters.placed(state.adapter, cached=state.local > 0)
+            state.may_store = state.may_store and known
         lookup, state.lookup = state.lookup, None
         start, stop = state.local, state.local + external
         lease = lookup.lease if lookup is not None else None
@@ -395,6 +401,10 @@ class SchedulerSide:
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
             state.may_store = not state.placed
 
+    def cache_emptied(self) -> None:
+        """To be called when vLLM's own cache was emptied."""
+        self._cached_adapters.emptied()
+
     def close(self) -> None:
         """Release all leases and reservations that the scheduler's side holds."""
         for state in self._requests.values():
@@ -481,7 +491,10 @@ class SchedulerSide:
         for name in self._loads.fail(invalid):
             if name in self._requests:
                 # The request loads nothing more, because a second attempt would read the same segment again.
-                self._requests[name].may_load = False
+                state = self._requests[name]
+                state.may_load = False
+                if state.adapter is not None:
+                    self._cached_adapters.load_failed(state.adapter)
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
             state.saved.void()

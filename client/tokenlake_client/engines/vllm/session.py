@@ -5,18 +5,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from tokenlake_client.engines.vllm.pool import RankPool
-
-__all__ = ["WAIT_S", "RankSession"]
+__all__ = ["WAIT_S", "RankSession", "SessionPool"]
 
 WAIT_S = 0.05
 """Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
 RETRY_S = 1.0
 """Seconds until a session that could not be joined is tried again."""
 
-P = TypeVar("P", bound=RankPool)
+
+class SessionPool(Protocol):
+    """A connection that has joined a session."""
+
+    @property
+    def session(self) -> int:
+        """The number of the session; another number after a restart of the daemon."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """The daemon's incarnation."""
+        ...
+
+    def close(self) -> None:
+        """Leave the session."""
+        ...
+
+
+P = TypeVar("P", bound=SessionPool)
 
 
 class RankSession(Generic[P]):

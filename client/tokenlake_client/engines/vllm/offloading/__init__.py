@@ -1,0 +1,1 @@
+"""The connector for models whose layout the pool does not know: a backend of vLLM's own OffloadingConnector."""

@@ -1,0 +1,179 @@
+"""The identity of a cache that the pool does not understand: all that gives its bytes their meaning.
+
+The scheduler's side knows the model, the weights and vLLM's configuration; each rank reports what only it knows, above
+all the attention backends and the pages of its layers. Engines share segments only if all of this is equal.
+
+vLLM's names are imported in the functions that use them, because an engine whose version of vLLM lacks one of them runs
+without the pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.opaque_layout import OpaqueLayout
+from tokenlake_client.engines.common.model_config import STATIC_ROPE
+from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
+from tokenlake_client.engines.vllm.settings import EngineSettings
+
+__all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_facts"]
+
+HASHES = ("sha256", "sha256_cbor")
+"""The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The report of one rank on its cache."""
+
+    rank: int
+    shard_bytes: int
+    """The bytes of the largest chunk on the rank."""
+    cache: str
+    """Digest of what gives the rank's pages their meaning."""
+    refusal: str = ""
+    """The reason why the rank cannot read and write its cache; empty if it can."""
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """The parts of the layout that the scheduler's side knows."""
+
+    model_id: str
+    weights_digest: str
+    engine: str
+    segment_tokens: int
+    ranks: int
+    replicated: bool
+    """All ranks hold the same bytes, and one of them stores them."""
+    cache: Mapping[str, Any] = field(default_factory=dict)
+
+
+def identity_of(
+    vllm_config: Any, kv_cache_config: Any, settings: EngineSettings, *, chunk_blocks: int, replicated: bool
+) -> EngineIdentity:
+    """What the scheduler's side knows of the layout. Reads the model's files the first time. Raises `LayoutRefused` for
+    an engine that the pool cannot serve."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.version import __version__
+
+    model, parallel, cached = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    if cached.prefix_caching_hash_algo not in HASHES:
+        raise LayoutRefused(
+            f"vLLM setting 'prefix_caching_hash_algo' is {cached.prefix_caching_hash_algo!r}: its hashes do not tell "
+            f"prompts apart reliably; supported: {', '.join(HASHES)}"
+        )
+    if getattr(cached, "calculate_kv_scales", False):
+        raise LayoutRefused(
+            "vLLM setting 'calculate_kv_scales' is True: the scales of the cache differ from engine to engine"
+        )
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise LayoutRefused("vLLM setting 'hisparse_config' is set: a cache in two places is not supported")
+    groups = kv_cache_config.kv_cache_groups
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
+        raise LayoutRefused("a token's cache depends on tokens after it")
+    weights = weights_digest_of(vllm_config, settings)
+    architectures = model.hf_config.architectures or [type(model.hf_config).__name__]
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    tokens = max(group.kv_cache_spec.block_size for group in groups) * chunk_blocks
+    cache = {
+        "dtype": [str(model.dtype), str(cached.cache_dtype)],
+        "quantization": str(model.quantization),
+        "groups": [[type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size] for group in groups],
+        "chunk": [chunk_blocks, hash_tokens],
+        "hash": [cached.prefix_caching_hash_algo, hash_seed()],
+        "parallel": {
+            name: getattr(parallel, name, 1)
+            for name in (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "decode_context_parallel_size",
+            )
+        },
+        "position": _position(model),
+        "draft": digest_of_draft(vllm_config),
+    }
+    ranks = int(parallel.world_size)
+    return EngineIdentity(str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache)
+
+
+def opaque_layout(identity: EngineIdentity, facts: Sequence[RankFacts]) -> OpaqueLayout:
+    """The layout of an engine whose ranks have all reported. Raises `LayoutRefused` with the reason of a rank, and for
+    sizes that the pool does not have."""
+    for one in facts:
+        if one.refusal:
+            raise LayoutRefused(one.refusal)
+    ordered = sorted(facts, key=lambda one: one.rank)
+    caches = [one.cache for one in ordered]
+    if identity.replicated:
+        if len(set(caches)) > 1:
+            raise LayoutRefused("the ranks hold different caches, and vLLM stores that of the first rank only")
+        caches = caches[:1]
+    layout = OpaqueLayout(
+        model_id=identity.model_id,
+        weights_digest=identity.weights_digest,
+        engine=identity.engine,
+        cache=json.dumps({**identity.cache, "ranks": caches}, sort_keys=True, separators=(",", ":")),
+        shards=len(caches),
+        shard_bytes=max(one.shard_bytes for one in ordered),
+        segment_tokens=identity.segment_tokens,
+    )
+    layout.check()
+    return layout
+
+
+def rank_facts(
+    vllm_config: Any, kv_cache_config: Any, rank: int, shard_bytes: int, pages: Sequence[Sequence[int]]
+) -> RankFacts:
+    """The report of a rank. `pages`: for each cache group, the bytes of the pages of its layers. Never raises: an error
+    is the report's refusal."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    try:
+        name = vllm_config.cache_config.kv_cache_layout
+        if name is None or not KVCacheLayout[name].is_block_compact:
+            return RankFacts(rank, shard_bytes, "", f"a page of vLLM's cache layout {name} is not contiguous")
+        groups = [
+            [type(group.kv_cache_spec).__name__, repr(group.kv_cache_spec), list(group.layer_names)]
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        facts = [name, groups, [list(sizes) for sizes in pages], _backends(vllm_config)]
+    except Exception as error:
+        return RankFacts(rank, shard_bytes, "", f"the cache cannot be identified: {type(error).__name__}: {error}")
+    return RankFacts(rank, shard_bytes, hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest())
+
+
+def hash_seed() -> str | None:
+    """The seed of vLLM's block hashes that the environment sets; None: vLLM's fixed seed for SHA-256."""
+    return os.environ.get("PYTHONHASHSEED")
+
+
+def _backends(vllm_config: Any) -> list[str]:
+    """The names of the attention backends, with the instruction set where the memory layout depends on it."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    names = sorted({".".join(one.full_cls_name()) for one in get_current_attn_backends(vllm_config)})
+    if any("cpu" in name.lower() for name in names):
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        cache, model = vllm_config.cache_config, vllm_config.model_config
+        # The set does not depend on the block size where that is a multiple of 32, as all block sizes of vLLM's CPU
+        # kernels are.
+        names.append(str(_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)))
+    return names
+
+
+def _position(model: Any) -> object:
+    """The settings of a rotation of which vLLM chooses one by the longest sequence that it allows: cached keys then
+    depend on that length. None for rotations that depend on a token's position alone."""
+    rope = getattr(model.hf_text_config, "rope_parameters", None)
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))] if rope else []
+    static = all(kind.get("rope_type", "default") in STATIC_ROPE for kind in kinds)
+    return None if static else model.max_model_len

@@ -1,0 +1,250 @@
+"""Lookups of chunks in the pool. No call waits for the daemon. Imports no engine.
+
+The chunks of a request are leased by one match of independent keys. A leased chunk becomes a hit when its bytes are in
+this node's arena and, where reads are verified, have the right checksum::
+
+    vLLM asks for a chunk     answer
+    before the match's reply  RETRY
+    after it: no segment      MISS
+    in the arena, unverified  HIT
+    on another node, or to be verified: PENDING, and the chunk is wanted
+    after the step            the wanted chunks are fetched in the background; then HIT or MISS
+
+vLLM counts a PENDING chunk as a hit that it cannot use yet, so it goes on to the chunks that it would also need. Only
+these are fetched.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.lookup import SILENT_S
+from tokenlake_client.engines.vllm.offloading.pool import ChunkLease, ChunkPool, PendingChunks
+from tokenlake_client.match import MatchOptions
+
+__all__ = ["ChunkLookup", "ChunkLookups", "Found"]
+
+POLL_S = 0.0002
+"""Seconds between two polls for the daemon's answer: vLLM asks for each chunk of a prompt in one go."""
+WINDOW = 32
+"""The number of segments that are fetched at a time."""
+
+
+class Found(enum.IntEnum):
+    """The answer to a question for one chunk."""
+
+    MISS = enum.auto()
+    HIT = enum.auto()
+    PENDING = enum.auto()
+    RETRY = enum.auto()
+
+
+class ChunkLookup:
+    """A match for all chunks of a request, and its answer. For the scheduler's thread, but for `start` and `fetch`."""
+
+    def __init__(
+        self,
+        begin: Callable[[], PendingChunks],
+        asked: Sequence[bytes],
+        deadline_s: float,
+        clock: Callable[[], float],
+        *,
+        verify: bool,
+    ) -> None:
+        """`begin` sends the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in
+        the arena are fetched too, because `fetch` checks their bytes."""
+        self._begin = begin
+        self._lock = threading.Lock()
+        """Guards the next three fields."""
+        self._pending: PendingChunks | None = None
+        self._failure: Exception | None = None
+        self._dropped = False
+        self._asked = asked
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._verify = verify
+        self.due = clock() + deadline_s
+        """The time from which an answer counts as late."""
+        self.lease: ChunkLease | None = None
+        self._segments: dict[bytes, int] = {}
+        """For each leased chunk, the index of its segment in the lease."""
+        self._found: list[Found] = []
+        """For each leased segment: PENDING until it is fetched. `fetch` sets it from a background thread."""
+        self._remote: set[int | None] = set()
+        self._wanted: set[int] = set()
+        self._next_poll = 0.0
+
+    def start(self) -> None:
+        """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
+        Never raises."""
+        try:
+            pending = self._begin()
+        except Exception as error:
+            with self._lock:
+                self._failure = error
+            return
+        with self._lock:
+            self._pending, dropped = pending, self._dropped
+        if dropped:
+            pending.cancel()
+
+    def poll(self) -> bool:
+        """Has the daemon answered? Raises `TokenLakeError` when it will not."""
+        if self.lease is not None:
+            return True
+        now = self._clock()
+        if now < self._next_poll:
+            return False
+        self._next_poll = now + POLL_S
+        with self._lock:
+            pending, failure = self._pending, self._failure
+        if failure is not None:
+            raise failure
+        if pending is None:
+            return False
+        answers = pending.answers
+        lease = pending.poll()
+        if pending.answers > answers:
+            # Many chunks take several requests, each of which has the whole deadline.
+            self.due = max(self.due, now + self._deadline_s)
+        if lease is None:
+            return False
+        at_once = () if self._verify else (Code.LOCAL,)
+        for key, code in zip(self._asked, lease.codes, strict=True):
+            if code in (Code.LOCAL, Code.REMOTE) and len(self._found) < lease.hits:
+                self._segments[key] = len(self._found)
+                if code == Code.REMOTE:
+                    self._remote.add(len(self._found))
+                self._found.append(Found.HIT if code in at_once else Found.PENDING)
+        self.lease = lease
+        return True
+
+    def find(self, key: bytes) -> Found:
+        """The state of a chunk after the answer. A chunk that is PENDING is wanted from now on."""
+        index = self._segments.get(key)
+        if index is None:
+            return Found.MISS
+        found = self._found[index]
+        if found is Found.PENDING:
+            self._wanted.add(index)
+        return found
+
+    def remote(self, key: bytes) -> bool:
+        """Was the chunk on another node when it was leased?"""
+        return self._segments.get(key) in self._remote
+
+    def take_wanted(self) -> list[int]:
+        """The indices of the segments that are wanted since the last call, in order."""
+        wanted, self._wanted = sorted(self._wanted), set()
+        return [index for index in wanted if self._found[index] is Found.PENDING]
+
+    def fetch(self, wanted: Sequence[int]) -> None:
+        """Transfer the segments `wanted` to this node and verify them; each becomes a HIT or a MISS. Waits; for a
+        background thread. Raises `TokenLakeError`; segments without an outcome are misses then."""
+        try:
+            if self.lease is not None:
+                for start, stop in runs(wanted, WINDOW):
+                    self._fetch(self.lease, start, stop)
+        finally:
+            for index in wanted:
+                if self._found[index] is Found.PENDING:
+                    self._found[index] = Found.MISS
+
+    def _fetch(self, lease: ChunkLease, start: int, stop: int) -> None:
+        while start < stop:
+            fetched = len(lease.fetch(start, stop))
+            for index in range(start, start + fetched):
+                self._found[index] = Found.HIT
+            # The segment after the last array was lost, or does not match its checksum.
+            if start + fetched < stop:
+                self._found[start + fetched] = Found.MISS
+            start += fetched + 1
+
+    def keep(self, keys: Iterable[bytes]) -> list[int]:
+        """The index of the segment of each of `keys` in the lease; -1: it is not leased. All other segments are
+        released."""
+        indices = [self._segments.get(key, -1) for key in keys]
+        if self.lease is not None:
+            kept = set(indices)
+            for start, stop in runs([at for at in range(len(self._found)) if at not in kept], len(self._found)):
+                self.lease.release(start, stop)
+        return indices
+
+    def drop(self) -> None:
+        """Release the lease, now or when the answer arrives."""
+        with self._lock:
+            self._dropped = True
+            pending = self._pending
+        if pending is not None:
+            pending.cancel()
+
+
+class ChunkLookups:
+    """Starts lookups, and gives up one whose answer is late. After that no lookup is started until the daemon has
+    answered the late one, so that a frozen daemon delays one request by one deadline. For the scheduler's thread."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float], *, verify: bool) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._verify = verify
+        self._overdue: ChunkLookup | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Has the daemon not answered a late lookup for more than `lookup.SILENT_S`?"""
+        return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
+
+    def begin(
+        self,
+        pool: ChunkPool,
+        asked: Sequence[bytes],
+        keys: Callable[[], Sequence[SegmentKey]],
+        options: MatchOptions,
+    ) -> ChunkLookup | None:
+        """A lookup, not started yet, of the segments that `keys` returns, which hold the chunks `asked`; None while a
+        lookup that was given up has no answer."""
+        if self._overdue is not None and not self._settled(self._overdue):
+            return None
+        return ChunkLookup(
+            lambda: pool.begin_match(keys(), options, deadline_s=self._deadline_s),
+            asked,
+            self._deadline_s,
+            self._clock,
+            verify=self._verify,
+        )
+
+    def give_up_late(self, lookup: ChunkLookup) -> bool:
+        """Give `lookup` up if its answer is late, and return whether it was."""
+        if self._clock() < lookup.due:
+            return False
+        if self._overdue is None:
+            self._overdue = lookup
+        else:
+            lookup.drop()
+        return True
+
+    def _settled(self, overdue: ChunkLookup) -> bool:
+        try:
+            if not overdue.poll():
+                return False
+        except TokenLakeError:
+            pass
+        overdue.drop()
+        self._overdue = None
+        return True
+
+
+def runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:
+    """The ascending `indices` as ranges [start, stop) of neighbours, each of at most `longest`."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index and index - found[-1][0] < longest:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found

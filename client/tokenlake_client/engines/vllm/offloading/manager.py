@@ -1,0 +1,361 @@
+"""The side of the connector in vLLM's scheduler, behind vLLM's OffloadingConnector. Imports no engine.
+
+No method waits for the daemon, but for the reservation of slots that several ranks fill. vLLM calls the methods for a
+request in this order::
+
+    new_request       record the request
+    lookup            for each chunk, again in each step, until no answer is RETRY or PENDING
+    prepare_load      the job that loads the hits; complete_load when all ranks have ended it
+    step_ends         the step's requests are known: wanted chunks are fetched, leases that are not needed end
+    prepare_store     the job that stores chunks; complete_store when all ranks have ended it
+    finished          the request ends; its jobs may end later
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from tokenlake.errors import Unreachable
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey
+from tokenlake.opaque_layout import OpaqueLayout
+from tokenlake_client.engines.common.background import BackgroundQueue
+from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
+from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
+from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
+from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, ChunkLookups, Found
+from tokenlake_client.engines.vllm.offloading.pool import ChunkPool
+from tokenlake_client.engines.vllm.pool import Reservation
+from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.match import MatchOptions
+
+__all__ = ["ChunkManager"]
+
+OPEN_S = 2.0
+"""Seconds from the first lookup on in which requests wait for the reports of the ranks and for the first connection to
+the daemon. Later requests do not wait."""
+FETCH_QUEUE = 256
+
+
+@dataclass(slots=True)
+class _Request:
+    name: str
+    hints: Hints | None
+    adapter: RequestAdapter | None = None
+    """The request's LoRA adapter."""
+    adapter_due: float = 0.0
+    """The time until which the request waits for the digest of its adapter."""
+    served: bool = True
+    """False: the request is served without the pool."""
+    lookup: ChunkLookup | None = None
+    may_load: bool = True
+    """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
+    placed: bool = False
+    """True: vLLM has given the request blocks."""
+    may_store: bool = True
+    """False: the weights changed while the request had blocks, so they may hold cache of two versions."""
+
+    @property
+    def adapter_refused(self) -> bool:
+        """The files of the request's adapter cannot be read."""
+        return self.adapter is not None and self.adapter.refused
+
+    @property
+    def adapter_use(self) -> AdapterUse | None:
+        """The request's adapter, as the ranks know it."""
+        return self.adapter.use if self.adapter is not None else None
+
+
+class ChunkManager:
+    """Looks chunks up, and plans the jobs of the ranks. One per engine. For the scheduler's thread."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        counters: EngineCounters,
+        report: Callable[[str, BaseException], None],
+        refuse: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`refuse` logs the reason why the pool does not serve the engine."""
+        self._settings = settings
+        self._counters = counters
+        self._report = report
+        self._log_refusal = refuse
+        self._clock = clock
+        self._lookups = ChunkLookups(settings.match_ms / 1e3, clock, verify=settings.verify)
+        self._pool: Callable[[], ChunkPool | None] | None = None
+        self._layout: OpaqueLayout | None = None
+        self._stopped = False
+        self._open_until: float | None = None
+        self._requests: dict[str, _Request] = {}
+        self._looking: dict[str, _Request] = {}
+        """The requests that have a lookup."""
+        self._loads: dict[str, ChunkLookup] = {}
+        """The lookups whose segments are being loaded, by request."""
+        self._reservations: dict[frozenset[bytes], Reservation] = {}
+        """The slots that ranks are filling, by the chunks of the job."""
+        self._cached_adapters = CachedAdapters()
+        self._weights: str | None = None
+        self._starts: BackgroundQueue[ChunkLookup] = BackgroundQueue(ChunkLookup.start, "tokenlake-lookup")
+        self._fetches: BackgroundQueue[tuple[ChunkLookup, list[int]]] = BackgroundQueue(
+            lambda task: self._fetch(*task), "tokenlake-fetch", FETCH_QUEUE
+        )
+
+    @property
+    def silent(self) -> bool:
+        """Has the daemon not answered a late lookup for a while?"""
+        return self._lookups.silent
+
+    def open(self, pool: Callable[[], ChunkPool | None], layout: OpaqueLayout) -> None:
+        """Use the pool from now on. `pool` returns it or None, and must not wait. `layout`: that of the pool. Any
+        thread may call this method."""
+        self._layout = layout
+        self._pool = pool
+
+    def stop(self, reason: str) -> None:
+        """Do not use the pool, and log the reason."""
+        if not self._stopped:
+            self._stopped = True
+            self._log_refusal(reason)
+
+    def new_request(self, name: str, hints: Hints | None = None) -> None:
+        """Record a request that has arrived."""
+        self._requests[name] = _Request(name, hints)
+
+    def with_adapter(self, name: str, adapter: RequestAdapter) -> None:
+        """Record that a request, which has just arrived, is for a LoRA adapter."""
+        state = self._requests[name]
+        state.adapter, state.adapter_due = adapter, self._clock() + self._settings.match_ms / 1e3
+        self._record_adapter(state)
+
+    def refuse_request(self, name: str, reason: str) -> None:
+        """Serve a request, which has just arrived, without the pool, and log the reason."""
+        self._requests[name].served = False
+        self._counters.add(requests_not_served=1)
+        self._log_refusal(reason)
+
+    def cache_emptied(self) -> None:
+        """vLLM's own cache was emptied."""
+        self._cached_adapters.emptied()
+
+    def asked(self, name: str) -> bool:
+        """Has the pool answered, for a request that is given its blocks, which chunks it has?"""
+        state = self._requests.get(name)
+        return name in self._loads or (state is not None and state.lookup is not None)
+
+    def remote(self, name: str, key: bytes) -> bool:
+        """Was a chunk that is loaded for a request on another node?"""
+        lookup = self._loads.get(name)
+        return lookup is not None and lookup.remote(key)
+
+    def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
+        """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
+        the errors of the pool; the chunk is a miss then, and the request does not use the pool again."""
+        state = self._looking.get(name)
+        if state is None:
+            state = self._requests.get(name)
+            if state is None or not (state.served and state.may_load) or self._stopped:
+                return Found.MISS
+            return self._begin(state, chunks)
+        lookup = state.lookup
+        assert lookup is not None
+        try:
+            if lookup.poll():
+                return lookup.find(key)
+        except Exception:
+            self._give_up(state).may_load = False
+            raise
+        if self._lookups.give_up_late(lookup):
+            self._counters.add(lookups_late=1)
+            self._take(state).may_load = False
+            return Found.MISS
+        return Found.RETRY
+
+    def prepare_load(self, name: str, keys: Collection[bytes]) -> LoadJob:
+        """The job that loads the chunks `keys`. All other chunks of the request's lookup are released. Never raises: a
+        chunk that cannot be loaded fails on the ranks."""
+        groups = tuple(parse_key(key)[0] for key in keys)
+        state = self._requests.get(name)
+        lookup = state.lookup if state is not None else None
+        if state is None or lookup is None or lookup.lease is None:
+            return LoadJob(NOWHERE, name, (), (-1,) * len(keys), groups)
+        self._take(state).may_load = False
+        self._loads[name] = lookup
+        segments = tuple(lookup.keep(keys))
+        member = self._member(int(lookup.lease.incarnation))
+        return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups, state.adapter_use)
+
+    def complete_load(self, name: str) -> None:
+        """All ranks have ended the load of a request."""
+        lookup = self._loads.pop(name, None)
+        if lookup is not None:
+            lookup.drop()
+
+    def step_ends(self, begun: Iterable[str], preempted: Iterable[str]) -> None:
+        """A step was scheduled. `begun`: the requests that compute for the first time; they load nothing more.
+        `preempted`: the requests that lost their blocks; they begin anew."""
+        for name in preempted:
+            if name in self._requests:
+                state = self._requests[name]
+                self._give_up(state)
+                state.placed, state.may_load, state.may_store = False, True, True
+        for name in begun:
+            if name in self._requests:
+                state = self._requests[name]
+                self._give_up(state)
+                state.placed = True
+                self._record_adapter(state)
+        for state in list(self._looking.values()):
+            wanted = state.lookup.take_wanted() if state.lookup is not None else []
+            if state.lookup is not None and wanted and not self._fetches.submit((state.lookup, wanted)):
+                self._give_up(state).may_load = False
+
+    def prepare_store(self, name: str, keys: Sequence[bytes]) -> tuple[Sequence[bytes], StoreJob] | None:
+        """The chunks of `keys` that are stored, and the job that stores them; None: nothing is stored. Raises the
+        errors of the pool."""
+        state = self._requests.get(name)
+        if state is not None:
+            self._record_adapter(state)
+        if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
+            return None
+        pool = self._pool() if self._pool is not None else None
+        if pool is None or not pool.connected or not self._hashed(keys) or not self._adapter_known(state):
+            return None
+        segments = self._segment_keys(pool, state, keys, self._weights)
+        groups = tuple(parse_key(key)[0] for key in keys)
+        member = self._member(int(pool.incarnation))
+        packed = tuple(map(bytes, segments))
+        if self._layout is None or self._layout.shards == 1:
+            return keys, StoreJob(member, name, packed, groups, hints=state.hints, adapter=state.adapter_use)
+        deadline_s = self._settings.match_ms / 1e3
+        reservation = pool.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
+        if not reservation.id:
+            return None
+        self._reservations[frozenset(keys)] = reservation
+        return keys, StoreJob(member, name, packed, groups, int(reservation.id), adapter=state.adapter_use)
+
+    def complete_store(self, keys: Collection[bytes]) -> None:
+        """All ranks have ended the job that stores the chunks `keys`."""
+        reservation = self._reservations.pop(frozenset(keys), None)
+        if reservation is not None:
+            reservation.release()
+
+    def finished(self, name: str) -> None:
+        """A request has ended. A load of it that is under way keeps its lease."""
+        state = self._requests.pop(name, None)
+        if state is not None:
+            self._give_up(state)
+
+    def new_weights(self, digest: str) -> None:
+        """The weights may have changed: `digest` is part of all keys from now on. Requests that have blocks, or are
+        loading them, store nothing more. vLLM forgets the jobs under way."""
+        self._weights = digest
+        for state in self._requests.values():
+            state.may_store = not state.placed and state.name not in self._loads
+            self._give_up(state)
+        for reservation in self._reservations.values():
+            reservation.release()
+        self._reservations.clear()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until lookups that have begun are sent, and wanted chunks are fetched; False when `timeout` seconds were
+        not enough."""
+        return self._starts.flush(timeout) and self._fetches.flush(timeout)
+
+    def close(self) -> None:
+        """Release all leases and reservations."""
+        for state in self._requests.values():
+            self._give_up(state)
+        for lookup in self._loads.values():
+            lookup.drop()
+        for reservation in self._reservations.values():
+            reservation.release()
+        self._requests.clear()
+        self._loads.clear()
+        self._reservations.clear()
+        self._starts.close(1.0, drain=False)
+        self._fetches.close(1.0, drain=False)
+
+    def _begin(self, state: _Request, chunks: Callable[[], Sequence[bytes]]) -> Found:
+        """Begin the lookup of a request: RETRY if it has begun, and while the pool is being opened or the adapter's
+        digest is not known; MISS if the pool is not used."""
+        if self._pool is None:
+            if self._open_until is None:
+                self._open_until = self._clock() + OPEN_S
+            return Found.RETRY if self._clock() < self._open_until else Found.MISS
+        pool = self._pool()
+        asked = chunks() if pool is not None else ()
+        if pool is None or not asked or not self._hashed(asked):
+            return Found.MISS
+        if not self._adapter_known(state):
+            waits = not state.adapter_refused and self._clock() < state.adapter_due
+            return Found.RETRY if waits else Found.MISS
+        weights = self._weights
+        options = MatchOptions(request=state.name, hints=state.hints, independent=True)
+        state.lookup = self._lookups.begin(
+            pool, asked, lambda: self._segment_keys(pool, state, asked, weights), options
+        )
+        if state.lookup is None:
+            return Found.MISS
+        if not self._starts.submit(state.lookup):
+            state.lookup.start()
+        self._looking[state.name] = state
+        return Found.RETRY
+
+    def _record_adapter(self, state: _Request) -> None:
+        """Record that the request's adapter computes. Parts of a block in vLLM's own cache are not reported to a
+        connector, so that each request counts as one with tokens in that cache."""
+        if state.adapter is not None and not self._cached_adapters.placed(state.adapter, cached=True):
+            state.may_store = False
+
+    def _take(self, state: _Request) -> _Request:
+        """Remove the lookup from a request, and return the request."""
+        self._looking.pop(state.name, None)
+        state.lookup = None
+        return state
+
+    def _member(self, incarnation: int) -> Member:
+        """How a rank joins the session at the daemon of this incarnation."""
+        pool = self._pool() if self._pool is not None else None
+        if pool is None or self._layout is None:
+            return NOWHERE
+        return Member(pool.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
+
+    def _give_up(self, state: _Request) -> _Request:
+        """Remove the lookup from a request, release its lease, and return the request."""
+        if state.lookup is not None:
+            state.lookup.drop()
+        return self._take(state)
+
+    def _segment_keys(
+        self, pool: ChunkPool, state: _Request, keys: Iterable[bytes], weights: str | None
+    ) -> list[SegmentKey]:
+        adapter = None if state.adapter is None else state.adapter.digest
+        return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
+
+    def _adapter_known(self, state: _Request) -> bool:
+        """Is the digest of the request's adapter known, if it has one?"""
+        return state.adapter is None or state.adapter.digest is not None
+
+    def _hashed(self, keys: Sequence[bytes]) -> bool:
+        """Has vLLM hashed the blocks with SHA-256? Otherwise two prompts may have one hash, and the pool is not
+        used."""
+        size = len(parse_key(keys[0])[1])
+        if size != HASH_BYTES:
+            self.stop(
+                f"vLLM setting 'prefix_caching_hash_algo' makes block hashes of {size} bytes; supported: sha256, "
+                "sha256_cbor"
+            )
+        return size == HASH_BYTES
+
+    def _fetch(self, lookup: ChunkLookup, wanted: list[int]) -> None:
+        try:
+            lookup.fetch(wanted)
+        except Unreachable:
+            pass
+        except Exception as error:
+            self._report("fetching segments", error)

@@ -1,0 +1,93 @@
+"""The manager's way to the pool: the layout is known when all ranks have reported, and the connection is made in a
+background thread. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.opaque_layout import OpaqueLayout
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
+from tokenlake_client.engines.vllm.offloading.identity import EngineIdentity, RankFacts, opaque_layout
+from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
+from tokenlake_client.pool import Pool
+
+__all__ = ["Opening"]
+
+
+class Opening:
+    """Opens the pool for a manager. The methods are for the scheduler's thread, and do not wait."""
+
+    def __init__(
+        self,
+        manager: ChunkManager,
+        connect: Callable[[OpaqueLayout], Pool],
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        """`connect` opens a connection. `report` is called with the operation that failed and its error."""
+        self._manager = manager
+        self._connect = connect
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-open")
+        self._identity: Future[EngineIdentity] | None = None
+        self._facts: dict[int, RankFacts] = {}
+        self.layout: OpaqueLayout | None = None
+        """The layout, once all ranks have reported."""
+        self.connection: Connection | None = None
+        self._epoch: WeightsEpoch | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Was `identify` called?"""
+        return self._identity is not None
+
+    def identify(self, identity: Callable[[], EngineIdentity]) -> None:
+        """Begin to find out what the scheduler's side knows of the layout."""
+        self._identity = self._thread.submit(identity)
+
+    def reported(self, facts: Mapping[int, RankFacts], ranks: int) -> None:
+        """Take the reports of some of the `ranks` ranks. The last one opens the pool."""
+        complete = len(self._facts) == ranks
+        self._facts.update(facts)
+        if len(self._facts) == ranks and not complete:
+            self._thread.submit(self._open)
+
+    def reset(self, *, empty: bool) -> str:
+        """Begin an epoch of the weights, and return its digest (`WeightsEpoch.reset`)."""
+        return (self._epoch or WeightsEpoch("")).reset(empty=empty)
+
+    def named(self, version: str) -> str | None:
+        """The digest of weights that have this version; None where it cannot be accepted (`WeightsEpoch.named`)."""
+        return self._epoch.named(version) if self._epoch is not None else None
+
+    def computes(self) -> None:
+        """Record that the engine computes a step."""
+        if self._epoch is not None:
+            self._epoch.computes()
+
+    @property
+    def pool(self) -> Pool | None:
+        """The connection to the daemon, also while it is lost; None before the first one."""
+        return self.connection.pool if self.connection is not None else None  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """End the connection."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.connection is not None:
+            self.connection.close()
+
+    def _open(self) -> None:
+        try:
+            assert self._identity is not None
+            layout = opaque_layout(self._identity.result(), list(self._facts.values()))
+            # The first attempt to connect is made here; later ones in a thread of the connection.
+            self.connection = Connection(lambda: self._connect(layout), self._report, wait_s=0.0)
+            self.layout, self._epoch = layout, WeightsEpoch(layout.weights_digest)
+            self._manager.open(self.connection.get, layout)  # type: ignore[arg-type]
+        except LayoutRefused as error:
+            self._manager.stop(str(error))
+        except Exception as error:
+            self._report("identifying the cache", error)
+            self._manager.stop(f"the cache cannot be identified: {error}")

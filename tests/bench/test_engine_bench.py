@@ -1,0 +1,160 @@
+"""Parts of `tokenlake bench engine`: its arguments, two engines behind a router, and LMCache's server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.engine_bench import EngineArguments, run_engine
+from tokenlake_bench.engine_families import families_of, reason_of
+from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
+from tokenlake_bench.engine_pair import EnginePair
+from tokenlake_bench.engine_workload import Conversations
+from tokenlake_testing.engine_lines import Timed
+from tokenlake_testing.families import FAMILIES, save_adapter
+from tokenlake_testing.tiny_model import TinyModel
+
+TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=4, heads=4, kv_heads=2, positions=8192)
+LIMIT_S = 60.0
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+def main():
+    port = int(sys.argv[sys.argv.index("--http-port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+PARENT = """
+import sys
+from pathlib import Path
+import psutil
+from tokenlake_bench.engine_lmcache import LMCacheServer
+with LMCacheServer(sys.executable, 64, directory=Path(sys.argv[1])):
+    print(psutil.Process().children()[0].pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+class FakeEngine:
+    """Answers each prompt with a token of its own."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.prompts: list[tuple[int, int]] = []
+        """The length of each prompt, and the number of tokens generated for it."""
+
+    def timed(self, prompts: list[list[int]], tokens: int = 8) -> Timed:
+        self.prompts.append((len(prompts[0]), tokens))
+        return Timed([[self.token] * tokens], 0.25, 0)
+
+    def call(self, command: str) -> Any:
+        assert command == "counts"
+        return {"hook_seconds": 0.01 * len(self.prompts)}
+
+
+@pytest.fixture
+def lmcache(tmp_path: Path) -> Path:
+    """A directory as `make install-lmcache` makes it, with a server that only says that it is healthy."""
+    package = tmp_path / "lmcache" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(SERVER)
+    return tmp_path
+
+
+def test_families_are_named_once_or_all_of_them() -> None:
+    assert families_of("") == []
+    assert families_of("mla, llama,mla") == ["mla", "llama"]
+    assert families_of("all") == list(FAMILIES)
+    with pytest.raises(ConfigurationError, match="whisper.*names among llama"):
+        families_of("llama,whisper")
+
+
+def test_the_reason_of_a_skipped_family_is_the_last_error() -> None:
+    log = "ValueError: first\n  raise second\n[rank0]: AssertionError: CPU GDN attention requires BF16.\nmore"
+    assert reason_of(log) == "AssertionError: CPU GDN attention requires BF16."
+    assert reason_of("no word of it") == "no word of it"
+
+
+def test_families_need_vllm_and_lmcache_names_its_make_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="vllm only"):
+        run_engine(EngineArguments(engine="transformers", families="llama"))
+    with pytest.raises(ConfigurationError, match="make install-lmcache"):
+        run_engine(EngineArguments(against="none,lmcache"))
+    with pytest.raises(ConfigurationError, match="make install-lmcache"):
+        check_lmcache(tmp_path)
+
+
+def test_the_requests_of_a_conversation_alternate_between_the_engines() -> None:
+    workload = Conversations(conversations=2, turns=3, systems=1, system_tokens=10, question_tokens=5)
+    first, second = FakeEngine(1), FakeEngine(2)
+    pair = EnginePair("pool", (first, second), workload)  # type: ignore[arg-type]
+    for turn in range(workload.turns):
+        for number, question in enumerate(workload.questions(turn)):
+            pair.serve(turn, number, question)
+    assert [answer[0] for answer in pair.answers] == [1, 2, 2, 1, 1, 2]
+    lengths = [15, 15 + 16 + 5, 15 + 2 * (16 + 5)]
+    assert first.prompts == second.prompts == [(length, new) for length in lengths for new in (1, 16)]
+    row = pair.row()
+    assert (row["ttft_ms"], row["ttft_warm_ms"], row["answers_per_second"]) == (250.0, 250.0, 2.0)
+    assert row["prompt_tokens"] == 2 * sum(lengths)
+    assert row["connector_ms"] == pytest.approx(10.0)
+
+
+def test_the_server_of_lmcache_ends_with_the_context(lmcache: Path) -> None:
+    with LMCacheServer(sys.executable, 64, directory=lmcache) as server:
+        (process,) = psutil.Process().children()
+        assert server.transfer["kv_connector"] == "LMCacheMPConnector"
+        assert server.environment["PYTHONPATH"].split(":")[0] == str(lmcache)
+        assert "0.0625" in process.cmdline()
+    assert not process.is_running()
+
+
+def test_the_server_of_lmcache_ends_when_the_benchmark_is_killed(lmcache: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(lmcache)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    assert server.is_running()
+    parent.kill()
+    parent.communicate()
+    until = time.monotonic() + LIMIT_S
+    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_server_that_ends_at_its_start_shows_its_log(lmcache: Path) -> None:
+    (lmcache / "lmcache" / "cli" / "main.py").write_text("raise SystemExit('no such option')")
+    with pytest.raises(Unreachable, match="no such option"), LMCacheServer(sys.executable, 64, directory=lmcache):
+        pass
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_of_a_family_is_the_same_each_time(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    first, second = (family.save(tmp_path / part, TINY) for part in ("first", "second"))
+    for file in ("config.json", "model.safetensors"):
+        assert (first / file).read_bytes() == (second / file).read_bytes()
+    assert json.loads((first / "config.json").read_text())["num_hidden_layers"] == TINY.layers
+
+
+def test_adapters_of_other_seeds_have_other_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    weights = [
+        (save_adapter(tmp_path / str(at), TINY, seed=seed) / "adapter_model.safetensors").read_bytes()
+        for at, seed in enumerate((1, 1, 2))
+    ]
+    assert weights[0] == weights[1] != weights[2]

@@ -1,0 +1,296 @@
+"""Jobs of a rank behind vLLM's OffloadingConnector, and the copies of its pages, without vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.engines.chunk_pool import ChunkPools, layout_of
+from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.offloading.chunks import (
+    ChunkPart,
+    blocks_per_chunk,
+    chunk_parts,
+    parse_key,
+    whole_chunks,
+)
+from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
+from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.match import MatchOptions
+
+TIMEOUT_S = 10.0
+BLOCKS, SIZE = 16, 2
+GROUPS = (3, 5)
+"""The numbers of two cache groups, in vLLM's order."""
+MATCH = MatchOptions(independent=True)
+
+
+def test_a_key_of_vllm_names_hash_and_group() -> None:
+    assert parse_key(bytes(range(32)) + (258).to_bytes(4, "big")) == (258, bytes(range(32)))
+
+
+def test_chunks_have_about_as_many_tokens_as_a_segment() -> None:
+    assert [blocks_per_chunk(blocks, 256) for blocks in ([16], [128, 128], [96], [544], [16, 32])] == [16, 2, 2, 1, 1]
+
+
+def test_blocks_of_a_job_by_chunk() -> None:
+    # Group 3: two chunks, the first from its second block on, the last ends after its first. Group 5: one whole chunk.
+    parts = chunk_parts([3, 3, 5], GROUPS, [7, 8, 4, 6], [2, 2], [5, 0], SIZE)
+    assert parts == [ChunkPart(0, 0, 1, (7,)), ChunkPart(1, 0, 0, (8,)), ChunkPart(2, 1, 0, (4, 6))]
+    assert whole_chunks(parts, SIZE) == [ChunkPart(2, 1, 0, (4, 6))]
+    assert whole_chunks(chunk_parts([3], GROUPS, [0, 9], [2, 0], [0, 0], SIZE), SIZE) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "indices"),
+    [([3], [4, 0], [0, 0]), ([3, 3], [2, 0], [0, 0]), ([4], [2, 0], [0, 0]), ([5], [2, 0], [0, 0])],
+)
+def test_keys_and_blocks_that_do_not_fit_are_refused(keys: list[int], sizes: list[int], indices: list[int]) -> None:
+    """Also a chunk of another group than its blocks."""
+    with pytest.raises(ValueError, match="group"):
+        chunk_parts(keys, GROUPS, [1, 2, 3, 4], sizes, indices, SIZE)
+
+
+class Rank:
+    """A rank with a cache of two groups: the first has two tables, whose pages are padded, the second has one."""
+
+    def __init__(
+        self, pools: ChunkPools, shard: int = 0, *, served: bool = True, seed: int = 0, queue: int = 64
+    ) -> None:
+        source = torch.Generator().manual_seed(seed)
+
+        def table(width: int, used: int) -> PageTable:
+            pages = torch.randint(-100, 100, (BLOCKS, width), dtype=torch.int8, generator=source)
+            return PageTable(pages, used)
+
+        self.groups = [[table(12, 10), table(8, 8)], [table(24, 20)]]
+        self.counters = EngineCounters()
+        self.reports: list[str] = []
+        pages = HostPages(self.groups, SIZE)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.pages = _Gated(pages, self.gate)
+        self.worker = ChunkWorker(
+            self.pages if served else None,
+            RankPlace(shard, GROUPS, (16, 16), SIZE),
+            EngineSettings(write_queue=queue),
+            lambda session, layout: pools,
+            self.counters,
+            lambda operation, error: self.reports.append(f"{operation}: {error}"),
+        )
+
+    def contents(self, group: int, blocks: list[int]) -> list[NDArray[np.int8]]:
+        return [table.pages[blocks, : table.nbytes].numpy().copy() for table in self.groups[group]]
+
+    def clear(self) -> None:
+        for group in self.groups:
+            for table in group:
+                table.pages.zero_()
+
+    def finished(self, *jobs: int) -> set[str]:
+        """Wait for the jobs. Returns the failed requests."""
+        until, ended = time.monotonic() + TIMEOUT_S, set[int]()
+        while not ended >= set(jobs):
+            ended.update(one.job for one in self.worker.take_finished())
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return self.worker.take_failed()
+
+
+class _Gated:
+    """Copies that wait for an event."""
+
+    def __init__(self, pages: HostPages, gate: threading.Event) -> None:
+        self._pages, self._gate = pages, gate
+        self.ready = pages.computed()
+        self.copying = threading.Event()
+
+    def to_slot(self, shard: Any, part: ChunkPart) -> int:
+        self.copying.set()
+        assert self._gate.wait(TIMEOUT_S)
+        return self._pages.to_slot(shard, part)
+
+    def from_slot(self, shard: Any, part: ChunkPart) -> int:
+        assert self._gate.wait(TIMEOUT_S)
+        return self._pages.from_slot(shard, part)
+
+    def computed(self) -> Callable[[], None]:
+        return self.ready
+
+
+KEYS = [bytes([number]) * 32 for number in range(3)]
+STORED = BlockRange([1, 2, 3, 4, 9, 8], [4, 2], [0, 0])
+"""Two chunks of group 3, and one of group 5."""
+
+
+def member(pools: ChunkPools) -> Member:
+    return Member(pools.session, pools.incarnation, pools.layout.encode(), pools.layout.shard_bytes)
+
+
+def store(pools: ChunkPools, write: int = 0) -> StoreJob:
+    return StoreJob(member(pools), "r", tuple(KEYS), (3, 3, 5), write)
+
+
+def load(pools: ChunkPools, segments: tuple[int, ...] = (0, 1, 2)) -> LoadJob:
+    lease = pools.begin_match([SegmentKey(key) for key in KEYS], MATCH).poll()
+    assert lease is not None
+    return LoadJob(member(pools), "r", tuple(map(int, lease.ids)), segments, (3, 3, 5))
+
+
+@pytest.fixture
+def pools() -> ChunkPools:
+    return ChunkPools(layout_of(1, 48))
+
+
+def test_what_was_stored_is_loaded_into_other_blocks(pools: ChunkPools) -> None:
+    rank = Rank(pools)
+    expected = rank.contents(0, [1, 2, 3, 4]) + rank.contents(1, [9, 8])
+    rank.worker.submit_store(1, STORED, store(pools))
+    assert rank.finished(1) == set()
+    rank.clear()
+    rank.worker.submit_load(2, load(pools), BlockRange([11, 5, 6, 7, 2, 1], [4, 2], [0, 0]))
+    assert rank.finished(2) == set()
+    loaded = rank.contents(0, [11, 5, 6, 7]) + rank.contents(1, [2, 1])
+    assert all(np.array_equal(one, other) for one, other in zip(expected, loaded, strict=True))
+    assert not rank.groups[0][0].pages[[0, 1, 2, 3]].any(), "no other block is written"
+    counts = rank.counters.read()
+    assert (counts.tokens_stored, counts.tokens_loaded, counts.failures) == (96, 96, 0)
+
+
+def test_a_part_of_a_chunk_is_loaded(pools: ChunkPools) -> None:
+    rank = Rank(pools)
+    expected = rank.contents(0, [2, 3])
+    rank.worker.submit_store(1, STORED, store(pools))
+    rank.finished(1)
+    rank.clear()
+    job = LoadJob(member(pools), "r", load(pools).leases, (0, 1), (3, 3))
+    rank.worker.submit_load(2, job, BlockRange([12, 13], [2, 0], [1, 0]))
+    assert rank.finished(2) == set()
+    assert all(np.array_equal(*pair) for pair in zip(expected, rank.contents(0, [12, 13]), strict=True))
+
+
+def test_a_chunk_whose_first_block_was_given_up_is_not_stored(pools: ChunkPools) -> None:
+    rank = Rank(pools)
+    rank.worker.submit_store(1, BlockRange([2, 3, 4, 9, 8], [3, 2], [1, 0]), store(pools))
+    rank.finished(1)
+    assert set(pools.segments) == {KEYS[1], KEYS[2]}
+
+
+def test_two_ranks_fill_their_shards() -> None:
+    pools = ChunkPools(layout_of(2, 48))
+    ranks = [Rank(pools, shard, seed=shard) for shard in (0, 1)]
+    expected = [rank.contents(0, [1, 2, 3, 4]) for rank in ranks]
+    reserved = pools.reserve([SegmentKey(key) for key in KEYS])
+    for rank in ranks:
+        assert not pools.segments
+        rank.worker.submit_store(1, STORED, store(pools, int(reserved.id)))
+        rank.finished(1)
+        rank.clear()
+    assert set(pools.segments) == set(KEYS)
+    for rank, contents in zip(ranks, expected, strict=True):
+        rank.worker.submit_load(2, load(pools), STORED)
+        assert rank.finished(2) == set()
+        assert all(np.array_equal(*pair) for pair in zip(contents, rank.contents(0, [1, 2, 3, 4]), strict=True))
+
+
+@pytest.mark.parametrize("fault", ["no daemon", "another daemon", "lost", "not leased", "no session", "unserved"])
+def test_a_load_that_fails_is_named(pools: ChunkPools, fault: str) -> None:
+    rank = Rank(pools)
+    rank.worker.submit_store(1, STORED, store(pools))
+    rank.finished(1)
+    job = load(pools, (0, -1, 2) if fault == "not leased" else (0, 1, 2))
+    if fault == "no daemon":
+        pools.connected = False
+    elif fault == "another daemon":
+        pools.leases[1].incarnation = 2
+    elif fault == "lost":
+        pools.lost.add(KEYS[1])
+    elif fault == "no session":
+        job = LoadJob(NOWHERE, "r", (), (-1, -1, -1), job.groups)
+    elif fault == "unserved":
+        rank = Rank(pools, served=False)
+    rank.worker.submit_load(2, job, STORED)
+    assert rank.finished(2) == {"r"}
+    assert rank.worker.take_failed() == set()
+    assert rank.counters.read().loads_failed == 1
+
+
+def test_a_rank_that_cannot_serve_ends_its_jobs(pools: ChunkPools) -> None:
+    rank = Rank(pools, served=False)
+    rank.worker.submit_store(1, STORED, store(pools))
+    assert rank.finished(1) == set()
+    assert not pools.segments
+    assert rank.counters.read().tokens_not_stored == 96
+
+
+def test_blocks_that_vllm_takes_back_are_not_read(pools: ChunkPools) -> None:
+    rank = Rank(pools)
+    rank.gate.clear()
+    for number in (1, 2):
+        rank.worker.submit_store(number, STORED, store(pools))
+    rank.worker.submit_load(3, load(pools), STORED)
+    waiting = threading.Thread(target=rank.worker.wait, args=({1, 2, 3},))
+    waiting.start()
+    rank.gate.set()
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    rank.clear()
+    rank.finished(1, 2, 3)
+    # At most one copy was under way when the blocks were taken back.
+    assert sum(segment.any() for segment in pools.segments.values()) <= 1
+
+
+def test_blocks_that_vllm_took_back_before_other_blocks_are_not_read(pools: ChunkPools) -> None:
+    """Before, a job that was between two copies did not notice it if vLLM took back the blocks of another job next."""
+    rank = Rank(pools)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        begun.set()
+        assert goes_on.wait(TIMEOUT_S)
+
+    rank.pages.ready = ready
+    rank.worker.submit_store(1, STORED, store(pools))
+    assert begun.wait(TIMEOUT_S)
+    rank.worker.wait({1})
+    rank.worker.wait({2})
+    rank.clear()
+    goes_on.set()
+    rank.finished(1)
+    assert not pools.segments or not any(segment.any() for segment in pools.segments.values())
+    assert rank.counters.read().tokens_stored == 0
+
+
+def test_jobs_beyond_the_queue_are_given_up(pools: ChunkPools) -> None:
+    rank = Rank(pools, queue=1)
+    rank.gate.clear()
+    for number in range(4):
+        rank.worker.submit_store(number, STORED, store(pools))
+    rank.gate.set()
+    assert rank.finished(0, 1, 2, 3) == set()
+    assert rank.worker.flush(TIMEOUT_S)
+    assert rank.counters.read().tokens_not_stored >= 96
+
+
+def test_a_job_that_does_not_fit_is_reported_and_ends(pools: ChunkPools) -> None:
+    rank = Rank(pools)
+    rank.worker.submit_store(1, BlockRange([1], [1, 0], [0, 0]), store(pools))
+    rank.worker.submit_load(2, load(pools), BlockRange([1], [1, 0], [0, 0]))
+    assert rank.finished(1, 2) == {"r"}
+    assert len(rank.reports) == 2
+
+
+def test_the_largest_chunk_sets_the_size() -> None:
+    rank = Rank(ChunkPools())
+    assert chunk_bytes(rank.groups, SIZE) == SIZE * 20
+    rank.worker.close(1.0)

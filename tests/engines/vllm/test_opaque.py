@@ -1,0 +1,274 @@
+"""Families whose cache only vLLM understands: the same greedy tokens with the pool as without it, whatever happens to
+daemons and segments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.forked import ForkedEngine, answers, refusals
+from tests.engines.vllm.spoiling import spoil_all, tracebacks
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.families import save_hybrid, save_latent, save_mistral, save_sliding_window
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 60.0
+SIZES = TinyModel(vocabulary=TINY.vocabulary, hidden=128, intermediate=256, layers=4, heads=4, kv_heads=2)
+WIDE = TinyModel(vocabulary=TINY.vocabulary, hidden=256, intermediate=256, layers=4, heads=4, kv_heads=2)
+"""Head dim 64: the attention of the hybrid model has blocks as large as its recurrent states."""
+DRAFT = TinyModel(1, TINY.vocabulary, hidden=128, intermediate=256, layers=1, heads=4, kv_heads=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A family: how its model is made, and vLLM's arguments."""
+
+    save: Callable[[str | Path, TinyModel | None], Path]
+    cached: int
+    """The tokens of a prompt that can be loaded."""
+    sizes: TinyModel = SIZES
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    draft: bool = False
+    length: int = 1000
+    """The tokens of a prompt. Few are left behind the cached ones, so that a wrong cache changes the answer."""
+
+
+GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+FAMILIES = {
+    "window": Case(save_mistral, 768),
+    "mixed": Case(save_sliding_window, 768),
+    "hybrid": Case(save_hybrid, 640, WIDE, {"dtype": "bfloat16"}, length=660),
+    # vLLM's CPU build computes other keys for some of the first 32 tokens behind a cached prefix of this family: a long
+    # rest would change the tokens.
+    "latent": Case(save_latent, 992, settings={"segment_tokens": 16}),
+    "n-gram": Case(save_tiny_model, 768, arguments={"speculative_config": GUESSING}),
+    "draft model": Case(save_tiny_model, 768, draft=True),
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """The engines of one family, and the tokens that vLLM generates without a connector."""
+
+    case: Case
+    cluster: Cluster
+    expected: dict[int, list[int]]
+    first: Engine
+    """It verifies its reads."""
+    second: Engine
+    """It does not."""
+
+    def prompt(self, seed: int) -> list[int]:
+        """A prompt; two seeds share no prefix."""
+        return prompt(self.case.length, seed)
+
+    def tokens(self, engine: Engine, seed: int) -> int:
+        """Generate for the prompt of `seed`, and compare the tokens. Returns the number of cached prompt tokens."""
+        answer = engine.timed([self.prompt(seed)])
+        assert answer.tokens[0] == self.expected[seed]
+        return answer.cached
+
+    def until_hit(self, engine: Engine, seed: int) -> int:
+        """Repeat a prompt until the engine takes a part of it from the pool."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            engine.call("flush")
+            engine.call("forget")
+            cached = self.tokens(engine, seed)
+            if cached:
+                return cached
+            assert time.monotonic() < until, engine.log.read_text()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(1, "256MiB", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    case = FAMILIES[request.param]
+    directory = tmp_path_factory.mktemp("opaque")
+    model = case.save(directory / "model", case.sizes)
+    arguments: dict[str, Any] = dict(case.arguments)
+    if case.draft:
+        draft = str(save_tiny_model(directory / "draft", DRAFT))
+        arguments["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT, "match_ms": 2000, **case.settings}
+    plain = ForkedEngine(model, directory / "plain.log", None, nice=10, **arguments)
+    first = ForkedEngine(model, directory / "first.log", {**pool, "verify": True}, nice=10, **arguments)
+    second = ForkedEngine(model, directory / "second.log", pool, nice=10, **arguments)
+    try:
+        expected = {seed: plain.generate([prompt(case.length, seed)])[0] for seed in range(6)}
+        plain.close()
+        yield Run(case, cluster, expected, first, second)
+    finally:
+        for engine in (plain, first, second):
+            engine.close()
+
+
+def test_cold_and_warm(run: Run) -> None:
+    assert run.tokens(run.first, 0) == 0
+    assert run.until_hit(run.first, 0) == run.case.cached
+    counts = run.first.call("counts")
+    assert (counts["failures"], counts["loads_failed"], counts["lookups_late"]) == (0, 0, 0)
+
+
+def test_another_engine(run: Run) -> None:
+    assert run.until_hit(run.second, 0) == run.case.cached
+
+
+def test_corrupt_segments(run: Run) -> None:
+    """The control: the engine that does not verify its reads computes with wrong bytes."""
+    for seed in (1, 2):
+        assert run.tokens(run.first, seed) == 0
+        assert run.until_hit(run.second, seed)
+    assert run.until_hit(run.first, 1)
+    spoil_all(run.cluster, run.first)
+    for engine in (run.first, run.second):
+        engine.call("forget")
+    assert run.second.generate([run.prompt(2)])[0] != run.expected[2]
+    assert run.tokens(run.first, 1) == 0
+    run.second.call("forget")
+
+
+def test_a_daemon_that_was_killed(run: Run) -> None:
+    assert run.until_hit(run.first, 3)
+    run.first.call("forget")
+    run.cluster.nodes[0].kill()
+    assert run.tokens(run.first, 3) == 0
+    run.cluster.nodes[0].start()
+    run.cluster.wait_ready()
+    assert run.until_hit(run.first, 3)
+
+
+def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
+    assert run.until_hit(run.first, 4)
+    run.first.call("forget")
+    run.first.call("slow loads", seconds=0.2)
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(run.tokens(run.first, 4)))
+    loaded = run.cluster.totals()["tokenlake_local_tokens_total"]
+    thread.start()
+    until = time.monotonic() + TIMEOUT_S
+    while run.cluster.totals()["tokenlake_local_tokens_total"] == loaded and time.monotonic() < until:
+        time.sleep(0.01)
+    run.cluster.nodes[0].kill()
+    thread.join(TIMEOUT_S)
+    assert len(answers) == 1, "other tokens, or none"
+    run.first.call("slow loads", seconds=0.0)
+    run.cluster.nodes[0].start()
+    run.cluster.wait_ready()
+    assert run.until_hit(run.first, 4)
+
+
+@pytest.mark.parametrize("call", ["Pool.attach", "Lease.fetch", "Pool.opaque_keys", "Pool.begin_match"])
+def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
+    assert run.until_hit(run.second, 5)
+    run.second.call("forget")
+    before = run.second.call("counts")
+    run.second.call("plant", call=call, error="Unreachable")
+    try:
+        assert run.tokens(run.second, 5) == 0
+    finally:
+        run.second.call("plant", call="", error="")
+    counts = run.second.call("counts")
+    assert counts["failures"] > before["failures"]
+    assert counts["loads_failed"] - before["loads_failed"] == (call in ("Pool.attach", "Lease.fetch"))
+    assert run.until_hit(run.second, 5) == run.case.cached
+
+
+def test_no_hook_raised(run: Run) -> None:
+    for engine in (run.first, run.second):
+        assert tracebacks(engine) == []
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mistral(tmp_path_factory.mktemp("window"), SIZES)
+
+
+def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], list[bool]]:
+    """The tokens of two prompts, and whether each engine took a part of the first one from the pool."""
+    tokens, hits = engine.generate([prompt(1000, 1), prompt(600, 2)]), []
+    for one in (engine, *engines):
+        until, cached = time.monotonic() + TIMEOUT_S, 0
+        while not cached and time.monotonic() < until:
+            # vLLM's own connector hands its jobs to the backend in the next step.
+            one.generate([prompt(40, 3)])
+            one.call("forget")
+            answer = one.timed([prompt(1000, 1)])
+            assert answer.tokens == tokens[:1]
+            cached = answer.cached
+        hits.append(cached > 0)
+    return tokens, hits
+
+
+def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Both share with each other: they find the same layout. The first is told of the ranks' caches in its first
+    step."""
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "within", **PATIENT}
+    spec = {"spec_name": "TokenLakeOffloadingSpec", "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}
+    recompute = {"kv_load_failure_policy": "recompute"}
+    own = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None, **recompute}
+    within = ForkedEngine(window, tmp_path / "within.log", [pool], nice=10, transfer=recompute)
+    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, nice=10, transfer=own)
+    plain = ForkedEngine(window, tmp_path / "plain.log", None, nice=10)
+    try:
+        expected = plain.generate([prompt(1000, 1), prompt(600, 2)])
+        assert tokens_and_hit(within, behind) == (expected, [True, True])
+        for engine in (within, behind):
+            assert tracebacks(engine) == []
+    finally:
+        for engine in (within, behind, plain):
+            engine.close()
+
+
+def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Each fills its shard of a segment. The ranks spin on all processors, so that lookups take long."""
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "ranks", **PATIENT}
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    stored = cluster.totals()["tokenlake_stored_segments_total"]
+    engine = Engine(window, tmp_path / "log", pool, nice=10, environment=ranks, tensor_parallel_size=2)
+    try:
+        until, cached, expected = time.monotonic() + 3 * TIMEOUT_S, 0, engine.generate([prompt(1000, 1)])
+        while not cached and time.monotonic() < until:
+            engine.call("forget")
+            answer = engine.timed([prompt(1000, 1)])
+            assert answer.tokens == expected
+            cached = answer.cached
+        assert cached == 768
+        assert cluster.totals()["tokenlake_stored_segments_total"] > stored
+        assert tracebacks(engine) == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "reason"),
+    [
+        ({"prefix_caching_hash_algo": "xxhash"}, {}, "'prefix_caching_hash_algo' is 'xxhash'"),
+        ({"load_format": "dummy"}, {}, "'load_format' is 'dummy'"),
+    ],
+)
+def test_what_cannot_be_identified_runs_without_the_pool(
+    window: Path, cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
+    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": reason, **PATIENT, **settings}
+    engine = ForkedEngine(window, tmp_path / "log", pool, nice=10, **arguments)
+    (first, _), (again, _) = answers(engine, [prompt(700, 1), prompt(300, 2)])
+    assert first == again
+    (said,) = refusals(engine)
+    assert reason in said
