@@ -24,9 +24,8 @@ def role_uri(cluster: str, role: str, name: str, tenant: str = "") -> str:
 
 
 def role_of(cluster: str, uri: str) -> tuple[str, str, str] | None:
-    """The (role, tenant, name) that a SPIFFE identity gives; the tenant is empty where it names none, as that of an admin
-    always is. None for an
-    identity without a role in this cluster."""
+    """The (role, tenant, name) that a SPIFFE identity gives; the tenant is empty where it names none, as that of an
+    admin always is. None for an identity without a role in this cluster."""
     prefix = f"{cluster_uri(cluster)}/tokenlake/"
     parts = uri.removeprefix(prefix).split("/")
     if not uri.startswith(prefix) or parts[0] not in ROLES or not all(parts) or not 2 <= len(parts) <= 3:
