@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-SOURCES := tokenlake server client query bench tests docs/examples
+SOURCES := tokenlake server client query proto bench tests docs/examples
 FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/connector)
 
 # vLLM pins its torch and much else, so it has an environment of its own.

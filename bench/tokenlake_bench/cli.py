@@ -292,6 +292,22 @@ def attention(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("control-plane")
+@click.option("--calls", default=400, show_default=True, help="Calls of each kind.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds of matches without calls, and beside calls.")
+@click.option("--seconds", default=4.0, show_default=True, help="Duration of a round.")
+@click.option("--rate", default=100.0, show_default=True, help="Calls per second beside the matches.")
+@_json
+def control_plane(calls: int, rounds: int, seconds: float, rate: float, json_file: Path | None) -> None:
+    """Time calls of a daemon's control plane against a bare echo, and the matches of an engine beside such calls."""
+    from tokenlake_bench.control_plane import run_control_plane
+
+    try:
+        run_control_plane(calls, rounds, seconds, rate, json_file)
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("planner")
 @click.option("--bandwidths", default="5,50,2000", show_default=True, help="Bandwidths of the links, in MB/s.")
 @click.option(

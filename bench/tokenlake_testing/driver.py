@@ -167,6 +167,9 @@ class NodeDriver:
             instructions.ReplaceRegion: memory.replace,
             # The instruction to log is ignored, because a simulated node keeps no log.
             instructions.Note: lambda order: None,
+            # The observer sees these answers; no other part of a simulated node waits for them.
+            instructions.Located: lambda order: None,
+            instructions.EvictionDone: lambda order: None,
         }
         if membership is not None:
             self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}

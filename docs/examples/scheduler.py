@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tokenlake.planner import QueryPlan, Request, TransferPlan
-from tokenlake_client.control_plane import ControlPlane
+from tokenlake_client.control import ControlPlane
 
 BATCH_TOKENS = 4096
 """New tokens that one batch prefills; a prompt with more is a batch of its own, on as many instances as it needs."""

@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
 from tokenlake_server.certificates import shown
-from tokenlake_server.identity import cluster_uri, node_uri
+from tokenlake_server.identity import ROLES, cluster_uri, node_uri, role_uri
 from tokenlake_server.private_file import open_private
 
 __all__ = ["ca", "init_ca", "issue"]
@@ -63,15 +63,29 @@ def _init(directory: Path, cluster: str, days: float) -> None:
 @click.option("--address", "addresses", multiple=True, help="IP address or host name to add; may be repeated.")
 @click.option("--days", default=365.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
 @click.option("--renew", is_flag=True, help="Replace the files of the node; a running daemon reads the new ones.")
-def _issue(name: str, directory: Path, addresses: tuple[str, ...], days: float, renew: bool) -> None:
-    """Make the certificate NAME.pem and the key NAME-key.pem of node NAME. It ends with the CA at the latest."""
+@click.option("--role", type=click.Choice(ROLES), help="For a caller of the control plane called NAME, and no node.")
+@click.option("--tenant", default="", help="With --role: for this tenant only.")
+def _issue(
+    name: str,
+    directory: Path,
+    addresses: tuple[str, ...],
+    days: float,
+    renew: bool,
+    role: str | None,
+    tenant: str,
+) -> None:
+    """Make the certificate NAME.pem and the key NAME-key.pem of node NAME, or with --role of a caller of the control
+    plane. It ends with the CA at the latest."""
     if renew and not (directory / f"{name}.pem").exists():
         raise click.ClickException(f"{directory / name}.pem does not exist; issue it without --renew")
     try:
-        certificate, key = issue(directory, name, addresses, days, renew=renew)
+        certificate, key = issue(directory, name, addresses, days, renew=renew, role=role or "", tenant=tenant)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     except (OSError, ValueError, OverflowError) as error:
         raise click.ClickException(_text(error)) from error
+    if role:
+        click.echo(f"{certificate}: for '{name}' with the role {role}, valid until {shown(end)}\n{key}: its key")
+        return
     click.echo(f"{certificate}: the setting 'certificate' of node {name}, valid until {shown(end)}")
     click.echo(f"{key}: its setting 'key'")
 
@@ -105,12 +119,19 @@ def issue(
     *,
     begin: datetime.datetime | None = None,
     renew: bool = False,
+    role: str = "",
+    tenant: str = "",
 ) -> tuple[Path, Path]:
-    """Make a certificate of `node`, signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
+    """Make a certificate of `node`, or with a `role` of a caller of the control plane (`tenant`: for this one only),
+    signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
     or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the certificate and of its key.
     Raises ValueError for a name or address that is not valid, a directory without a CA, and without `renew` for files
     that exist; OSError for files that cannot be read or written."""
     _check("node", node)
+    if tenant:
+        _check("node", tenant)
+    if tenant and role not in ("reader", "scheduler"):
+        raise ValueError("a tenant is only for the roles reader and scheduler; nodes and admins serve all tenants")
     try:
         authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
         authority_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
@@ -127,10 +148,12 @@ def issue(
         _refuse_existing(files, "use --renew to replace it")
     found = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     [trust_domain] = found.get_values_for_type(x509.UniformResourceIdentifier)
-    uri = node_uri(trust_domain.removeprefix(cluster_uri("")), node)
+    cluster = trust_domain.removeprefix(cluster_uri(""))
+    uri = role_uri(cluster, role, node, tenant) if role else node_uri(cluster, node)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node)])
-    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    # A caller of the control plane cannot pose as a daemon.
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([] if role else [ExtendedKeyUsageOID.SERVER_AUTH])]
     names = [x509.UniformResourceIdentifier(uri), *map(_address, addresses)]
     authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     builder = (

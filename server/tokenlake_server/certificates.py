@@ -24,7 +24,16 @@ from cryptography.hazmat.primitives import serialization
 from tokenlake.errors import ConfigurationError, CredentialRefused
 from tokenlake_server.identity import node_uri
 
-__all__ = ["CertificateFiles", "Certificates", "PeerCertificate", "peer_certificate", "require_node", "shown"]
+__all__ = [
+    "CertificateFiles",
+    "Certificates",
+    "PeerCertificate",
+    "certificate_of",
+    "peer_certificate",
+    "require_node",
+    "require_valid",
+    "shown",
+]
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +189,19 @@ def require_node(found: PeerCertificate, cluster: str, node: str | None, now: da
         raise CredentialRefused(f"its certificate is for {found.uri}, which is no node of the cluster '{cluster}'")
     if node is not None and name != node:
         raise CredentialRefused(f"its certificate is for node '{name}', and another node was dialled at this address")
-    if not found.begin <= now <= found.end:
-        raise CredentialRefused(_outside(f"the certificate of node '{name}'", (found.begin, found.end), now))
+    require_valid(f"the certificate of node '{name}'", found, now)
     return name
+
+
+def require_valid(what: str, found: PeerCertificate, now: datetime.datetime) -> None:
+    """Raises `CredentialRefused` if a certificate, called `what` in the text, is not valid now."""
+    if not found.begin <= now <= found.end:
+        raise CredentialRefused(_outside(what, (found.begin, found.end), now))
+
+
+def certificate_of(certificate: x509.Certificate) -> PeerCertificate:
+    """The facts of one certificate."""
+    return PeerCertificate(_uri(certificate), *_valid([certificate]))
 
 
 def shown(moment: datetime.datetime) -> str:

@@ -91,6 +91,10 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
             made(daemon)
             progress.stop()
             metrics = f", metrics http://{daemon.metrics.address}/metrics" if daemon.metrics else ""
+            if daemon.control is not None:
+                where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
+                where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
+                log.info("the control plane: %s", ", ".join(where))
             click.echo(
                 f"node {settings.config.node} is ready after {time.monotonic() - began:.1f} s: "
                 f"{format_size(settings.config.memory)}, socket {settings.config.socket}, "
@@ -101,7 +105,7 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
         def populated(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        main = run(settings.config, populated, ready, speed=speed)
+        main = run(settings.config, populated, ready, speed=speed, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
 

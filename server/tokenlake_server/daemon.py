@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
@@ -26,6 +28,7 @@ from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server import garbage_collector
+from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.bulk_receiver import BulkReceiver
@@ -36,7 +39,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.membership import Members, open_membership, static_members
+from tokenlake_server.membership import Members, Membership, open_membership, static_members
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
@@ -46,6 +49,9 @@ from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from tokenlake_server.control.server import ControlServer
 
 __all__ = ["Daemon", "core_config", "run"]
 
@@ -92,11 +98,15 @@ class Daemon:
     """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop, after `Arena.populate`;
     `close` releases everything."""
 
-    def __init__(self, config: ServerConfig, arena: Arena, speed: float = 1.0) -> None:
-        """`speed`: see `Driver`."""
+    def __init__(
+        self, config: ServerConfig, arena: Arena, speed: float = 1.0, origin: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`speed`: see `Driver`. `origin`: the source of each setting."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
-        self.membership = open_membership(config, incarnation, loop)
+        self._admin = AdminThread()
+        """For gRPC: that of the membership and of the control plane."""
+        self.membership = open_membership(config, incarnation, loop, self._admin)
         rules = core_config(config, incarnation, speed, self.membership.members.record)
         core = NodeCore(rules)
         self._loop = loop
@@ -121,7 +131,10 @@ class Daemon:
         """Limit of the seconds of a drain."""
         certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
-        identity = PeerIdentity(config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)))
+        identity = PeerIdentity(
+            config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)), _reached(config)
+        )
+        self._control_address = _reached(config)
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
@@ -176,6 +189,18 @@ class Daemon:
             f"namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
+        self.control = _control(
+            config,
+            origin,
+            self._admin,
+            loop,
+            self.driver,
+            self.engines,
+            self.membership,
+            tenants,
+            self.snapshot,
+            self._controls,
+        )
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
         learned = self._state.load() if self._state is not None else None
@@ -222,7 +247,10 @@ class Daemon:
         async with self._changing_ring:
             # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
             await asyncio.to_thread(ring_of, record, NodeId(node))
+            epoch = self.driver.core.record.epoch
             self.driver.handle(events.RingChanged(record))
+            if self.driver.core.record.epoch != epoch:
+                self.driver.core.store.changes.ring(self.driver.core.record)
             members = self.driver.core.record.members
             others = (name for name in members if name != node and node in members)
             self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
@@ -244,6 +272,9 @@ class Daemon:
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
 
+    def _controls(self) -> dict[str, str]:
+        return {**self.peers.controls, self.driver.core.config.node: self._control_address}
+
     def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
         if self.query_engine is None:
             raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
@@ -262,7 +293,12 @@ class Daemon:
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error, extra={"kind": "failed"})
             error = ProtocolRefused("the daemon failed on this request; its log has the error")
-        if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
+        asked = isinstance(event, events.LocateRequested | events.EvictRequested) or (
+            isinstance(event, events.ExplainRequested) and event.connection < 0
+        )
+        if asked and self.control is not None:
+            self.control.refuse(event, error)
+        elif isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)
         elif isinstance(event, events.PeerSent):
             self.peers.refuse(event.node, error)
@@ -308,7 +344,10 @@ class Daemon:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
+        if self.control is not None:
+            await self.control.close()
         await self.membership.close()
+        await asyncio.to_thread(self._admin.close)
         self.engines.close()
         if self.query_engine is not None:
             await self.query_engine.close()
@@ -334,6 +373,42 @@ class Daemon:
                 if segment.pins:
                     used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
         return used
+
+
+def _reached(config: ServerConfig) -> str:
+    """Where other machines reach the control plane; empty where they cannot, or where the port is not known yet."""
+    if not config.control or not parse_address(config.control).port:
+        return ""
+    host, port = parse_address(config.control)
+    if host in ("0.0.0.0", "::"):
+        host = parse_address(config.advertise or config.listen).host
+    return str(Address(host, port))
+
+
+def _control(
+    config: ServerConfig,
+    origin: Mapping[str, str],
+    thread: AdminThread,
+    loop: asyncio.AbstractEventLoop,
+    driver: Driver,
+    engines: EngineListener,
+    membership: Membership,
+    tenants: Tenants,
+    snapshot: Callable[[], Snapshot],
+    controls: Callable[[], Mapping[str, str]],
+) -> ControlServer | None:
+    """The server of the control plane; None where it is turned off, or grpcio is not installed."""
+    if not config.control and not config.control_socket:
+        return None
+    try:
+        from tokenlake_server.control.server import ControlServer  # grpcio is an extra
+    except ModuleNotFoundError as error:
+        missing = f"the module {error.name!r} is not installed: pip install 'tokenlake[control]'"
+        if config.control:
+            raise ConfigurationError("control", config.control, f"nothing, because {missing}") from error
+        log.info("this node has no control plane, because %s", missing)
+        return None
+    return ControlServer(config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls)
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:
@@ -413,11 +488,13 @@ async def run(
     ready: Callable[[Daemon], None],
     *,
     speed: float = 1.0,
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run a daemon until SIGTERM or SIGINT.
 
     `report(bytes populated, bytes in total)` is called from a thread while the arena is populated; `ready(daemon)` is
-    called when the daemon serves, before its first event. `speed`: see `Driver`. Raises `ConfigurationError` or
+    called when the daemon serves, before its first event. `speed`: see `Driver`. `origin`: the source of each setting.
+    Raises `ConfigurationError` or
     `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
@@ -447,7 +524,7 @@ async def run(
         except _StartStopped:
             log.info("stopped before the memory was ready")
             return
-        daemon = Daemon(config, arena, speed)
+        daemon = Daemon(config, arena, speed, origin)
         garbage_collector.set_up(daemon.watchdog.collected)
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +44,11 @@ ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
 
+
+MAX_LAYOUTS = 64
+"""Layouts of a tenant that are remembered for schedulers."""
+MAX_RETIRED = 1024
+RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 ConnectQuery = Callable[[str, bytes], socket.socket]
 
@@ -88,6 +93,12 @@ class EngineListener:
         self._kept = KeptBytes(tenants.count)
         self._last = 0
         self._shares: dict[str, LoopShare] = {}
+        self.on_other_answer: Callable[[Answer], None] = lambda answer: None
+        """Called with answers to askers that are no connection of this listener; their numbers are negative."""
+        self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
+        """The layouts of the engines that have connected, by tenant and fingerprint."""
+        self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """(tenant, weights digest) of weights that have changed in place."""
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -260,11 +271,13 @@ class EngineListener:
             assert layout is not None
             self._check_session(message.session, connection.tenant, layout)
             self._check_processes(connection.tenant)
+            self._check_weights(connection.tenant, layout)
             connection.open_account(self._kept)
             connection.share = self._share(connection.tenant)
         except TokenLakeError as error:
             connection.refuse(message.id, error)
             return
+        self._remember(connection.tenant, layout)
         self._no_longer_unproven(connection)
         self._processes[connection.tenant] += 1
         resumed = self._resumed(connection)
@@ -284,6 +297,38 @@ class EngineListener:
                 resumed.number if resumed else 0,
             )
         )
+
+    def _remember(self, tenant: str, layout: AnyLayout) -> None:
+        known = self._layouts.setdefault(tenant, OrderedDict())
+        fingerprint = bytes(layout.fingerprint())
+        known[fingerprint] = layout
+        known.move_to_end(fingerprint)
+        if len(known) > MAX_LAYOUTS:
+            known.popitem(last=False)
+
+    def layouts(self, tenant: str) -> list[AnyLayout]:
+        """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
+        last."""
+        return list(self._layouts.get(tenant, {}).values())
+
+    def retire(self, tenant: str, weights_digest: str) -> int:
+        """The weights that this digest names have changed in place: end the connections of the tenant's engines with
+        the digest, and refuse them from now on. Returns the number of connections."""
+        self._retired[tenant, weights_digest] = None
+        if len(self._retired) > MAX_RETIRED:
+            self._retired.popitem(last=False)
+        ended = [
+            each
+            for each in self._connections.values()
+            if each.tenant == tenant and each.layout is not None and each.layout.weights_digest == weights_digest
+        ]
+        for connection in ended:
+            connection.refuse(0, LayoutRefused(RETIRED))
+        return len(ended)
+
+    def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
+        if (tenant, layout.weights_digest) in self._retired:
+            raise LayoutRefused(RETIRED)
 
     def _check_processes(self, tenant: str) -> None:
         """Raise `LimitReached` when no further process of the tenant may join."""
@@ -421,3 +466,5 @@ class EngineListener:
         connection = self._connections.get(instruction.connection)
         if connection is not None:
             connection.answer(instruction.message)
+        elif instruction.connection < 0:
+            self.on_other_answer(instruction)

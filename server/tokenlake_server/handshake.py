@@ -52,6 +52,8 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     """The setting `cluster`."""
     bulk: tuple[str, ...] = ()
     """The setting `bulk_listen`."""
+    control: str = ""
+    """Where this node serves its control plane to other machines; empty if it does not."""
 
     @property
     def secret(self) -> Secret:
@@ -71,12 +73,16 @@ class Dialler:
         self._identity = identity
         self._node = node
         own = (identity.cluster, identity.node, identity.incarnation)
-        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce, identity.bulk)
+        self.hello = peer.PeerHello(
+            OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce, identity.bulk, identity.control
+        )
         """The first message."""
         self.incarnation: int | None = None
         """The incarnation of the accepting daemon; None until it has proven itself."""
         self.bulk: tuple[str, ...] = ()
         """Further addresses at which the accepting daemon accepts bulk connections, once it has proven itself."""
+        self.control = ""
+        """Where the accepting daemon serves its control plane, once it has proven itself."""
 
     def answer(self, challenge: peer.PeerChallenge, body: bytes | None = None) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. `body`: the challenge as it was received; None: it has no
@@ -90,7 +96,7 @@ class Dialler:
             raise RingRefused(f"the node at the address of '{self._node}' calls itself '{challenge.node}'")
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
-        self.incarnation, self.bulk = challenge.incarnation, challenge.bulk
+        self.incarnation, self.bulk, self.control = challenge.incarnation, challenge.bulk, challenge.control
         return peer.PeerProof(dialler_proof(self._identity.secret, self.hello, received))
 
 
@@ -106,7 +112,7 @@ class Acceptor:
         """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
         own = (identity.cluster, identity.node, identity.incarnation)
-        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES), identity.bulk)
+        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES), identity.bulk, identity.control)
         proof = acceptor_proof(identity.secret, self._received, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""

@@ -1,8 +1,11 @@
-"""SPIFFE identities: the URI in a certificate that names the node and its cluster."""
+"""SPIFFE identities: the URI in a certificate, which names a node of a cluster, or a caller of its control plane."""
 
 from __future__ import annotations
 
-__all__ = ["cluster_uri", "node_uri"]
+__all__ = ["ROLES", "cluster_uri", "node_uri", "role_of", "role_uri"]
+
+ROLES = ("reader", "scheduler", "admin")
+"""The roles of callers of the control plane; each may do what the former ones may."""
 
 
 def cluster_uri(cluster: str) -> str:
@@ -13,3 +16,20 @@ def cluster_uri(cluster: str) -> str:
 def node_uri(cluster: str, node: str) -> str:
     """The SPIFFE identity of a node."""
     return f"{cluster_uri(cluster)}/tokenlake/node/{node}"
+
+
+def role_uri(cluster: str, role: str, name: str, tenant: str = "") -> str:
+    """The SPIFFE identity of a caller of the control plane: with a tenant, a caller for this tenant only."""
+    return f"{cluster_uri(cluster)}/tokenlake/{role}/{f'{tenant}/' if tenant else ''}{name}"
+
+
+def role_of(cluster: str, uri: str) -> tuple[str, str, str] | None:
+    """The (role, tenant, name) that a SPIFFE identity gives; the tenant is empty where it names none, as that of an
+    admin always is. None for an identity without a role in this cluster."""
+    prefix = f"{cluster_uri(cluster)}/tokenlake/"
+    parts = uri.removeprefix(prefix).split("/")
+    if not uri.startswith(prefix) or parts[0] not in ROLES or not all(parts) or not 2 <= len(parts) <= 3:
+        return None
+    tenant = parts[1] if len(parts) == 3 else ""
+    # An admin changes what concerns all tenants.
+    return None if tenant and parts[0] == "admin" else (parts[0], tenant, parts[-1])

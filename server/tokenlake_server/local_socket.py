@@ -12,7 +12,7 @@ from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
 from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
 from tokenlake_server.connected_process import credentials
 
-__all__ = ["dial", "listen"]
+__all__ = ["dial", "listen", "prepare"]
 
 
 def listen(path: Path) -> socket.socket:
@@ -24,7 +24,7 @@ def listen(path: Path) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _prepare(Path(os.path.abspath(path)), path)
+        prepare(path, "socket")
         previous = os.umask(0o117)
         try:
             sock.bind(str(path))
@@ -59,9 +59,10 @@ def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _prepare(absolute: Path, path: Path) -> None:
-    """Make the path of the local socket ready: create a default directory, check every directory on the path, remove
-    the socket of a dead daemon of this user."""
+def prepare(path: Path, setting: str) -> None:
+    """Make the path of a socket ready: create a default directory, check every directory on the path, remove the socket
+    of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`, OSError."""
+    absolute = Path(os.path.abspath(path))
     directory, user = absolute.parent, os.geteuid()
     mode = directory_mode(str(directory), user)
     if mode is not None:
@@ -73,27 +74,27 @@ def _prepare(absolute: Path, path: Path) -> None:
     try:
         check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
     except ListenerUntrusted as error:
-        raise ConfigurationError("socket", str(path), f"a path that no other user can change: {error}") from error
+        raise ConfigurationError(setting, str(path), f"a path that no other user can change: {error}") from error
     try:
         found = absolute.lstat()
     except FileNotFoundError:
         return
     if stat.S_ISLNK(found.st_mode):
         raise ConfigurationError(
-            "socket", str(path), "a path that is not a symbolic link; remove the link, or give its target"
+            setting, str(path), "a path that is not a symbolic link; remove the link, or give its target"
         )
     if stat.S_ISSOCK(found.st_mode):
         if found.st_uid != user:
             expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
-            raise ConfigurationError("socket", str(path), expected)
-        _remove_stale(path)
+            raise ConfigurationError(setting, str(path), expected)
+        _remove_stale(path, setting)
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale(path: Path, setting: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         try:
             other.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigurationError("socket", str(path), "a path where no other daemon listens")
+    raise ConfigurationError(setting, str(path), "a path where no other daemon listens")

@@ -20,7 +20,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
@@ -62,6 +62,19 @@ _QUERY_ENGINE_HELP = {
 }
 
 
+class PoolState(NamedTuple):
+    """The slots of one size of a tenant."""
+
+    tenant: str
+    slot_bytes: int
+    regions: int
+    slots: int
+    free: int
+    quarantined: int
+    counts: dict[Kind, int]
+    """Segments by kind."""
+
+
 class Snapshot:
     """All counters and gauges of the daemon at one moment. Made on the control loop."""
 
@@ -75,13 +88,27 @@ class Snapshot:
     ) -> None:
         self.peers = peers
         self.membership = membership
+        self.processes = processes
+        self.spare_regions = core.store.regions.spare
+        self.pools = [
+            PoolState(
+                pool.tenant,
+                pool.slot_bytes,
+                len(pool.regions),
+                pool.slots,
+                len(pool.free),
+                pool.quarantined,
+                {kind: pool.counts[kind] for kind in Kind},
+            )
+            for pool in core.store.pools()
+        ]
         connected = sum(each.state in ("connected", "other ring") for each in peers.values())
         self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
         self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Processes of engines that may access the arena", {}, processes),
             ("tokenlake_peers_connected", "Other nodes that are connected", {}, connected),
-            ("tokenlake_spare_regions", "Regions that no tenant has", {}, core.store.regions.spare),
+            ("tokenlake_spare_regions", "Regions that no tenant has", {}, self.spare_regions),
             ("tokenlake_membership_known", "1 while this node is a member of its cluster", {}, membership.known),
             ("tokenlake_membership_problem", "1 while the members cannot be read", {}, bool(membership.problem)),
             ("tokenlake_members_absent", "Members that are not registered in etcd", {}, len(membership.absent)),
@@ -97,11 +124,11 @@ class Snapshot:
             self._gauge(
                 "tokenlake_map_entries", "Entries of each map in the state of the rules", {"map": name}, entries
             )
-        for pool in core.store.pools():
+        for pool in self.pools:
             labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
-            self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, len(pool.regions))
+            self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, pool.regions)
             self._gauge("tokenlake_slots", "Slots of a tenant and slot size", labels, pool.slots)
-            self._gauge("tokenlake_free_slots", "Slots that hold no segment", labels, len(pool.free))
+            self._gauge("tokenlake_free_slots", "Slots that hold no segment", labels, pool.free)
             self._gauge(
                 "tokenlake_quarantined_slots",
                 "Slots without a segment that a process may still access",

@@ -160,6 +160,8 @@ class PeerConnections:
         self._newer: set[str] = set()
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
+        self.controls: dict[str, str] = {}
+        """Where other nodes serve their control planes, as they told when they connected; empty where they do not."""
         self.states = PeerStates(identity.node, addresses.names, loop)
         self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
         self.address = Address(*self._socks[0].getsockname()[:2])
@@ -180,6 +182,7 @@ class PeerConnections:
         self.states.follow(addresses)
         for name in [name for name in self._connections if name not in self._addresses]:
             self._drop(name, "it is not a member any more")
+        self.controls = {name: control for name, control in self.controls.items() if name in self._addresses}
         self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in self._addresses}
         for name in self._addresses.names:
             if name not in self._connections:
@@ -399,7 +402,7 @@ class PeerConnections:
                     self._accepted(connection, acceptor.hello)
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
-                    self._established(connection, handshake.dialled, incarnation, dialler.bulk)
+                    self._established(connection, handshake.dialled, incarnation, dialler.bulk, dialler.control)
                     if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
@@ -435,7 +438,7 @@ class PeerConnections:
             self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
-            self._established(connection, hello.node, hello.incarnation, hello.bulk)
+            self._established(connection, hello.node, hello.incarnation, hello.bulk, hello.control)
 
     def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
@@ -485,7 +488,9 @@ class PeerConnections:
 
     # -- established
 
-    def _established(self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...]) -> None:
+    def _established(
+        self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...], control: str
+    ) -> None:
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
@@ -495,6 +500,7 @@ class PeerConnections:
         except ValueError as error:
             log.warning("peer %s: %s", node, error)
         self._drop(node, "replaced by a newer connection")
+        self.controls[node] = control
         self._refused.pop(node, None)
         self.states.connected(node)
         self._connections[node] = (connection, incarnation)

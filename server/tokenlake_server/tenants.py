@@ -54,6 +54,30 @@ class Tenants:
         credential = (token or "").partition(":")[0]
         return hmac.compare_digest(credential.encode(), self.query_credential.encode())
 
+    def _of_token(self, token: str) -> Tenant:
+        for tenant in self._tenants:
+            if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
+                return tenant
+        raise CredentialRefused("the token belongs to no tenant of this daemon")
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of this name. Raises `CredentialRefused`."""
+        for tenant in self._tenants:
+            if tenant.name == name:
+                return tenant
+        raise CredentialRefused(f"this daemon has no tenant '{name}'")
+
+    def of_caller(self, name: str, token: str | None) -> Tenant:
+        """The tenant of a caller of the control plane: that of its certificate, `name`, else that of its token, else
+        the only one. Raises `CredentialRefused`."""
+        if name:
+            return self.named(name)
+        if token is not None:
+            return self._of_token(token)
+        if len(self._tenants) > 1:
+            raise CredentialRefused("this daemon has several tenants: give the token of one, or a certificate for one")
+        return self._tenants[0]
+
     def identify(self, uid: int, token: str | None) -> Tenant:
         """The tenant of a process with user id `uid` that sent `token`. Raises `CredentialRefused`, whose text never
         contains a token."""
@@ -68,10 +92,7 @@ class Tenants:
                 f"uid {uid} may not use this daemon; add it to 'allow_uids' or to a tenant's 'uids'"
             )
         if token is not None:
-            for tenant in self._tenants:
-                if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
-                    return tenant
-            raise CredentialRefused("the token belongs to no tenant of this daemon")
+            return self._of_token(token)
         for tenant in self._tenants:
             if uid in tenant.uids:
                 return tenant

@@ -10,12 +10,13 @@ from types import ModuleType
 
 import pytest
 
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told
+from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told
+from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import PrefixTree, Request, Way
 from tokenlake_client import Pool
-from tokenlake_client.control_plane import ControlPlane
+from tokenlake_client.control import ControlPlane
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -55,7 +56,8 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
     shared = Prompt(1, 4)
     mine, other, unknown = Prompt(2, 2, shared), Prompt(3, 3, shared), Prompt(4, 2)
     instances = {node.name: NodeId(node.name) for node in three.nodes}
-    with three.connect(0, LAYOUT) as pool, ControlPlane(pool, instances, SHAPE) as plane:
+    with three.connect(0, LAYOUT) as pool, local(three.nodes[0]) as control:
+        plane = ControlPlane(control, LAYOUT, instances, SHAPE)
         store(pool, mine)
         store(pool, other)
         wait_told(three)
@@ -65,23 +67,23 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
         assert tree.hit_tokens == (5 * SEGMENT_TOKENS, 6 * SEGMENT_TOKENS, 0)
         assert sum(tree.slots().values()) == 4 + 1 + 2
         assert {sequence.requests for sequence in tree.sequences if sequence.parent < 0} == {(0, 1)}
-        for lease, request in zip(plane.leases, requests, strict=True):
-            assert lease is not None
-            places = [
-                node
-                for sequence in tree.sequences
-                if requests.index(request) in sequence.requests
-                for node in sequence.owners
-                for _ in sequence.keys
-            ]
-            assert lease.nodes() == places
-            pending, until = lease.begin_nodes(), time.monotonic() + 10
-            while (nodes := pending.poll()) is None:
-                assert time.monotonic() < until
-            assert nodes == places
-        for request in requests:
-            start = plane.router.where(request, tree.owners())
-            index = requests.index(request)
+        for index, request in enumerate(requests):
+            with pool.match(request.keys[: len(request.keys) - 1], deadline_s=PATIENT_S) as lease:
+                places = [
+                    node
+                    for sequence in tree.sequences
+                    if index in sequence.requests
+                    for node in sequence.owners
+                    for _ in sequence.keys
+                ]
+                assert lease.nodes() == places
+                pending, until = lease.begin_nodes(), time.monotonic() + 10
+                while (nodes := pending.poll()) is None:
+                    assert time.monotonic() < until
+                assert nodes == places
+        assert three.nodes[0].metrics()['tokenlake_map_entries{map="leases to peers"}'] == 0
+        for index, request in enumerate(requests):
+            start = plane.router.where(request)
             assert start.prefill.prefix == tree.hit_tokens[index]
             at = [node for sequence in tree.paths[index] for node in places_of(tree, sequence)]
             # No instance is busy: the instance with most of the prefix is chosen.
@@ -96,8 +98,9 @@ def test_a_scheduler_without_a_daemon_gets_a_plan() -> None:
     with (
         daemons(1) as cluster,
         cluster.connect(0, LAYOUT) as pool,
-        ControlPlane(pool, instances, SHAPE) as plane,
+        local(cluster.nodes[0]) as control,
     ):
+        plane = ControlPlane(control, LAYOUT, instances, SHAPE)
         request = ask(pool, Prompt(1, 3), "r")
         cluster.nodes[0].kill()
         tree = plane.get_prefix_tree([request])
@@ -106,17 +109,16 @@ def test_a_scheduler_without_a_daemon_gets_a_plan() -> None:
 
 
 def test_a_refused_request_is_a_miss(three: Cluster) -> None:
-    """A prompt of more segments than a daemon looks up at once is a miss. It once made the scheduler fail, and the
-    segments that were found for the other requests stayed leased."""
+    """A prompt of more segments than a daemon looks up at once is a miss, and the other requests are found."""
     known = Prompt(300, 3)
-    with three.connect(0, LAYOUT) as pool, ControlPlane(pool, {"a": NodeId("node0")}, SHAPE) as plane:
+    with three.connect(0, LAYOUT) as pool, local(three.nodes[0]) as control:
+        plane = ControlPlane(control, LAYOUT, {"a": NodeId("node0")}, SHAPE)
         store(pool, known)
         count = (1 << 16) + 2
         keys = tuple(SegmentKey(number.to_bytes(32, "little")) for number in range(count))
         endless = Request(name="endless", keys=keys, tokens=count * SEGMENT_TOKENS, answer_tokens=ANSWER)
         tree = plane.get_prefix_tree([ask(pool, known, "known"), endless, ask(pool, known, "again")])
         assert tree.hit_tokens == (2 * SEGMENT_TOKENS, 0, 2 * SEGMENT_TOKENS)
-        assert [lease.hits for lease in plane.leases if lease is not None] == [2, 0, 2]
 
 
 def test_the_example_scheduler(three: Cluster, example: ModuleType) -> None:
@@ -127,8 +129,8 @@ def test_the_example_scheduler(three: Cluster, example: ModuleType) -> None:
     prompts = [Prompt(200 + number, 2, documents[number % 3]) for number in range(18)]
     pools = [three.connect(number, LAYOUT) for number in range(3)]
     try:
-        with ControlPlane(pools[0], instances, SHAPE) as plane:
-            scheduler = example.Scheduler(plane)
+        with local(three.nodes[0]) as control:
+            scheduler = example.Scheduler(ControlPlane(control, LAYOUT, instances, SHAPE))
             for number, prompt in enumerate(prompts):
                 scheduler.add(ask(pools[0], prompt, str(number)))
             served: list[str] = []

@@ -18,8 +18,10 @@ from tests.sim.prompts import PROMPTS
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Instruction
+from tokenlake.hints import Hints
 from tokenlake.store import State
 from tokenlake.wire.engine import Explain
+from tokenlake.wire.slots import join_keys
 
 
 class Recording(msgspec.Struct):
@@ -62,6 +64,14 @@ def busy() -> Cluster:
         if turn % 20 == 15:
             name = next(iter(cluster.core(0)._explain._trails), ("red", "nobody"))[1]
             engine.processes[0].request(partial(Explain, request=name), engine.answers.append)
+        if turn % 20 == 7:
+            packed = join_keys(prompt[:2])
+            for event in (
+                events.LocateRequested(turn, "red", packed),
+                events.HintGiven("red", packed, Hints(priority=1)),
+                events.EvictRequested(turn, "red", packed),
+            ):
+                cluster.node(0).deliver(event)
         if turn % 10 == 5:
             ready = [s for s in engine.node.core.store.segments() if s.state is State.READY] if engine.node.core else []
             for segment in ready:

@@ -35,6 +35,27 @@ def counters() -> str:
     return "\n".join(rows + [f"| `{metric.name}` | {metric.help} |" for metric in metrics]) + "\n"
 
 
+def services() -> str:
+    """All services of the control plane and their methods as a table in Markdown."""
+    from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
+
+    rows = ["| method | takes -> gives | role | meaning |", "|---|---|---|---|"]
+    for module in (scheduling_pb2, admin_pb2, events_pb2):
+        text = (ROOT / "proto" / module.DESCRIPTOR.name).read_text()
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                comment = re.search(rf"((?: *//.*\n)+) *rpc {method.name}\(", text)
+                assert comment is not None, f"{method.name} has no comment"
+                meaning = " ".join(line.strip(" /") for line in comment[1].splitlines())
+                role = role_pb2.Role.Name(method.GetOptions().Extensions[role_pb2.role])
+                gives = f"{'stream of ' if method.server_streaming else ''}`{method.output_type.name}`"
+                rows.append(
+                    f"| `{service.full_name}/{method.name}` | `{method.input_type.name}` -> {gives} | "
+                    f"{role.removeprefix('ROLE_').lower()} | {meaning} |"
+                )
+    return "\n".join(rows) + "\n"
+
+
 def connector_counts() -> str:
     """The counts and times of vLLM's connector as a table in Markdown."""
     rows = ["| count | on vLLM's metrics page | meaning |", "|---|---|---|"]
@@ -47,6 +68,7 @@ def connector_counts() -> str:
 PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "counters of a daemon", counters),
+    Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
 )

@@ -16,7 +16,7 @@ import pytest
 from tokenlake.command import BENCH_COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_query", "tokenlake_server"}
+PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_proto", "tokenlake_query", "tokenlake_server"}
 BENCH_PACKAGES = {"tokenlake_bench", "tokenlake_testing"}
 
 
@@ -28,7 +28,7 @@ def project(directory: Path) -> dict[str, object]:
 def test_the_benchmarks_have_the_version_that_they_measure() -> None:
     version, bench = project(ROOT)["version"], project(ROOT / "bench")
     assert bench["version"] == version
-    assert f"tokenlake[server,scheduler]=={version}" in bench["dependencies"]  # type: ignore[operator]
+    assert f"tokenlake[server,scheduler,control]=={version}" in bench["dependencies"]  # type: ignore[operator]
 
 
 def test_the_command_knows_the_names_of_the_benchmarks() -> None:

@@ -11,12 +11,13 @@ import pytest
 from tests.query.scene import DEADLINE_S, HEADS, LAYOUT, SCALE, Text, spread
 from tests.query.test_attention import check
 from tests.robustness.live import SEGMENT_TOKENS, wait_until
+from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
 from tokenlake.planner import Decision, PrefillFit, PrefixTree, QueryPlan, Request, TransferPlan, Way
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client import Lease, Pool
-from tokenlake_client.control_plane import ControlPlane
+from tokenlake_client.control import ControlPlane
 from tokenlake_client.plans import new_cache, open_views
 from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster
@@ -90,7 +91,8 @@ def test_attention_covers_what_the_plan_uses(cluster: Cluster, seed: int) -> Non
     head = Text(1000 * seed, 3)
     texts = [Text(1000 * seed + number, 4, shared=head) for number in (1, 2, 3)]
     spread(cluster, texts)
-    with cluster.connect(0, LAYOUT) as pool, ControlPlane(pool, INSTANCES, SHAPE) as plane:
+    with cluster.connect(0, LAYOUT) as pool, local(cluster.nodes[0]) as control:
+        plane = ControlPlane(control, LAYOUT, INSTANCES, SHAPE)
         tree = tree_of(plane, pool, texts)
         assert tree.hit_tokens == (7 * SEGMENT_TOKENS,) * 3
         plan = drawn_plan(tree, "node0", random.Random(seed))
@@ -128,7 +130,8 @@ def test_a_fetch_of_a_plan_lasts_at_most_half_as_long_as_its_prefill(
     prefill = PrefillFit()
     for count in range(1, 1 + ENOUGH):
         prefill.add(64 * count, 0, 64.0 * count, 0.0)
-    with cluster.connect(0, LAYOUT) as pool, ControlPlane(pool, INSTANCES, SHAPE) as plane:
+    with cluster.connect(0, LAYOUT) as pool, local(cluster.nodes[0]) as control:
+        plane = ControlPlane(control, LAYOUT, INSTANCES, SHAPE)
         tree = tree_of(plane, pool, [text])
         fetched = (
             Decision(index, Way.FETCH, each.owners[0], each.requests) for index, each in enumerate(tree.sequences)
@@ -146,7 +149,8 @@ def test_a_fetch_of_a_plan_lasts_at_most_half_as_long_as_its_prefill(
 def test_a_stale_plan_covers_less(cluster: Cluster) -> None:
     text = Text(77, 4)
     spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool, ControlPlane(pool, INSTANCES, SHAPE) as plane:
+    with cluster.connect(0, LAYOUT) as pool, local(cluster.nodes[0]) as control:
+        plane = ControlPlane(control, LAYOUT, INSTANCES, SHAPE)
         unknown = ask(pool, Text(78, 4))
         tree = tree_of(plane, pool, [text])
         plan = plane.gen_plans([[0]], [1], tree, ["i0"]).query_plans[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from tokenlake_server.ca import ca
 
@@ -123,3 +124,32 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     refused = run("init", "--directory", file / "ca")
     assert refused.exit_code == 1
     assert "Not a directory" in refused.output
+
+
+def test_a_caller_of_the_control_plane_has_a_role_and_cannot_serve(directory: Path) -> None:
+    for arguments, uri in (
+        (("--role", "admin"), "spiffe://lake/tokenlake/admin/alice"),
+        (("--role", "scheduler", "--tenant", "red", "--renew"), "spiffe://lake/tokenlake/scheduler/red/alice"),
+    ):
+        issued = run("issue", "alice", "--directory", directory, *arguments)
+        assert issued.exit_code == 0, issued.output
+        assert f"role {arguments[1]}" in issued.output
+        certificate = x509.load_pem_x509_certificate((directory / "alice.pem").read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert names.get_values_for_type(x509.UniformResourceIdentifier) == [uri]
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert list(usages) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--role", "root"),
+        ("--tenant", "red"),
+        ("--role", "reader", "--tenant", "a/b"),
+        ("--role", "admin", "--tenant", "red"),
+    ],
+)
+def test_roles_that_do_not_exist_are_refused(directory: Path, arguments: tuple[str, ...]) -> None:
+    assert run("issue", "alice", "--directory", directory, *arguments).exit_code != 0
+    assert not (directory / "alice.pem").exists()

@@ -208,3 +208,43 @@ def test_a_node_that_starts_elsewhere_under_its_name_is_found(nodes: Nodes) -> N
     with nodes.connect("b") as b, nodes.connect("a") as a:
         assert outcomes(store(b, prompt)) == {Code.COMMITTED}
         wait_until(lambda: read(a, prompt) == prompt.segments, "fetched from the new address")
+
+
+def test_the_control_plane_drains_and_removes_nodes_and_streams_changes_of_the_ring(nodes: Nodes) -> None:
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+    from tokenlake.errors import MembershipRefused
+
+    nodes.start("a", "b")
+    nodes.wait("a", "b")
+    with local(nodes.nodes["a"]) as control:
+        stream = control.events()
+        rings = [message.snapshot.ring for message in [next(stream)] if message.snapshot.complete]
+        assert [sorted(ring.members) for ring in rings] == [["a", "b"]]
+        nodes.start("c")
+        nodes.wait("a", "b", "c")
+        changed = [each.ring for message in [next(stream)] for each in message.changes]
+        assert sorted(changed[-1].members) == ["a", "b", "c"]
+        assert changed[-1].epoch > rings[0].epoch
+        stream.close()
+        with pytest.raises(MembershipRefused, match="its registration in etcd is live"):
+            control.remove("b")
+        with pytest.raises(MembershipRefused, match="is not a member"):
+            control.drain("nobody")
+        control.drain("b")
+        process = nodes.nodes["b"].process
+        assert process is not None
+        assert process.wait(30) == 0
+        nodes.wait("a", "c")
+        assert [each.node for each in control.cluster().members] == ["a", "c"]
+        nodes.nodes["c"].kill()
+
+        def removed() -> bool:
+            try:
+                control.remove("c")
+            except MembershipRefused:
+                return False
+            return True
+
+        wait_until(removed, "c is removed once its registration has ended")
+        wait_until(lambda: [each.node for each in control.cluster().members] == ["a"], "a is alone")

@@ -17,6 +17,7 @@ import pytest
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
 from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
+from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.membership import Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
@@ -86,11 +87,13 @@ class Node:
 async def node(name: str, endpoints: str, port: int | None = None, **settings: object) -> AsyncIterator[Node]:
     address = Address("127.0.0.1", port or reserve_port())
     config = config_of(name, etcd=endpoints, **settings)
-    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop())
+    thread = AdminThread()
+    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop(), thread)
     try:
         yield Node(opened, address)
     finally:
         await opened.close()
+        await asyncio.to_thread(thread.close)
 
 
 async def until(reached: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
@@ -137,7 +140,8 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
     async def main() -> None:
         loop = asyncio.get_running_loop()
         given: dict[str, Any] = {"etcd": endpoints} if endpoints else {"peers": "b=127.0.0.1:9"}
-        membership = open_membership(config_of("a", **given), 1, loop)
+        thread = AdminThread()
+        membership = open_membership(config_of("a", **given), 1, loop, thread)
         # A daemon starts with these: this node is always among them, and never among the addresses.
         assert "a" in membership.members.record.members
         reported: list[Members] = []

@@ -15,6 +15,8 @@ import msgspec
 import msgspec.inspect as types
 
 from tokenlake.core import NodeCore, events
+from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.hints import Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
 
@@ -215,4 +217,8 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     yield events.StatisticsLoaded(b"junk")
     for request in (engine.Match(1, KEY, 0.0), peer.AdvertisingDone()):
         yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
+    for keys in (b"short", KEY * (MAX_LOCATED + 1)):
+        yield events.LocateRequested(1, "red", keys)
+        yield events.HintGiven("red", keys, Hints())
+        yield events.EvictRequested(1, "red", keys)
     yield legal(peer.Ping)

@@ -24,6 +24,8 @@ from tokenlake.wire.fields import MAX_ADDRESSES
 __all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
+MAX_SOCKET_PATH = 107
+"""Bytes that Linux allows in the address of a Unix socket."""
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
 
@@ -81,6 +83,10 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
             values["socket"] = settings_of(ServerConfig)["socket"].kind.parse(socket)
         except ValueError as error:
             raise refusal(ServerConfig, "socket", socket, str(error), DEFAULT) from None
+    if "control_socket" not in values:
+        beside = values["socket"].removesuffix(".sock") + ".control"
+        # A path that is too long for a socket turns the control socket off.
+        values["control_socket"] = beside if len(beside.encode()) <= MAX_SOCKET_PATH else ""
     if "region_size" not in values:
         values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
 
@@ -137,6 +143,12 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         for peer in config.peers:
             if not is_loopback(peer.host):
                 raise refusal(ServerConfig, "peers", str(peer), remedy, origin["peers"])
+    if config.control and missing:
+        raise refuse("control", f"also the setting '{missing[0]}': callers and the daemon prove who they are")
+    if config.control and config.control in (config.listen, config.metrics) and parse_address(config.control).port:
+        raise refuse("control", "another address than 'listen' and 'metrics'")
+    if config.control_socket == config.socket:
+        raise refuse("control_socket", "another path than 'socket'")
     if config.metrics == config.listen and parse_address(config.listen).port:
         raise refuse("metrics", f"another address than 'listen', which is {config.listen}")
 

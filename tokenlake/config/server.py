@@ -160,6 +160,26 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="names of tenants may be names of customers",
         ),
     ] = False
+    control: Annotated[
+        str,
+        Setting(
+            kinds.address(optional=True),
+            "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with "
+            "a role ([roles](operations.md#the-control-plane)); needs `certificate` and "
+            "`pip install 'tokenlake[control]'`",
+            why="most nodes are operated over their own socket",
+        ),
+    ] = ""
+    control_socket: Annotated[
+        str,
+        Setting(
+            kinds.path("a path of at most 107 bytes, or nothing", longest=107, optional=True),
+            "Unix socket of the control plane (gRPC) for the operator of this node: mode 0600, for the daemon's user "
+            "and root; empty turns it off. Without grpcio the daemon runs without it",
+            why="beside the socket of engines",
+            default="`socket`, with `.control` in place of `.sock`",
+        ),
+    ] = f"{SYSTEM_DIRECTORY}/tokenlake-{DEFAULT_NODE}.control"
     region_size: Annotated[
         int,
         Setting(

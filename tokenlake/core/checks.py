@@ -23,10 +23,12 @@ from tokenlake.core import events
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
+from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
+from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
@@ -71,6 +73,9 @@ class Checks:
             events.RegionReady: lambda e: self._regions.check_ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.check(e.data),
             events.RingChanged: _any,
+            events.LocateRequested: lambda e: _packed(e, MAX_LOCATED),
+            events.HintGiven: lambda e: _packed(e, MAX_LOCATED),
+            events.EvictRequested: lambda e: _packed(e, MAX_ORDERED),
             events.Tick: _any,
         }
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
@@ -151,3 +156,12 @@ class Checks:
 def _any(event: Any) -> None:
     """The check of event types that need none: their handlers accept any values, and ignore an event about an object
     that has ended."""
+
+
+def _packed(event: Any, most: int) -> None:
+    """Raise `ValueError` for packed keys of another length, or of more than `most` segments."""
+    kind = type(event).__name__
+    if len(event.keys) % KEY_BYTES:
+        raise ValueError(f"keys of a {kind} take {len(event.keys)} bytes, which is no multiple of {KEY_BYTES}")
+    if len(event.keys) > most * KEY_BYTES:
+        raise ValueError(f"a {kind} of {len(event.keys) // KEY_BYTES} segments; the limit is {most}")

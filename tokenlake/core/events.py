@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.hints import Hints
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
@@ -134,6 +135,37 @@ class RingChanged(_Event, frozen=True, tag=15):
     record: RingRecord
 
 
+class LocateRequested(_Event, frozen=True, tag=16):
+    """A scheduler asks where segments of `tenant` are, without a lease; `Located` follows exactly once."""
+
+    request: int
+    """Number of the request, chosen by the driver."""
+    tenant: str
+    keys: bytes
+    deadline_s: float = 0.0
+    """Limit of the lookups at other nodes in seconds, where it is above 0 and below `match_deadline_s`."""
+
+
+class HintGiven(_Event, frozen=True, tag=17):
+    """A scheduler or an operator gives hints about segments of `tenant`."""
+
+    tenant: str
+    keys: bytes
+    hints: Hints
+
+
+class EvictRequested(_Event, frozen=True, tag=18):
+    """An operator orders the eviction of segments of `tenant` at this node; `EvictionDone` follows exactly once."""
+
+    request: int
+    """Number of the request, chosen by the driver."""
+    tenant: str
+    keys: bytes
+    """The segments; empty for all of the tenant."""
+    slot_bytes: int = 0
+    """Without keys: only segments of this size; 0 for all sizes."""
+
+
 class Tick(_Event, frozen=True, tag=11):
     """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
     driver passes in one Tick for each."""
@@ -154,5 +186,8 @@ Event = (
     | StatisticsLoaded
     | RingChanged
     | ExplainRequested
+    | LocateRequested
+    | HintGiven
+    | EvictRequested
     | Tick
 )

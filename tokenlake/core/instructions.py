@@ -117,6 +117,25 @@ class Drained(_Instruction, frozen=True, tag=12):
     Given once."""
 
 
+class Located(_Instruction, frozen=True, tag=13):
+    """Answers `LocateRequested`."""
+
+    request: int
+    nodes: tuple[str, ...]
+    """The nodes that have some of the segments."""
+    owners: tuple[tuple[int, ...], ...]
+    """Per key: indices into `nodes` of the nodes that have the segment, empty if no node is known to have it."""
+
+
+class EvictionDone(_Instruction, frozen=True, tag=14):
+    """Answers `EvictRequested`."""
+
+    request: int
+    evicted: int
+    kept: int
+    """Segments that stay, because an engine is writing them."""
+
+
 Instruction = (
     Welcomed
     | Answer
@@ -130,4 +149,6 @@ Instruction = (
     | CheckSlot
     | ReadRing
     | Drained
+    | Located
+    | EvictionDone
 )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from tokenlake.core import events
-from tokenlake.core.access import Touches
+from tokenlake.core.access import Touches, with_access
 from tokenlake.core.checks import Checks
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
@@ -24,6 +25,7 @@ from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
+from tokenlake.core.orders import Orders
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
@@ -31,9 +33,10 @@ from tokenlake.core.regions import Regions
 from tokenlake.core.ring_change import RingChange
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
+from tokenlake.core.survey import Survey
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
-from tokenlake.hints import AccessRecord
+from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
@@ -42,7 +45,7 @@ from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["HandlerFailed", "NodeCore"]
+__all__ = ["HandlerFailed", "MemberState", "NodeCore"]
 
 
 class HandlerFailed(RuntimeError):
@@ -58,6 +61,19 @@ class HandlerFailed(RuntimeError):
         """`event`: name of the type of the event. `instructions`: those that the driver still has to carry out."""
         super().__init__(f"the rules failed on an event of type {event}")
         self.instructions = list(instructions)
+
+
+class MemberState(NamedTuple):
+    """The state of one member of the cluster."""
+
+    node: NodeId
+    usable: bool
+    """False: no call can be sent to it now."""
+    draining: bool
+    load: float
+    """Bytes per second that it sends to engines of other nodes."""
+    free: float
+    """Share of its memory that is free, as it reported last."""
 
 
 class NodeCore:
@@ -95,6 +111,8 @@ class NodeCore:
         self._writes = Writes(
             context, self._grants, self._directory_node, self._ownership, self._handover, self._touches
         )
+        self._survey = Survey(context, self._peers, self._directory_node)
+        self._orders = Orders(context)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._handover)
         self._ring_change = RingChange(
@@ -119,6 +137,11 @@ class NodeCore:
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
             events.RingChanged: lambda e: self._ring_change.changed(e.record),
+            events.LocateRequested: lambda e: self._survey.locate(e.request, TenantId(e.tenant), e.keys, e.deadline_s),
+            events.HintGiven: lambda e: self._touches.hint(
+                TenantId(e.tenant), split_keys(e.keys), with_access(e.hints, NO_ACCESS)
+            ),
+            events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Heartbeat: lambda process, m: None,
@@ -189,6 +212,16 @@ class NodeCore:
         """How the ring of each peer compares with that of this node, for gauges: "same", "older", "newer", "differs"
         (equal epochs, other members), or "unknown" before the peer has named its ring."""
         return self._ring_change.states()
+
+    def members(self) -> list[MemberState]:
+        """The state of each member of the cluster as this node knows it, itself included, by name."""
+        context = self._context
+        here = MemberState(context.node, True, context.draining, context.load(), context.vacancy().free_share)
+        others = [
+            MemberState(each.node, each.usable, each.draining, self._peers.load(each.node), each.vacancy.free_share)
+            for each in self._peers
+        ]
+        return sorted([here, *others])
 
     def learned(self) -> bytes:
         """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""
@@ -389,6 +422,8 @@ class NodeCore:
             self._explain,
             self._markers,
             self._corruption,
+            self._survey,
+            self._orders,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}

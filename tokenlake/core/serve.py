@@ -250,7 +250,7 @@ class Serving:
                 else:
                     # The key has moved away since the reader began to wait here: this node grants no markers of it.
                     codes[index] = Code.UNKNOWN
-        leased = self._within_room(found, codes)
+        leased = self._within_room(found, codes) if message.lease else []
         verdict = self._fan_out.decide(node, leased, patient=message.may_defer) if leased else _SERVE
         if verdict.deferred:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []

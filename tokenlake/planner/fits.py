@@ -35,6 +35,7 @@ class Fit:
         self._samples: deque[tuple[float, ...]] = deque(maxlen=NEWEST)
         self._coefficients = tuple(defaults)
         self._stale = False
+        self._given = False
         self.at: float | None = None
         """Time in seconds of the newest measurement; None without one."""
 
@@ -46,6 +47,14 @@ class Fit:
         self._stale = True
         self.at = now
 
+    def give(self, coefficients: Sequence[float], *, known: bool) -> None:
+        """Take coefficients that were fitted elsewhere, until there are `ENOUGH` measurements here. `known`: they were
+        fitted to measurements and are no defaults. Raises ValueError for another number of them."""
+        if len(coefficients) != len(self._coefficients):
+            raise ValueError(f"{len(coefficients)} coefficients; expected {len(self._coefficients)}")
+        self._coefficients = tuple(coefficients)
+        self._given = known
+
     def forget(self, keep: int = 0) -> None:
         """Drop all measurements but the newest `keep`. The coefficients stay until there are `ENOUGH` measurements
         again."""
@@ -54,15 +63,15 @@ class Fit:
 
     @property
     def known(self) -> bool:
-        """True if there are enough measurements for a fit."""
-        return len(self._samples) >= ENOUGH
+        """True if there are enough measurements for a fit, here or where the coefficients were fitted."""
+        return self._given or len(self._samples) >= ENOUGH
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The fitted coefficients: seconds per unit of each term of the sum."""
         if self._stale:
             self._stale = False
-            if self.known:
+            if len(self._samples) >= ENOUGH:
                 self._coefficients = _fitted(self._samples)
         return self._coefficients
 

@@ -65,6 +65,10 @@ class Rates:
             found = self._peers[node] = PeerRates()
         return found
 
+    def peers(self) -> dict[NodeId, PeerRates]:
+        """The peers that were asked for, with their rates."""
+        return dict(self._peers)
+
     def slowest_fetch_s(self, nbytes: float) -> float:
         """Returns the seconds to fetch `nbytes` from the slowest peer that was measured; 0 if none was."""
         known = [peer.fetch for peer in self._peers.values() if peer.fetch.known]

@@ -246,6 +246,11 @@ class Router:
                 if not flying:
                     del self._flying[key]
 
+    def instance_of(self, name: str) -> str | None:
+        """Returns the instance to which a request was sent; None if the request is not under way."""
+        under_way = self._under_way.get(name)
+        return None if under_way is None else under_way.instance
+
     def under_way(self, instance: str) -> int:
         """Returns the number of unfinished requests at an instance."""
         return sum(each.instance == instance for each in self._under_way.values())

@@ -97,7 +97,9 @@ def grow(
             nodes = owners.get(key, ())
             if not nodes:
                 break
-            node = level.setdefault(key, _Node(key, nodes))
+            node = level.get(key)
+            if node is None:
+                node = level[key] = _Node(key, nodes)
             node.requests.append(index)
             level = node.children
     sequences: list[SegmentSequence] = []
@@ -106,9 +108,10 @@ def grow(
         parent, node = waiting.pop()
         keys = [node.key]
         last = node
+        requests_here, owners_here = node.requests, node.owners
         while len(last.children) == 1:
             (child,) = last.children.values()
-            if child.requests != node.requests or child.owners != node.owners:
+            if child.owners != owners_here or child.requests != requests_here:
                 break
             keys.append(child.key)
             last = child

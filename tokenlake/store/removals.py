@@ -13,6 +13,7 @@ __all__ = [
     "CORRUPT_RULE",
     "MAX_REMOVALS",
     "NOT_ADMITTED_RULE",
+    "OPERATOR_RULE",
     "POLICY_RULE",
     "RECLAIMED_RULE",
     "Removal",
@@ -24,6 +25,7 @@ CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
 NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
 CORRUPT_RULE = "its bytes were wrong"
+OPERATOR_RULE = "an operator evicted it"
 
 MAX_REMOVALS = 1 << 15
 """Maximum number of segments in the log; the oldest entry is dropped first."""

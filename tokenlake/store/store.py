@@ -12,6 +12,7 @@ from types import MappingProxyType
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
+from tokenlake.store.changes import ChangeLog
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
@@ -20,6 +21,7 @@ from tokenlake.store.removals import (
     CACHED_RULE,
     CORRUPT_RULE,
     NOT_ADMITTED_RULE,
+    OPERATOR_RULE,
     POLICY_RULE,
     RECLAIMED_RULE,
     Removal,
@@ -94,6 +96,8 @@ class SegmentStore:
         """Number of segments that became READY so far."""
         self.on_arrival: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that becomes READY."""
+        self.changes = ChangeLog()
+        """The log of the segments that became READY, and of those that left."""
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -243,6 +247,7 @@ class SegmentStore:
         segment.state = State.READY
         self.arrivals += 1
         self.on_arrival(segment)
+        self.changes.stored(segment)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
         if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
@@ -255,6 +260,7 @@ class SegmentStore:
         pool = self._pools[segment.pool]
         if segment.state is State.READY:
             pool.leave(segment, now, evicted)
+            self.changes.gone(segment)
         segment.state = State.GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
@@ -272,6 +278,11 @@ class SegmentStore:
         self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
         self.evicted.append(segment)
         self.discard(segment, now)
+
+    def evict(self, segment: Segment, now: float) -> None:
+        """An operator orders that a READY segment leaves: it is out of the index at once, with any pins."""
+        self._log_removal(segment, now, OPERATOR_RULE)
+        self.discard(segment, now, evicted=True)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
         """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
@@ -539,11 +550,15 @@ class SegmentStore:
         self._counters.add(EVICTED)
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
-        removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))
+        self._log_removal(segment, now, rule or CACHED_RULE)
+        self.discard(segment, now, evicted=True)
+
+    def _log_removal(self, segment: Segment, now: float, rule: str) -> None:
+        """Log why a segment leaves, and put it in `evicted` if a directory node may name it."""
+        removal = Removal(now, rule, unused_s=max(0.0, now - segment.touched))
         self._removals.add(segment.tenant, segment.key, removal)
         if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
             self.evicted.append(segment)
-        self.discard(segment, now, evicted=True)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""

@@ -16,6 +16,7 @@ __all__ = [
     "MAX_REQUEST_NAME",
     "MAX_SECONDS",
     "MAX_ADDRESSES",
+    "Address",
     "Addresses",
     "Amount",
     "Index",
@@ -56,6 +57,8 @@ Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
 authenticated."""
 
+Address = Annotated[str, Meta(max_length=280)]
+"""Address of a node as `HOST:PORT`; a host name has at most 255 characters."""
 MAX_ADDRESSES = 8
 Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
 """Addresses of one node as `HOST:PORT`, the host being an IP address."""

@@ -16,6 +16,7 @@ import msgspec
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
     NO_RING,
+    Address,
     Addresses,
     Amount,
     Index,
@@ -111,6 +112,8 @@ class PeerHello(_Message, frozen=True, tag=1):
     nonce: Nonce
     bulk: Addresses = ()
     """Further addresses at which the dialler accepts bulk connections."""
+    control: Address = ""
+    """Where the dialler serves its control plane to other machines, as `HOST:PORT`; empty if it does not."""
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
@@ -124,6 +127,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     proof: Proof
     bulk: Addresses = ()
     """Further addresses at which the acceptor accepts bulk connections."""
+    control: Address = ""
+    """Where the acceptor serves its control plane."""
 
 
 class PeerProof(_Message, frozen=True, tag=23):
@@ -174,6 +179,8 @@ class Lookup(_Message, frozen=True, tag=4):
     """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
     ring: RingVersion = NO_RING
     """The sender's ring."""
+    lease: bool = True
+    """False: the caller only wants to know where the segments are, and nothing is leased."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):

@@ -61,12 +61,13 @@ class Membership(Protocol):
         """Read the record soon, because a peer named a higher epoch. Calls may be as many as there are messages."""
         ...
 
-    async def drain(self) -> None:
-        """Mark this node as draining in the record. Raises `Refused` where members cannot be changed, `Unreachable`."""
+    async def drain(self, node: str = "") -> None:
+        """Mark this node, or another one whose daemon is registered, as draining in the record. Raises `Refused` where
+        members cannot be changed, `Unreachable`."""
         ...
 
-    async def remove(self) -> None:
-        """Take this node out of the record. Raises as `drain`."""
+    async def remove(self, node: str = "") -> None:
+        """Take this node, or another one whose daemon is not registered, out of the record. Raises as `drain`."""
         ...
 
     async def close(self) -> None:

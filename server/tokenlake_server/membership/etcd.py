@@ -14,7 +14,7 @@ from importlib.metadata import version
 from tokenlake.config import Address, ServerConfig
 from tokenlake.errors import TokenLakeError
 from tokenlake.ring_record import RingRecord
-from tokenlake_server.membership.admin_thread import AdminThread
+from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.membership.base import Members, MembershipState, OnMembers, alone
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, on_any
@@ -32,7 +32,9 @@ GOODBYE_S = 1.0
 class EtcdMembership:
     """The members that etcd stores. Used on the daemon's loop."""
 
-    def __init__(self, config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop, thread: AdminThread
+    ) -> None:
         self._loop = loop
         self._access = Access.of(config)
         self._cluster, self._node, self._memory = config.cluster, config.node, config.memory
@@ -42,7 +44,7 @@ class EtcdMembership:
         self.state = MembershipState(str(self._access), known=False, epoch=0, problem="etcd has not answered yet")
         """See `Membership`."""
         self._changed: OnMembers = lambda members: None
-        self._thread = AdminThread()
+        self._thread = thread
         self._running: concurrent.futures.Future[None] | None = None
         self._closed = False
         self._keeper: Keeper | None = None
@@ -72,20 +74,22 @@ class EtcdMembership:
         if self._keeper is not None and not self._closed:
             self._thread.call_soon(self._keeper.look)
 
-    async def drain(self) -> None:
-        """Mark this node as draining. Raises `Unreachable`, and `MembershipRefused` if it is no member."""
-        await self._change(draining(self._cluster, self._node))
+    async def drain(self, node: str = "") -> None:
+        """Mark this node, or another one, as draining. Raises `Unreachable`, and `MembershipRefused` for a node that is
+        no member, or another one that is not registered."""
+        await self._change(draining(self._cluster, node or self._node, alive=bool(node)))
 
-    async def remove(self) -> None:
-        """Take this node out of the record. Raises `Unreachable`; nothing happens if it is no member."""
-        await self._change(removed(self._cluster, self._node))
+    async def remove(self, node: str = "") -> None:
+        """Take this node, or another one, out of the record. Raises `Unreachable`, and `MembershipRefused` for another
+        node that is no member or is registered; nothing happens if this node is no member."""
+        await self._change(removed(self._cluster, node or self._node, dead=bool(node)))
 
     async def _change(self, edit: Callable[[Stored], RingRecord]) -> None:
         work = on_any(self._access, lambda etcd: change(etcd, self._cluster, edit), CHANGE_S)
         await asyncio.wrap_future(self._thread.submit(work), loop=self._loop)
 
     async def close(self) -> None:
-        """End the thread. Waits at most `GOODBYE_S` for etcd."""
+        """End the work in the thread. Waits at most `GOODBYE_S` for etcd."""
         if self._closed:
             return
         self._closed = True
@@ -94,4 +98,3 @@ class EtcdMembership:
             goodbye = asyncio.wrap_future(self._thread.submit(self._keeper.unregister(GOODBYE_S)), loop=self._loop)
             with contextlib.suppress(TimeoutError, TokenLakeError):
                 await asyncio.wait_for(goodbye, GOODBYE_S)
-        await asyncio.to_thread(self._thread.close)

@@ -6,15 +6,18 @@ import asyncio
 
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError
+from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.membership.base import Membership
 from tokenlake_server.membership.static import StaticMembership
 
 __all__ = ["open_membership"]
 
 
-def open_membership(config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop) -> Membership:
-    """The membership of a daemon that runs on `loop`. Raises `ConfigurationError` where `etcd` is set and grpcio is not
-    installed."""
+def open_membership(
+    config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop, thread: AdminThread
+) -> Membership:
+    """The membership of a daemon that runs on `loop`. `thread` runs its gRPC; the caller closes it. Raises
+    `ConfigurationError` where `etcd` is set and grpcio is not installed."""
     if not config.etcd:
         return StaticMembership(config)
     try:
@@ -23,4 +26,4 @@ def open_membership(config: ServerConfig, incarnation: int, loop: asyncio.Abstra
         needed = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[etcd]'"
         raise ConfigurationError("etcd", ",".join(map(str, config.etcd)), needed) from error
 
-    return EtcdMembership(config, incarnation, loop)
+    return EtcdMembership(config, incarnation, loop, thread)

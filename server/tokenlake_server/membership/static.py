@@ -37,11 +37,11 @@ class StaticMembership:
     def look(self) -> None:
         """The list is known already."""
 
-    async def drain(self) -> None:
+    async def drain(self, node: str = "") -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 
-    async def remove(self) -> None:
+    async def remove(self, node: str = "") -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 

@@ -1,0 +1,277 @@
+"""A connection to the control plane of one daemon: typed calls, and errors of TokenLake in place of gRPC's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypedDict
+
+# gRPC's core would write several lines to stderr for each refused connection. The errors of calls say as much.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+
+from tokenlake.errors import (
+    CredentialRefused,
+    DeadlinePassed,
+    LimitReached,
+    MembershipRefused,
+    ProtocolRefused,
+    Refused,
+    TokenLakeError,
+    Unreachable,
+)
+from tokenlake.identity import SegmentKey
+from tokenlake.wire.slots import join_keys
+from tokenlake_client.link import dial
+from tokenlake_proto.standard import health_pb2
+from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
+from tokenlake_proto.v1.admin_pb2_grpc import AdminStub
+from tokenlake_proto.v1.events_pb2_grpc import EventsStub
+from tokenlake_proto.v1.scheduling_pb2_grpc import SchedulingStub
+
+__all__ = ["CALL_S", "Certificates", "Control", "CursorLost"]
+
+CALL_S = 2.0
+"""Default limit of the seconds of a call."""
+CHANGE_S = 15.0
+"""Limit of the seconds of a call that waits for etcd."""
+_TOKEN_KEY = "tokenlake-credential"
+_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class Certificates(NamedTuple):
+    """The files (PEM) by which a caller and a daemon prove who they are."""
+
+    certificate: Path
+    """Of the caller, for a URI with its role (`tokenlake ca issue --role`)."""
+    key: Path
+    ca: Path
+
+
+class CursorLost(Refused):
+    """The log of events does not reach back to the cursor any more, or the daemon was started again: read a
+    snapshot."""
+
+
+_ERRORS: dict[grpc.StatusCode, type[TokenLakeError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
+    grpc.StatusCode.PERMISSION_DENIED: CredentialRefused,
+    grpc.StatusCode.UNAUTHENTICATED: CredentialRefused,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitReached,
+    grpc.StatusCode.FAILED_PRECONDITION: MembershipRefused,
+    grpc.StatusCode.OUT_OF_RANGE: CursorLost,
+    grpc.StatusCode.INTERNAL: ProtocolRefused,
+    grpc.StatusCode.UNKNOWN: ProtocolRefused,
+}
+
+
+class _Options(TypedDict):
+    timeout: float
+    metadata: tuple[tuple[str, str | bytes], ...] | None
+
+
+class Control:
+    """A connection to the control plane of one daemon. May be used by several threads. Every method raises
+    `Unreachable`, `DeadlinePassed`, and the reason for which the daemon refuses: `CredentialRefused` without the role
+    or the tenant, `LimitReached`, `MembershipRefused`, `Refused` for arguments that are not valid."""
+
+    def __init__(self, channel: grpc.Channel, target: str, token: str | None = None, call_s: float = CALL_S) -> None:
+        """`channel`: owned by this object. `target`: for errors. `token`: of a tenant. `call_s`: limit of the seconds
+        of a call. Use `local` or `connect`."""
+        self._channel = channel
+        self._target = target
+        self._call_s = call_s
+        self._metadata: tuple[tuple[str, str | bytes], ...] | None = ((_TOKEN_KEY, token),) if token else None
+        self._scheduling = SchedulingStub(channel)
+        self._admin = AdminStub(channel)
+        self._events = EventsStub(channel)
+        self._health = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+
+    @classmethod
+    def local(
+        cls, path: Path | str, token: str | None = None, *, daemon_uid: int | None = None, call_s: float = CALL_S
+    ) -> Control:
+        """Connect to the Unix socket of a daemon on this machine. `daemon_uid`: the user that the daemon runs as, where
+        that is neither root nor this process's user. Raises `Unreachable`; `ListenerUntrusted` where another user
+        listens, or could."""
+        # gRPC does not say who listens. A listener of another user cannot take the place of the one that is checked
+        # here: `dial` also refuses a path that other users can change.
+        sock, _ = dial(Path(path), daemon_uid, call_s)
+        sock.close()
+        return cls(grpc.insecure_channel(f"unix:{os.path.abspath(path)}", _OPTIONS), str(path), token, call_s)
+
+    @classmethod
+    def connect(
+        cls, address: str, node: str, files: Certificates, token: str | None = None, *, call_s: float = CALL_S
+    ) -> Control:
+        """Connect to the daemon of `node` at `address` (host:port) with mutual TLS. The name in its certificate must be
+        `node`. Raises `Unreachable` for files that cannot be read."""
+        try:
+            certificate, key, ca = (Path(each).read_bytes() for each in files)
+        except OSError as error:
+            raise Unreachable(f"{error.filename} cannot be read: {error.strerror}") from error
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        options = [*_OPTIONS, ("grpc.ssl_target_name_override", node)]
+        return cls(grpc.secure_channel(address, credentials, options), address, token, call_s)
+
+    # -- states
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """The state of the node."""
+        with self._errors():
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._call())
+
+    def cluster(self) -> admin_pb2.GetClusterResponse:
+        """The members of the cluster, as the node knows them."""
+        with self._errors():
+            return self._admin.GetCluster(admin_pb2.GetClusterRequest(), **self._call())
+
+    def config(self) -> list[admin_pb2.Setting]:
+        """Each setting of the node, its value and its source."""
+        with self._errors():
+            return list(self._admin.GetConfig(admin_pb2.GetConfigRequest(), **self._call()).settings)
+
+    def explain(self, request: str, tenant: str = "") -> admin_pb2.ExplainResponse:
+        """How a request used the pool. `request`: its name, or the beginning; empty lists the newest. `tenant`: for an
+        admin, where it is not the caller's own."""
+        with self._errors():
+            return self._admin.Explain(admin_pb2.ExplainRequest(request=request, tenant=tenant), **self._call())
+
+    def health(self, service: str = "") -> bool:
+        """Whether a service of the daemon serves."""
+        with self._errors():
+            reply = self._health(health_pb2.HealthCheckRequest(service=service), **self._call())
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    # -- changes
+
+    def drain(self, node: str = "") -> None:
+        """Let a node leave; empty for the one that is asked."""
+        with self._errors():
+            self._admin.Drain(admin_pb2.DrainRequest(node=node), **self._call(CHANGE_S))
+
+    def remove(self, node: str) -> None:
+        """Remove a node that is gone for good."""
+        with self._errors():
+            self._admin.Remove(admin_pb2.RemoveRequest(node=node), **self._call(CHANGE_S))
+
+    def evict(
+        self,
+        *,
+        keys: Sequence[SegmentKey] | None = None,
+        segment_bytes: int = 0,
+        everything: bool = False,
+        tenant: str = "",
+    ) -> int:
+        """Evict segments of the node: those of `keys`, those of one size (of a layout), or all of the tenant. Returns
+        their number."""
+        message = admin_pb2.EvictRequest(tenant=tenant)
+        if keys is not None:
+            message.keys = join_keys(list(keys))
+        elif segment_bytes:
+            message.segment_bytes = segment_bytes
+        elif everything:
+            message.all = True
+        with self._errors():
+            return self._admin.Evict(message, **self._call(CHANGE_S)).evicted
+
+    def weights_changed(self, weights_digest: str, tenant: str = "") -> admin_pb2.WeightsChangedResponse:
+        """The weights that this digest names have changed in place: end the sessions of engines with it."""
+        message = admin_pb2.WeightsChangedRequest(tenant=tenant, weights_digest=weights_digest)
+        with self._errors():
+            return self._admin.WeightsChanged(message, **self._call(CHANGE_S))
+
+    def set_log_level(self, level: str, logger: str = "") -> str:
+        """Set the least level of the messages that the node logs. Returns the level before."""
+        message = admin_pb2.SetLogLevelRequest(level=level, logger=logger)
+        with self._errors():
+            return self._admin.SetLogLevel(message, **self._call()).previous
+
+    # -- events
+
+    def events(self, after: events_pb2.Cursor | None = None) -> Generator[events_pb2.SubscribeResponse, None, None]:
+        """The changes of the node's segments and of the ring, without end: behind `after`, or a snapshot first. Raises
+        `CursorLost` where the log does not reach back to the cursor. `close` ends the stream."""
+        stream = self._events.Subscribe(events_pb2.SubscribeRequest(after=after), metadata=self._metadata)
+        try:
+            with self._errors():
+                yield from stream
+        finally:
+            stream.cancel()
+
+    # -- scheduling
+
+    def layouts(self) -> list[scheduling_pb2.Layout]:
+        """The layouts of the tenant's engines that have connected to the node, the newest last."""
+        with self._errors():
+            reply = self._scheduling.GetLayouts(scheduling_pb2.GetLayoutsRequest(), **self._call())
+            return list(reply.layouts)
+
+    def prefix_tree(self, message: scheduling_pb2.GetPrefixTreeRequest) -> scheduling_pb2.GetPrefixTreeResponse:
+        """The cached prefixes of some prompts."""
+        with self._errors():
+            return self._scheduling.GetPrefixTree(message, **self._call())
+
+    def cache_load(self, message: scheduling_pb2.GetCacheLoadRequest) -> dict[str, float]:
+        """The share of each node's time that attention over cached segments takes."""
+        with self._errors():
+            return dict(self._scheduling.GetCacheLoad(message, **self._call()).load)
+
+    def plans(self, message: scheduling_pb2.GenPlansRequest) -> list[scheduling_pb2.Plan]:
+        """The plan of each batch."""
+        with self._errors():
+            return list(self._scheduling.GenPlans(message, **self._call()).plans)
+
+    def start(self, message: scheduling_pb2.GetStartRequest) -> scheduling_pb2.GetStartResponse:
+        """The instance where a request starts soonest."""
+        with self._errors():
+            return self._scheduling.GetStart(message, **self._call())
+
+    def report(self, message: scheduling_pb2.ReportRequest) -> int:
+        """Tell what happened to requests of a fleet. Returns the number of its requests under way."""
+        with self._errors():
+            return self._scheduling.Report(message, **self._call()).under_way
+
+    def hint(self, message: scheduling_pb2.HintRequest) -> None:
+        """Give hints about the segments of a prompt."""
+        with self._errors():
+            self._scheduling.Hint(message, **self._call())
+
+    # -- the connection
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _call(self, seconds: float = 0.0) -> _Options:
+        return _Options(timeout=max(self._call_s, seconds), metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            # Every error of a call is one of its status as well, which the stubs of gRPC do not say.
+            status: Any = error
+            kind = _ERRORS.get(status.code(), Refused)
+            raise kind(f"{self._target}: {status.details() or status.code().name}") from error

@@ -1,0 +1,119 @@
+"""The way from the admin thread to the control loop and back: functions that run there, and questions to the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tokenlake.core import events
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import Answer, EvictionDone, Located
+from tokenlake.errors import Refused, TokenLakeError, Unreachable
+from tokenlake.wire import engine
+from tokenlake_server.driver import Driver
+
+__all__ = ["Bridge"]
+
+T = TypeVar("T")
+
+
+class Bridge:
+    """Its coroutines are called in the admin thread, on its loop."""
+
+    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: the control loop."""
+        self._driver = driver
+        self._loop = loop
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Callable[[Any], None]] = {}
+        """By number of a question to the rules: the function that takes the answer. Used on the control loop only."""
+        driver.carry_out(Located, lambda answer: self._answered(answer.request, answer))
+        driver.carry_out(EvictionDone, lambda answer: self._answered(answer.request, answer))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a short function on the control loop. Raises what it raises."""
+
+        def run(done: Callable[[Any], None]) -> None:
+            done(function())
+
+        result: T = await self._wait(run)
+        return result
+
+    async def ask(self, make: Callable[[int], Event]) -> Any:
+        """Give the rules the event `make(number)`, and wait for the instruction that answers it. Raises
+        `TokenLakeError` if the rules refuse it."""
+
+        number = next(self._numbers)
+
+        def run(done: Callable[[Any], None]) -> None:
+            self._waiting[number] = done
+            try:
+                self._driver.handle(make(number))
+            except BaseException:
+                self._waiting.pop(number, None)
+                raise
+
+        try:
+            return await self._wait(run)
+        except asyncio.CancelledError:
+            # The call ended before the answer. In the other cases the answer, or the refusal, has removed the entry.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._waiting.pop, number, None)
+            raise
+
+    async def explain(self, tenant: str, request: str) -> engine.Explained:
+        """How a request of the tenant used the pool."""
+        explain = engine.Explain(1, request)
+        answer: engine.Explained = await self.ask(lambda number: events.ExplainRequested(-number, tenant, explain))
+        return answer
+
+    async def coroutine(self, make: Callable[[], Any]) -> Any:
+        """Run a coroutine on the control loop. Raises what it raises."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
+
+    async def _wait(self, run: Callable[[Callable[[Any], None]], None]) -> Any:
+        here = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = here.create_future()
+
+        def settle(result: Any) -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        def done(result: Any) -> None:
+            if not here.is_closed():
+                here.call_soon_threadsafe(settle, result)
+
+        def on_loop() -> None:
+            try:
+                run(done)
+            except Exception as error:
+                done(error)
+
+        try:
+            self._loop.call_soon_threadsafe(on_loop)
+        except RuntimeError:
+            raise Unreachable("the daemon is stopping") from None
+        return await future
+
+    # -- on the control loop
+
+    def answered(self, answer: Answer) -> None:
+        """Take an answer of the rules to one of the questions of `explain`."""
+        self._answered(-answer.connection, answer.message)
+
+    def _answered(self, number: int, answer: object) -> None:
+        done = self._waiting.pop(number, None)
+        if done is not None:
+            done(answer)
+
+    def refuse(self, event: Event, error: Exception) -> None:
+        """The rules did not take an event of `ask`."""
+        number = -event.connection if isinstance(event, events.ExplainRequested) else getattr(event, "request", 0)
+        self._answered(number, error if isinstance(error, TokenLakeError) else Refused(str(error)))

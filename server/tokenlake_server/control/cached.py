@@ -1,0 +1,38 @@
+"""A value of the control loop that is asked for often, and may be a little old."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+__all__ = ["FRESH_S", "Cached"]
+
+FRESH_S = 0.1
+"""Seconds for which a value answers further calls: a snapshot of the daemon takes the control loop 0.3 ms."""
+T = TypeVar("T")
+
+
+class Cached(Generic[T]):
+    """Reads a value at most once per `FRESH_S`. Calls at the same time share a read. Used in the admin thread."""
+
+    def __init__(self, read: Callable[[], Awaitable[T]]) -> None:
+        self._read = read
+        self._task: asyncio.Task[T] | None = None
+        self._began = 0.0
+
+    async def get(self) -> T:
+        """The value, of at most `FRESH_S` ago. Raises what its read raises."""
+        now = time.monotonic()
+        if self._task is None or now - self._began > FRESH_S or _failed(self._task):
+            self._began = now
+            self._task = asyncio.ensure_future(self._run())
+        return await asyncio.shield(self._task)
+
+    async def _run(self) -> T:
+        return await self._read()
+
+
+def _failed(task: asyncio.Task[T]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

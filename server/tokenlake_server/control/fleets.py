@@ -1,0 +1,119 @@
+"""The requests under way and the measured times of the fleets that routers report: by tenant, within bounds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tokenlake.config import Tenant
+from tokenlake.errors import LimitReached
+from tokenlake.identity import NodeId
+from tokenlake.planner import Model, Rates, Request, Router
+from tokenlake.planner.router import Start
+from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.control.messages import model_of, request_of, start_of
+
+__all__ = ["Fleet", "Fleets"]
+
+MAX_FLEETS = 64
+"""Fleets of all tenants; the one that was used longest ago is forgotten."""
+MAX_INSTANCES = 1024
+MAX_UNDER_WAY = 8192
+"""Requests under way in a fleet; the oldest ones count as finished."""
+MAX_SEGMENTS = 1 << 15
+"""Segments of those requests, of which each takes some 300 bytes; the oldest requests count as finished."""
+UNDER_WAY_S = 900.0
+"""Seconds after which a request counts as finished: its router may have died."""
+
+
+class Fleet:
+    """One fleet: its router, its rates, and the order of the requests under way."""
+
+    def __init__(self, fleet: pb.Fleet, model: Model) -> None:
+        self.rates = Rates()
+        self.router = Router({}, fleet.segment_tokens, model.segment_bytes, self.rates)
+        self._under_way: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By name of a request: the time at which it was sent, and the number of its segments."""
+        self._segments = 0
+
+    def __len__(self) -> int:
+        """Number of requests under way."""
+        return len(self._under_way)
+
+    def follow(self, instances: dict[str, NodeId], now: float) -> None:
+        """Take the instances that a caller names, in addition to those of other callers, and forget old requests.
+        Raises `LimitReached`."""
+        if len(self.router.instances | instances) > MAX_INSTANCES:
+            raise LimitReached(f"{len(self.router.instances | instances)} instances; the limit is {MAX_INSTANCES}")
+        for name, node in instances.items():
+            if self.router.instances.get(name) != node:
+                self.leave(name)
+                self.router.join(name, node)
+        while self._under_way and next(iter(self._under_way.values()))[0] < now - UNDER_WAY_S:
+            self.finished(next(iter(self._under_way)))
+
+    def sent(self, request: Request, start: Start, now: float) -> None:
+        """Record that a request was sent."""
+        if start.instance not in self.router.instances:
+            raise ValueError(f"'{start.instance}' is no instance of the fleet")
+        self.finished(request.name)
+        self.router.sent(request, start)
+        self._under_way[request.name] = now, len(request.keys)
+        self._segments += len(request.keys)
+        while len(self._under_way) > MAX_UNDER_WAY or (self._segments > MAX_SEGMENTS and len(self._under_way) > 1):
+            self.finished(next(iter(self._under_way)))
+
+    def finished(self, name: str) -> None:
+        """Record that a request was answered or failed."""
+        self.router.finished(name)
+        self._segments -= self._under_way.pop(name, (0.0, 0))[1]
+
+    def leave(self, instance: str) -> None:
+        """Remove an instance, with its requests."""
+        for name in [name for name in self._under_way if self.router.instance_of(name) == instance]:
+            self.finished(name)
+        self.router.leave(instance)
+
+    def happened(self, what: pb.Happened, tenant: Tenant, segment_tokens: int, now: float) -> None:
+        """Take one report. Raises ValueError."""
+        match what.WhichOneof("what"):
+            case "sent":
+                request = request_of(what.sent.prompt, segment_tokens, tenant, {})
+                self.sent(request, start_of(what.sent.start), now)
+            case "first_token":
+                self.router.first_token(what.first_token)
+            case "finished":
+                self.finished(what.finished)
+            case "gone":
+                self.leave(what.gone)
+            case "prefilled":
+                took = what.prefilled
+                self.rates.prefill.add(took.new_tokens, took.prefix_tokens, took.seconds, now)
+            case "answered_tokens":
+                self.rates.answer_tokens.add(float(what.answered_tokens), now)
+            case _:
+                raise ValueError("a report without content")
+
+
+class Fleets:
+    """The fleets of all tenants. Used in the admin thread only."""
+
+    def __init__(self) -> None:
+        self._fleets: OrderedDict[tuple[str, str, int, int], Fleet] = OrderedDict()
+
+    def get(self, tenant: str, message: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
+        """The fleet that a message describes, its model, and the instances that the message names. Raises ValueError
+        and `LimitReached`."""
+        model = model_of(message)
+        at = tenant, message.name, message.segment_tokens, message.segment_bytes
+        fleet = self._fleets.get(at)
+        if fleet is None:
+            fleet = self._fleets[at] = Fleet(message, model)
+            if len(self._fleets) > MAX_FLEETS:
+                self._fleets.popitem(last=False)
+        self._fleets.move_to_end(at)
+        instances = {name: NodeId(node) for name, node in message.instances.items()}
+        fleet.follow(instances, now)
+        return fleet, model, instances
+
+    def __len__(self) -> int:
+        return len(self._fleets)

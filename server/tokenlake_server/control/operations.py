@@ -1,0 +1,257 @@
+"""The service `Admin`: states, settings, members, eviction."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+
+from tokenlake.config import ServerConfig
+from tokenlake.config.setting import describe
+from tokenlake.core import events
+from tokenlake.core.instructions import EvictionDone
+from tokenlake.core.orders import MAX_ORDERED
+from tokenlake.errors import LimitReached
+from tokenlake.store import Kind
+from tokenlake_proto.v1 import admin_pb2 as pb
+from tokenlake_server.control.bridge import Bridge
+from tokenlake_server.control.cached import Cached
+from tokenlake_server.control.callers import Caller
+from tokenlake_server.control.messages import MAX_KEYS, keys_of
+from tokenlake_server.control.service import Unary
+from tokenlake_server.driver import Driver
+from tokenlake_server.engine_listener import EngineListener
+from tokenlake_server.membership import Membership
+from tokenlake_server.metrics_page import Snapshot
+
+__all__ = ["Admin"]
+
+log = logging.getLogger(__name__)
+
+LEVELS = ("debug", "info", "warning", "error")
+LOGGERS = "tokenlake"
+"""Names of the loggers whose level can be set begin with this."""
+
+
+class Admin:
+    """Its methods are called in the admin thread."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        driver: Driver,
+        engines: EngineListener,
+        membership: Membership,
+        snapshot: Callable[[], Snapshot],
+        controls: Callable[[], Mapping[str, str]],
+        config: ServerConfig,
+        origin: Mapping[str, str],
+    ) -> None:
+        """`snapshot` and `controls` (where each node serves its control plane) are called on the control loop.
+        `origin`: the source of each setting."""
+        self._bridge = bridge
+        self._driver = driver
+        self._engines = engines
+        self._membership = membership
+        self._take = snapshot
+        self._controls = controls
+        self._config = config
+        self._origin = origin
+        self._started = time.monotonic()
+        self._status = Cached(self._read_status)
+        self._cluster = Cached(self._read_cluster)
+        self.functions: dict[str, Unary] = {
+            "GetStatus": self.get_status,
+            "GetCluster": self.get_cluster,
+            "GetConfig": self.get_config,
+            "Explain": self.explain,
+            "Drain": self.drain,
+            "Remove": self.remove,
+            "Evict": self.evict,
+            "WeightsChanged": self.weights_changed,
+            "SetLogLevel": self.set_log_level,
+        }
+
+    async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
+        """The state of this node. A caller that is no admin sees the slots of its own tenant only."""
+        status = await self._status.get()
+        if caller.admin:
+            return status
+        own, shown = caller.own().name, pb.GetStatusResponse()
+        shown.CopyFrom(status)
+        del shown.pools[:]
+        shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
+        return shown
+
+    async def _read_status(self) -> pb.GetStatusResponse:
+        snapshot = await self._bridge.call(self._take)
+        state, now = snapshot.membership, time.monotonic()
+        regions = self._config.region_size
+        return pb.GetStatusResponse(
+            node=self._config.node,
+            cluster=self._config.cluster,
+            version=version("tokenlake"),
+            incarnation=self._driver.core.config.incarnation,
+            uptime_s=now - self._started,
+            memory_bytes=self._config.memory,
+            spare_bytes=snapshot.spare_regions * regions,
+            pools=[
+                pb.SlotPool(
+                    tenant=pool.tenant,
+                    slot_bytes=pool.slot_bytes,
+                    regions=pool.regions,
+                    slots=pool.slots,
+                    free_slots=pool.free,
+                    quarantined_slots=pool.quarantined,
+                    segments={kind.name.lower(): pool.counts[kind] for kind in Kind},
+                )
+                for pool in snapshot.pools
+            ],
+            counters={metric.name: value for metric, value in snapshot.counters.items()},
+            peers=[
+                pb.Peer(node=name, state=each.state, reason=each.reason, for_s=max(0.0, now - each.since))
+                for name, each in snapshot.peers.items()
+            ],
+            membership=pb.Membership(
+                source=state.source,
+                known=state.known,
+                epoch=state.epoch,
+                problem=state.problem,
+                absent=state.absent,
+            ),
+            engines=snapshot.processes,
+        )
+
+    async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
+        """The members of the cluster, as this node knows them."""
+        return await self._cluster.get()
+
+    async def _read_cluster(self) -> pb.GetClusterResponse:
+        core, membership = self._driver.core, self._membership
+        record, states, addresses, controls = await self._bridge.call(
+            lambda: (core.record, core.members(), membership.members.addresses, self._controls())
+        )
+        known = {str(each.node): each for each in states}
+        members = []
+        for name, member in record.members.items():
+            each = known.get(name)
+            members.append(
+                pb.Member(
+                    node=name,
+                    weight=member.weight,
+                    draining=member.draining,
+                    address=str(addresses.get(name, "")),
+                    control=controls.get(name, ""),
+                    usable=each is not None and each.usable,
+                    sent_bytes_per_s=0.0 if each is None else each.load,
+                    free_share=0.0 if each is None else each.free,
+                )
+            )
+        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members)
+
+    async def get_config(self, caller: Caller, message: pb.GetConfigRequest) -> pb.GetConfigResponse:
+        """Each setting, its value and its source; secrets are masked."""
+        settings = [
+            pb.Setting(name=name, value=value, source=source)
+            for name, value, source in describe(self._config, self._origin)
+        ]
+        return pb.GetConfigResponse(settings=settings)
+
+    async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.ExplainResponse:
+        """How a request used the pool."""
+        answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
+        funnel = answer.funnel
+        if funnel is None:
+            return pb.ExplainResponse(names=answer.names)
+        return pb.ExplainResponse(
+            funnel=pb.Funnel(
+                request=funnel.request,
+                node=funnel.node,
+                age_s=funnel.age_s,
+                segment_tokens=funnel.segment_tokens,
+                ideal=funnel.ideal,
+                here=funnel.here,
+                elsewhere=dict(funnel.elsewhere),
+                fetched=funnel.fetched,
+                useful=funnel.useful,
+                held=funnel.held,
+                missed=[
+                    pb.Missed(reason=each.reason, tokens=each.tokens, detail=each.detail) for each in funnel.missed
+                ],
+            )
+        )
+
+    async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
+        """Let a node leave."""
+        node = "" if message.node == self._config.node else message.node
+        log.info("'%s' lets node '%s' drain", caller.name, message.node or self._config.node)
+        await self._bridge.coroutine(lambda: self._membership.drain(node))
+        return pb.DrainResponse()
+
+    async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
+        """Remove a node that is gone."""
+        if not message.node:
+            raise ValueError("expected the name of a node")
+        log.info("'%s' removes node '%s'", caller.name, message.node)
+        await self._bridge.coroutine(lambda: self._membership.remove(message.node))
+        return pb.RemoveResponse()
+
+    async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
+        """Evict segments of this node."""
+        tenant = caller.target(message.tenant).name
+        what = message.WhichOneof("what")
+        if (
+            what is None
+            or (what == "all" and not message.all)
+            or (what == "segment_bytes" and not message.segment_bytes)
+        ):
+            raise ValueError("expected keys, all or segment_bytes")
+        if what != "keys":
+            done = await self._evict(tenant, b"", message.segment_bytes)
+            evicted, kept = done.evicted, done.kept
+        else:
+            if not message.keys:
+                raise ValueError("expected keys")
+            count = len(keys_of(message.keys))
+            if count > MAX_KEYS:
+                raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
+            evicted = kept = 0
+            step = MAX_ORDERED * (len(message.keys) // count)
+            for at in range(0, len(message.keys), step):
+                done = await self._evict(tenant, message.keys[at : at + step], 0)
+                evicted, kept = evicted + done.evicted, kept + done.kept
+        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, evicted, tenant, what)
+        return pb.EvictResponse(evicted=evicted, kept=kept)
+
+    async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> EvictionDone:
+        done: EvictionDone = await self._bridge.ask(
+            lambda number: events.EvictRequested(number, tenant, keys, slot_bytes)
+        )
+        return done
+
+    async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:
+        """End the sessions of engines whose weights changed, and evict their segments."""
+        tenant, digest = caller.target(message.tenant).name, message.weights_digest
+        if not digest:
+            raise ValueError("expected weights_digest")
+        sessions, layouts = await self._bridge.call(
+            lambda: (self._engines.retire(tenant, digest), self._engines.layouts(tenant))
+        )
+        evicted = 0
+        for size in {each.segment_bytes for each in layouts if each.weights_digest == digest}:
+            evicted += (await self._evict(tenant, b"", size)).evicted
+        log.info("'%s' says that weights changed: %d connections ended, %d evicted", caller.name, sessions, evicted)
+        return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted)
+
+    async def set_log_level(self, caller: Caller, message: pb.SetLogLevelRequest) -> pb.SetLogLevelResponse:
+        """Set the least level of the messages that are logged."""
+        if message.level not in LEVELS:
+            raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
+        if message.logger and message.logger.partition(".")[0] not in (LOGGERS, "tokenlake_server"):
+            raise ValueError(f"the logger is {message.logger!r}; expected one below tokenlake or tokenlake_server")
+        logger = logging.getLogger(message.logger or None)
+        previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
+        logger.setLevel(message.level.upper())
+        log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
+        return pb.SetLogLevelResponse(previous=previous)

@@ -1,0 +1,216 @@
+"""The service `Scheduling`: the planner's functions, over lookups of this node's rules."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from tokenlake.config import Tenant
+from tokenlake.core import events
+from tokenlake.core.instructions import Located
+from tokenlake.core.node import MemberState
+from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.errors import ConfigurationError, LimitReached
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
+from tokenlake.planner import Rates, Request, cache_load, gen_plans, grow
+from tokenlake.wire.slots import join_keys
+from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.control.bridge import Bridge
+from tokenlake_server.control.cached import Cached
+from tokenlake_server.control.callers import Caller
+from tokenlake_server.control.fleets import Fleet, Fleets
+from tokenlake_server.control.messages import (
+    check_size,
+    distinct,
+    hints_of,
+    plans_message,
+    rates_of,
+    request_of,
+    start_message,
+    tree_message,
+    tree_of,
+)
+from tokenlake_server.control.service import Unary
+from tokenlake_server.driver import Driver
+from tokenlake_server.engine_listener import EngineListener
+
+__all__ = ["Scheduling"]
+
+AT_ONCE = 2
+"""Questions of one call that the rules answer at a time; each takes up to half a millisecond of the control loop."""
+MAX_BATCHES = 64
+MAX_REPORTS = 4096
+
+
+class Scheduling:
+    """Its methods are called in the admin thread."""
+
+    def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener) -> None:
+        self._bridge = bridge
+        self._driver = driver
+        self._engines = engines
+        self._fleets = Fleets()
+        self._members = Cached(lambda: bridge.call(driver.core.members))
+        self.functions: dict[str, Unary] = {
+            "GetLayouts": self.get_layouts,
+            "GetPrefixTree": self.get_prefix_tree,
+            "GetCacheLoad": self.get_cache_load,
+            "GenPlans": self.gen_plans,
+            "GetStart": self.get_start,
+            "Report": self.report,
+            "Hint": self.hint,
+        }
+
+    async def get_layouts(self, caller: Caller, message: pb.GetLayoutsRequest) -> pb.GetLayoutsResponse:
+        """List the layouts of the tenant's engines."""
+        return pb.GetLayoutsResponse(
+            layouts=[
+                pb.Layout(
+                    fingerprint=bytes(each.fingerprint()),
+                    model_id=each.model_id,
+                    segment_tokens=each.segment_tokens,
+                    segment_bytes=each.segment_bytes,
+                    encoded=each.encode(),
+                    opaque=isinstance(each, OpaqueLayout),
+                )
+                for each in await self._layouts(caller.own())
+            ]
+        )
+
+    async def get_prefix_tree(self, caller: Caller, message: pb.GetPrefixTreeRequest) -> pb.GetPrefixTreeResponse:
+        """The cached prefixes of some prompts, and the states of the nodes that have them."""
+        requests = await self._requests(caller.own(), message.prompts, message.segment_tokens)
+        owners = await self._locate(caller.own(), requests, message.segment_tokens, message.deadline_s)
+        tree = grow(requests, owners, message.segment_tokens)
+        named = {node for sequence in tree.sequences for node in sequence.owners}
+        states = await self._members.get() if named else []
+        nodes = [_state(each) for each in states if each.node in named]
+        return pb.GetPrefixTreeResponse(tree=tree_message(tree), nodes=nodes)
+
+    async def get_cache_load(self, caller: Caller, message: pb.GetCacheLoadRequest) -> pb.GetCacheLoadResponse:
+        """The share of each node's time for attention over cached segments."""
+        fleet, model, instances = self._fleets.get(caller.own().name, message.fleet, time.monotonic())
+        tree, rates = tree_of(message.tree, caller.own()), _rates(fleet, message)
+        load = cache_load(message.requests, tree, instances, model.layers, rates)
+        return pb.GetCacheLoadResponse(load={str(node): share for node, share in load.items()})
+
+    async def gen_plans(self, caller: Caller, message: pb.GenPlansRequest) -> pb.GenPlansResponse:
+        """Plan batches."""
+        try:
+            # In a thread the first time, because it reads many files.
+            await asyncio.to_thread(__import__, "scipy.optimize")
+        except ModuleNotFoundError:
+            expected = "pip install 'tokenlake[scheduler]' on this node: plans need scipy"
+            raise ConfigurationError("scheduler", "", expected) from None
+        if len(message.batches) > MAX_BATCHES:
+            raise LimitReached(f"{len(message.batches)} batches; the limit is {MAX_BATCHES}")
+        fleet, model, instances = self._fleets.get(caller.own().name, message.fleet, time.monotonic())
+        tree = tree_of(message.tree, caller.own())
+        idle = _chosen(instances, message.idle)
+        batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
+        return plans_message(gen_plans(batches, dops, tree, idle, model, _rates(fleet, message), fleet.router))
+
+    async def get_start(self, caller: Caller, message: pb.GetStartRequest) -> pb.GetStartResponse:
+        """The instance where a request starts soonest."""
+        tenant, now = caller.own(), time.monotonic()
+        fleet, _, instances = self._fleets.get(tenant.name, message.fleet, now)
+        (request,) = await self._requests(tenant, [message.prompt], message.fleet.segment_tokens)
+        owners = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s)
+        among = list(_chosen(instances, message.among))
+        # The instances may have changed while the rules answered.
+        fleet.follow(instances, now)
+        starts = fleet.router.starts(request, owners, among)
+        chosen = fleet.router.where(request, owners, among)
+        if message.send:
+            fleet.sent(request, chosen, now)
+        return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
+
+    async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:
+        """Take what happened to requests of a fleet."""
+        if len(message.happened) > MAX_REPORTS:
+            raise LimitReached(f"{len(message.happened)} reports; the limit of a message is {MAX_REPORTS}")
+        tenant, now = caller.own(), time.monotonic()
+        fleet, _, _ = self._fleets.get(tenant.name, message.fleet, now)
+        for each in message.happened:
+            fleet.happened(each, tenant, message.fleet.segment_tokens, now)
+        return pb.ReportResponse(under_way=len(fleet))
+
+    async def hint(self, caller: Caller, message: pb.HintRequest) -> pb.HintResponse:
+        """Give hints about the segments of a prompt."""
+        tenant, hints = caller.own(), hints_of(message)
+        (request,) = await self._requests(tenant, [message.prompt], message.segment_tokens)
+        for at in range(0, len(request.keys), MAX_LOCATED):
+            event = events.HintGiven(tenant.name, join_keys(list(request.keys[at : at + MAX_LOCATED])), hints)
+            await self._bridge.call(lambda event=event: self._driver.handle(event))  # type: ignore[misc]
+        return pb.HintResponse()
+
+    # -- inside
+
+    async def _layouts(self, tenant: Tenant) -> list[AnyLayout]:
+        return await self._bridge.call(lambda: self._engines.layouts(tenant.name))
+
+    async def _requests(self, tenant: Tenant, prompts: Iterable[pb.Prompt], segment_tokens: int) -> list[Request]:
+        prompts = list(prompts)
+        check_size(prompts, segment_tokens)
+        layouts: dict[bytes, AnyLayout] = {}
+        if any(each.token_ids for each in prompts):
+            layouts = {bytes(each.fingerprint()): each for each in await self._layouts(tenant)}
+        return [request_of(each, segment_tokens, tenant, layouts) for each in prompts]
+
+    async def _locate(
+        self, tenant: Tenant, requests: list[Request], segment_tokens: int, deadline_s: float
+    ) -> dict[SegmentKey, tuple[NodeId, ...]]:
+        """The nodes that have each segment of the requests."""
+        if not (math.isfinite(deadline_s) and deadline_s >= 0):
+            raise ValueError(f"deadline_s is {deadline_s}; expected seconds, or 0")
+        keys = distinct(requests, segment_tokens)
+        found: dict[SegmentKey, tuple[NodeId, ...]] = {}
+        parts = [keys[at : at + MAX_LOCATED] for at in range(0, len(keys), MAX_LOCATED)]
+
+        async def ask() -> None:
+            while parts:
+                part = parts.pop()
+                packed = join_keys(part)
+                make = partial(_locate, tenant=tenant.name, keys=packed, deadline_s=deadline_s)
+                answer: Located = await self._bridge.ask(make)
+                names = [NodeId(node) for node in answer.nodes]
+                for key, owners in zip(part, answer.owners, strict=True):
+                    found[key] = tuple(names[number] for number in owners)
+
+        if len(parts) > 1:
+            await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+        else:
+            await ask()
+        return found
+
+
+def _locate(number: int, *, tenant: str, keys: bytes, deadline_s: float) -> events.LocateRequested:
+    return events.LocateRequested(number, tenant, keys, deadline_s)
+
+
+def _state(each: MemberState) -> pb.NodeState:
+    return pb.NodeState(
+        node=each.node,
+        usable=each.usable,
+        draining=each.draining,
+        sent_bytes_per_s=each.load,
+        free_share=each.free,
+    )
+
+
+def _rates(fleet: Fleet, message: pb.GetCacheLoadRequest | pb.GenPlansRequest) -> Rates:
+    return rates_of(message.rates) if message.HasField("rates") else fleet.rates
+
+
+def _chosen(instances: Mapping[str, NodeId], names: Iterable[str]) -> dict[str, NodeId]:
+    """The named instances, or all without names. Raises ValueError for another name."""
+    chosen = {}
+    for name in names:
+        if name not in instances:
+            raise ValueError(f"'{name}' is no instance of the fleet")
+        chosen[name] = instances[name]
+    return chosen or dict(instances)

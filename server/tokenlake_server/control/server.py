@@ -1,0 +1,229 @@
+"""The gRPC server of a daemon: its ports, its services and its limits. In the admin thread, with the client of etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# gRPC's core would write several lines to stderr for each refused connection.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
+
+from tokenlake.config import Address, ServerConfig, parse_address
+from tokenlake.core.events import Event
+from tokenlake.errors import ConfigurationError, LimitReached
+from tokenlake_proto.standard import health_pb2
+from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
+from tokenlake_server.admin_thread import AdminThread
+from tokenlake_server.certificates import CertificateFiles
+from tokenlake_server.control.bridge import Bridge
+from tokenlake_server.control.callers import Callers
+from tokenlake_server.control.event_stream import Events
+from tokenlake_server.control.operations import Admin
+from tokenlake_server.control.scheduling import Scheduling
+from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, fail, handlers_of, require_role
+from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
+from tokenlake_server.driver import Driver
+from tokenlake_server.engine_listener import EngineListener
+from tokenlake_server.local_socket import prepare
+from tokenlake_server.membership import Membership
+from tokenlake_server.metrics_page import Snapshot
+from tokenlake_server.tenants import Tenants
+
+__all__ = ["ControlServer"]
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 2 << 20
+"""Limit of the bytes of a message of a caller."""
+MAX_CALLS = 96
+"""Calls at a time, streams included; further ones are refused. Their messages take at most 192 MiB together."""
+MAX_CONNECTIONS = 256
+"""Connections at a time on each port; further ones are closed."""
+MAX_CALLS_PER_CONNECTION = 96
+GOODBYE_S = 0.5
+"""Seconds for which the end of the daemon waits for calls."""
+START_S = 20.0
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    # A caller that is gone without a word is noticed, so that its streams end.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    # Two daemons never share a port.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class ControlServer:
+    """Serves the control plane until `close`. Made and closed on the control loop, after the parts that it reads."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        origin: Mapping[str, str],
+        thread: AdminThread,
+        loop: asyncio.AbstractEventLoop,
+        driver: Driver,
+        engines: EngineListener,
+        membership: Membership,
+        tenants: Tenants,
+        snapshot: Callable[[], Snapshot],
+        controls: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
+        are called on the control loop. Raises `ConfigurationError` for a port
+        or a socket that cannot be opened."""
+        self._thread = thread
+        self._bridge = Bridge(driver, loop)
+        engines.on_other_answer = self._bridge.answered
+        self._callers = Callers(config.cluster, tenants)
+        services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
+            scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
+            admin_pb2.DESCRIPTOR: Admin(
+                self._bridge, driver, engines, membership, snapshot, controls, config, origin
+            ).functions,
+            events_pb2.DESCRIPTOR: Events(self._bridge, driver).functions,
+        }
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for file, functions in services.items():
+            self._handlers |= handlers_of(file, functions, self._callers)
+        names = [f"{file.package}.{name}" for file in services for name in file.services_by_name]
+        health = Health(self._bridge, lambda: membership.state.known, names)
+        reader = role_pb2.ROLE_READER
+        self._handlers |= handlers_of(
+            health_pb2.DESCRIPTOR, health.functions, self._callers, role=reader, package=HEALTH
+        )
+        self._reflection = Reflection(list(services))
+        self._reflecting = 0
+        for package in REFLECTION:
+            path = f"/{package}.ServerReflection/ServerReflectionInfo"
+            self._handlers[path] = grpc.stream_stream_rpc_method_handler(self._reflect)
+        self.socket = Path(config.control_socket) if config.control_socket else None
+        self.address: Address | None = None
+        """Where the server listens with TLS; None if it does not."""
+        self._server: grpc.aio.Server | None = None
+        if self.socket is not None:
+            prepare(self.socket, "control_socket")
+        try:
+            self._thread.submit(self._start(config)).result(START_S)
+        except BaseException:
+            self._remove_socket()
+            raise
+
+    def refuse(self, event: Event, error: Exception) -> None:
+        """The rules did not take an event of this server. Called on the control loop."""
+        self._bridge.refuse(event, error)
+
+    # -- in the admin thread
+
+    async def _start(self, config: ServerConfig) -> None:
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        server.add_generic_rpc_handlers((_Handlers(self._handlers),))
+        if self.socket is not None:
+            previous = os.umask(0o177)
+            try:
+                server.add_insecure_port(f"unix:{self.socket}")
+            except RuntimeError as error:
+                raise ConfigurationError(
+                    "control_socket", str(self.socket), "a path where a socket can be created"
+                ) from error
+            finally:
+                os.umask(previous)
+        if config.control:
+            address = parse_address(config.control)
+            files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
+            try:
+                port = server.add_secure_port(str(address), _Credentials(files).credentials)
+            except RuntimeError as error:
+                raise ConfigurationError(
+                    "control", config.control, "an address of this machine that is free"
+                ) from error
+            self.address = Address(address.host, port)
+        await server.start()
+        self._server = server
+
+    async def _reflect(self, questions: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            require_role(self._callers, context, role_pb2.ROLE_READER, "ServerReflectionInfo")
+            if self._reflecting >= MAX_WATCHES:
+                raise LimitReached(f"{MAX_WATCHES} reflection streams are under way")
+            self._reflecting += 1
+            try:
+                while True:
+                    async with asyncio.timeout(STALL_S):
+                        body = await anext(questions, None)
+                        if body is None:
+                            return
+                        answer = self._reflection.answer(read_question(body))
+                        await context.write(answer.SerializeToString())
+            finally:
+                self._reflecting -= 1
+        except Exception as error:
+            await fail(context, error, "ServerReflectionInfo")
+
+    # -- the end
+
+    async def close(self) -> None:
+        """End all calls, and close the ports."""
+        if self._server is not None:
+            stopping = self._thread.submit(self._server.stop(GOODBYE_S))
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.wrap_future(stopping), 4 * GOODBYE_S)
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
+        if self.socket is not None:
+            self.socket.unlink(missing_ok=True)
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        self._handlers = handlers
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method; None for one that this daemon does not have."""
+        return self._handlers.get(handler_call_details.method)
+
+
+class _Credentials:
+    """The certificate of the server, read again when its files change."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._seen: list[tuple[int, int]] = []
+        # gRPC asks in a thread of its own for each new connection.
+        self._lock = threading.Lock()
+        first = self._read()
+        assert first is not None
+        # The stubs of gRPC do not know that a fetcher may return None.
+        fetch: Any = self._read
+        self.credentials = grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+
+    def _read(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificate, if its files have changed; None leaves the former one in use."""
+        try:
+            with self._lock:
+                states = [(each.stat().st_ino, each.stat().st_mtime_ns) for each in self._files]
+                if states == self._seen:
+                    return None
+                certificate, key, ca = (each.read_bytes() for each in self._files)
+                self._seen = states
+        except OSError as error:
+            log.error("the former certificates stay in use for the control plane: %s", error)
+            return None
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)

@@ -1,0 +1,84 @@
+"""Where segments are, without a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.core.scenes import calm, fetch, match, placed, said, store
+from tests.sim.cluster import Cluster
+from tokenlake.core import events
+from tokenlake.core.instructions import Located
+from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code, peer
+from tokenlake.wire.slots import join_keys
+
+
+def located(cluster: Cluster, node: int, keys: Sequence[SegmentKey], tenant: str = "red") -> list[list[str]]:
+    """The nodes that a node's rules name for each key."""
+    before = len(said(cluster, node, Located))
+    cluster.node(node).deliver(events.LocateRequested(before, tenant, join_keys(list(keys))))
+    cluster.run_for(0.1)
+    (answer,) = said(cluster, node, Located)[before:]
+    assert answer.request == before
+    cluster.check()
+    return [[answer.nodes[number] for number in owners] for owners in answer.owners]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_every_node_finds_the_owner(asked: int) -> None:
+    cluster = calm()
+    known, unknown = placed(cluster, 1, 2, 2), placed(cluster, 1, 2, 3)[2:]
+    store(cluster, cluster.join(0), known)
+    assert located(cluster, asked, [*known, *unknown]) == [["n0"], ["n0"], []]
+    assert cluster.core(0).census()["leases to peers"] == 0
+
+
+def test_a_cached_copy_and_its_owner_are_both_named() -> None:
+    cluster = calm()
+    keys = placed(cluster, 1, 0, 1)
+    store(cluster, cluster.join(0), keys)
+    reader = cluster.join(2)
+    reply = match(cluster, reader, keys)
+    fetch(cluster, reader, reply.lease, 1)
+    assert located(cluster, 2, keys) == [["n2", "n0"]]
+    assert located(cluster, 1, keys) == [["n0"]]
+
+
+def test_a_tenant_finds_only_its_own_segments() -> None:
+    cluster = calm()
+    keys = placed(cluster, 1, 2, 1)
+    store(cluster, cluster.join(0), keys)
+    assert [located(cluster, node, keys, "blue") for node in range(3)] == [[[]]] * 3
+
+
+def test_a_silent_directory_node_makes_misses_after_the_deadline() -> None:
+    cluster = calm()
+    keys = placed(cluster, 1, 2, 1)
+    store(cluster, cluster.join(0), keys)
+    cluster.node(1).freeze()
+    assert located(cluster, 2, keys) == [[]]
+    assert cluster.core(2).census()["surveys"] == 0
+
+
+def test_a_node_that_leases_all_the_same_gets_its_lease_back() -> None:
+    """A node of an earlier version does not know that nothing is to be leased."""
+    cluster = calm()
+    keys = placed(cluster, 1, 2, 1)
+    store(cluster, cluster.join(1), keys)
+    cluster.node(0).deliver(events.LocateRequested(0, "red", join_keys(keys)))
+    (lookup,) = [each for each in said(cluster, 0, peer.Lookup) if each.keys == join_keys(keys)]
+    assert not lookup.lease
+    reply = peer.LookupReply(lookup.call, 77, bytes([Code.LOCAL]), (), (0.5, 0.0, 0.0), 0.0)
+    cluster.node(0).deliver(events.PeerSent("n1", reply))
+    assert [each.leases for each in said(cluster, 0, peer.ReleaseLease)] == [(77,)]
+    assert said(cluster, 0, Located)[0].owners == ((0,),)
+
+
+@pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (MAX_LOCATED + 1))])
+def test_malformed_and_endless_requests_are_refused(keys: bytes) -> None:
+    cluster = calm()
+    with pytest.raises(ValueError, match="LocateRequested"):
+        cluster.node(0).deliver(events.LocateRequested(0, "red", keys))

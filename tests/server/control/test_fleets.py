@@ -1,0 +1,102 @@
+"""The requests under way of routers: within bounds, and forgotten when their router is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenlake.config import Tenant
+from tokenlake.errors import LimitReached
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner import Request
+from tokenlake.planner.router import Prefill, Start
+
+pytest.importorskip("grpc")
+
+from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.control import fleets
+from tokenlake_server.control.fleets import Fleet, Fleets
+
+TENANT = Tenant(name="red", secret=b"x" * 32)
+
+
+def message(name: str = "f", **instances: str) -> pb.Fleet:
+    return pb.Fleet(
+        name=name,
+        instances=instances or {"a": "n0"},
+        layers=2,
+        segment_bytes=1024,
+        segment_tokens=16,
+        query_bytes=64,
+    )
+
+
+def request(name: str, segments: int = 2) -> Request:
+    keys = tuple(SegmentKey(f"{name} {number}".encode().ljust(32)) for number in range(segments))
+    return Request(name=name, keys=keys, tokens=segments * 16 + 1)
+
+
+def start(instance: str = "a") -> Start:
+    return Start(instance, 0.0, Prefill(1, 0), 0, 0)
+
+
+def fleet(all_: Fleets | None = None, now: float = 0.0, name: str = "f") -> Fleet:
+    found, _, _ = (Fleets() if all_ is None else all_).get("red", message(name), now)
+    return found
+
+
+def test_the_oldest_requests_count_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "MAX_UNDER_WAY", 3)
+    one = fleet()
+    for number in range(5):
+        one.sent(request(str(number)), start(), 0.0)
+        one.router.check_integrity()
+    assert len(one) == 3
+    assert [one.router.instance_of(str(number)) for number in range(5)] == [None, None, "a", "a", "a"]
+
+
+def test_long_prompts_count_by_their_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "MAX_SEGMENTS", 10)
+    one = fleet()
+    for number in range(4):
+        one.sent(request(str(number), 4), start(), 0.0)
+    assert len(one) == 2
+    one.sent(request("longer than all", 20), start(), 0.0)
+    assert len(one) == 1
+    one.finished("longer than all")
+    assert len(one) == 0
+    one.router.check_integrity()
+
+
+def test_requests_of_a_router_that_died_expire() -> None:
+    all_ = Fleets()
+    one = fleet(all_)
+    one.sent(request("r"), start(), 0.0)
+    assert len(fleet(all_, fleets.UNDER_WAY_S - 1)) == 1
+    assert len(fleet(all_, fleets.UNDER_WAY_S + 1)) == 0
+
+
+def test_an_instance_that_leaves_takes_its_requests_along() -> None:
+    all_ = Fleets()
+    one, _, _ = all_.get("red", message(a="n0", b="n1"), 0.0)
+    one.sent(request("r"), start("a"), 0.0)
+    one.sent(request("s"), start("b"), 0.0)
+    one.happened(pb.Happened(gone="a"), TENANT, 16, 0.0)
+    assert len(one) == 1
+    # A restarted instance on another node has nothing under way.
+    all_.get("red", message(b="n2"), 0.0)
+    assert len(one) == 0
+    assert one.router.instances["b"] == NodeId("n2")
+    one.router.check_integrity()
+
+
+def test_fleets_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "MAX_FLEETS", 2)
+    all_ = Fleets()
+    first = fleet(all_, name="one")
+    assert all_.get("blue", message("one"), 0.0)[0] is not first
+    assert fleet(all_, name="one") is first
+    fleet(all_, name="two")
+    assert len(all_) == 2
+    assert fleet(all_, name="one") is first
+    with pytest.raises(LimitReached, match="2001 instances"):
+        all_.get("red", message("one", **{f"i{number}": "n0" for number in range(2000)}), 0.0)

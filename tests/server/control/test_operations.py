@@ -1,0 +1,131 @@
+"""The service `Admin` of a real daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, total, wait_told, wait_until
+from tests.server.control.scene import local
+from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, MembershipRefused, Refused
+from tokenlake.wire.funnel import MissReason
+from tokenlake_client import MatchOptions, Pool
+from tokenlake_testing.cluster import Cluster
+
+pytest.importorskip("grpc")
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with daemons(2) as cluster:
+        yield cluster
+
+
+def test_the_status_is_that_of_the_metrics_page(two: Cluster) -> None:
+    node = two.nodes[0]
+    with two.connect(0, LAYOUT) as pool, local(node) as control:
+        store(pool, Prompt(1, 3))
+        wait_told(two)
+        status = control.status()
+        assert (status.node, status.cluster, status.membership.known) == ("node0", "tokenlake", True)
+        assert status.memory_bytes == 4 << 20
+        assert {peer.node: peer.state for peer in status.peers} == {"node1": "connected"}
+        assert status.counters["tokenlake_match_requests_total"] == total(node, "tokenlake_match_requests_total")
+        (slots,) = status.pools
+        assert slots.segments["primary"] + slots.segments["cached"] == total(node, "tokenlake_segments")
+        assert slots.free_slots == total(node, "tokenlake_free_slots")
+
+
+def test_the_cluster_and_the_settings(two: Cluster) -> None:
+    with local(two.nodes[1]) as control:
+        cluster = control.cluster()
+        assert [(each.node, each.draining, each.usable) for each in cluster.members] == [
+            ("node0", False, True),
+            ("node1", False, True),
+        ]
+        assert cluster.members[0].address == f"127.0.0.1:{two.ports['node0']}"
+        settings = {each.name: (each.value, each.source) for each in control.config()}
+        assert settings["memory"] == ("4MiB", "flag --memory")
+        assert settings["drain_s"][1] == "default"
+        assert settings["cluster_secret"][0] in ("", "***")
+        assert control.health()
+        assert control.health("tokenlake.v1.Scheduling")
+        assert not control.health("unheard.of")
+
+
+def test_explain(two: Cluster) -> None:
+    prompt = Prompt(20, 2)
+    with two.connect(0, LAYOUT) as pool, local(two.nodes[0]) as control:
+        keys = pool.prefix(prompt.tokens).keys
+        pool.match(keys, MatchOptions(request="a request"), deadline_s=2.0).release()
+        funnel = control.explain("a req").funnel
+        assert (funnel.request, funnel.ideal) == ("a request", 2 * SEGMENT_TOKENS)
+        assert [(each.reason, each.tokens) for each in funnel.missed] == [(MissReason.NEVER_STORED, 2 * SEGMENT_TOKENS)]
+        assert "a request" in control.explain("").names
+        with pytest.raises(CredentialRefused, match="no tenant 'blue'"):
+            control.explain("a req", "blue")
+
+
+def test_eviction_by_prefix_size_and_tenant(two: Cluster) -> None:
+    first, second = Prompt(31, 3), Prompt(32, 3)
+    with two.connect(0, LAYOUT) as pool, local(two.nodes[0]) as control:
+        control.evict(everything=True)
+        store(pool, first)
+        store(pool, second)
+        keys = pool.prefix(first.tokens).keys
+        assert control.evict(keys=keys[1:]) == 2
+        assert (read(pool, first), read(pool, second)) == (1, 3)
+        pool.match(keys, MatchOptions(request="evicted"), deadline_s=2.0).release()
+        reasons = {each.reason: each.detail for each in control.explain("evicted").funnel.missed}
+        assert "an operator" in reasons[MissReason.EVICTED]
+        assert control.evict(segment_bytes=LAYOUT.segment_bytes + 1) == 0
+        assert control.evict(segment_bytes=LAYOUT.segment_bytes) == 4
+        store(pool, second)
+        assert control.evict(everything=True) == 3
+        assert read(pool, second) == 0
+        arguments: list[dict[str, Any]] = [{}, {"keys": []}]
+        for wrong in arguments:
+            with pytest.raises(Refused, match="expected keys"):
+                control.evict(**wrong)
+        with pytest.raises(LimitReached):
+            control.evict(keys=[keys[0]] * 20_000)
+
+
+def test_weights_that_changed_end_the_sessions_with_their_digest() -> None:
+    prompt = Prompt(41, 2)
+    with daemons(1) as cluster, local(cluster.nodes[0]) as control:
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, prompt)
+            reply = control.weights_changed(LAYOUT.weights_digest)
+            assert (reply.sessions, reply.evicted) == (1, 2)
+            assert control.weights_changed("another").sessions == 0
+        with pytest.raises(LayoutRefused, match="changed in place"):
+            Pool.connect(cluster.nodes[0].socket, LAYOUT)
+        assert control.status().pools[0].segments["primary"] == 0
+
+
+def test_a_static_list_has_no_member_to_drain_or_remove(two: Cluster) -> None:
+    with local(two.nodes[0]) as control:
+        for node in ("", "node1"):
+            with pytest.raises(MembershipRefused, match="set 'etcd'"):
+                control.drain(node)
+        with pytest.raises(MembershipRefused, match="set 'etcd'"):
+            control.remove("node1")
+        with pytest.raises(Refused, match="name of a node"):
+            control.remove("")
+
+
+def test_the_log_level(two: Cluster) -> None:
+    node = two.nodes[0]
+    with two.connect(0, LAYOUT) as pool, local(node) as control:
+        assert control.set_log_level("debug") == "info"
+        keys = pool.prefix(Prompt(51, 1).tokens).keys
+        pool.match(keys, MatchOptions(request="seen in the log"), deadline_s=2.0).release()
+        wait_until(lambda: "seen in the log" in node.log.read_text(), "a line of level debug")
+        assert control.set_log_level("info") == "debug"
+        for level, logger in (("loud", ""), ("debug", "grpc")):
+            with pytest.raises(Refused, match="expected one"):
+                control.set_log_level(level, logger)
