@@ -462,12 +462,13 @@ class _Vllm:
         return len(self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
 
     def plant(self, call: str, error: str) -> None:
-        """Let a call of the pool, such as "Pool.begin_match", raise the error of this name from now on, and the call of
-        the last `plant` work again. An empty `call`: only the latter."""
+        """Let a call, such as "Pool.begin_match" or "ChunkManager.step_ends", raise the error of this name from now on,
+        and the call of the last `plant` work again. An empty `call`: only the latter."""
         import builtins
 
         from tokenlake import errors
         from tokenlake_client import lease, match, pool
+        from tokenlake_client.engines.vllm.offloading import manager
 
         if self._planted is not None:
             owner, name, right = self._planted
@@ -476,7 +477,7 @@ class _Vllm:
         if not call:
             return
         kind, name = call.split(".")
-        owner = next(getattr(module, kind) for module in (pool, match, lease) if hasattr(module, kind))
+        owner = next(getattr(module, kind) for module in (pool, match, lease, manager) if hasattr(module, kind))
         raised = getattr(errors, error, None) or getattr(builtins, error)
 
         def broken(*_: Any, **__: Any) -> Any:

@@ -174,6 +174,18 @@ def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
 
 
+@pytest.mark.parametrize("call", ["ChunkManager.step_ends", "ChunkManager.finished", "ChunkManager.asked"])
+def test_an_error_within_a_hook_does_not_reach_vllm(run: Run, call: str) -> None:
+    before = run.second.call("counts")["failures"]
+    run.second.call("plant", call=call, error="ValueError")
+    try:
+        run.tokens(run.second, 5)
+    finally:
+        run.second.call("plant", call="", error="")
+    assert run.second.call("counts")["failures"] > before
+    assert run.until_hit(run.second, 5) == run.case.cached
+
+
 @pytest.mark.parametrize("call", ["Pool.attach", "Lease.fetch", "Pool.opaque_keys", "Pool.begin_match"])
 def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     assert run.until_hit(run.second, 5)

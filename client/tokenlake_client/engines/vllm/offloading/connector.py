@@ -108,7 +108,10 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
-            self._count(request, num_external_tokens)
+            try:
+                self._count(request, num_external_tokens)
+            except Exception as error:
+                self._reports.failure("counting a request", error)
 
     def _count(self, request: Any, hit: int) -> None:
         """Count the tokens of a request that was given blocks, `hit` of which are loaded."""
@@ -136,8 +139,8 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             and not scheduler_output.total_num_scheduled_tokens
             and self._manager.chunks.waiting
         ):
-            # vLLM repeats empty steps without a pause, and its thread would keep the interpreter from the threads that
-            # look up and load.
+            # Where vLLM runs its scheduler in the caller's process, it repeats empty steps without a pause, and would
+            # keep the interpreter from the threads that look up and load. Its server processes pause by themselves.
             time.sleep(IDLE_S)
         return self._plan_step(scheduler_output)
 

@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar, cast
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -48,6 +49,8 @@ from tokenlake_client.pool import Pool
 __all__ = ["TokenLakeOffloadingSpec"]
 
 logger = init_logger("vllm.tokenlake")
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 VLLM_SETTINGS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")
 """Keys of `kv_connector_extra_config` that vLLM's OffloadingConnector reads."""
@@ -137,6 +140,19 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         )
 
 
+def guarded(hook: Hook) -> Hook:
+    """A decorator for hooks of `PoolManager` without a result: an error is reported and does not reach vLLM."""
+
+    @functools.wraps(hook)
+    def call(self: PoolManager, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:
+            self.spec.reports.failure(hook.__name__, error)
+
+    return cast(Hook, call)
+
+
 class PoolManager(OffloadingManager):  # type: ignore[misc]
     """`ChunkManager` as vLLM calls it. No method raises."""
 
@@ -176,6 +192,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's hook: the job that loads chunks whose lookups were hits."""
         return self.chunks.prepare_load(req_context.req_id, keys)
 
+    @guarded
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """vLLM's hook for a load that all ranks have ended."""
         self.chunks.complete_load(req_context.req_id)
@@ -194,6 +211,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         stored, job = planned
         return PrepareStoreOutput(list(stored), job, [])
 
+    @guarded
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """vLLM's hook for a job that all ranks have ended."""
         self.chunks.complete_store(keys)
@@ -209,6 +227,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.chunks.new_request(req_context.req_id, hints)
         return RequestOffloadingContext()
 
+    @guarded
     def arrived(self, request: Any) -> None:
         """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
         name, lora = request.request_id, request.lora_request
@@ -225,10 +244,12 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         if lora_config is not None and watch_loads():
             self._adapters = Adapters(options_of(lora_config, dtype), self.spec.warn_of_adapter)
 
+    @guarded
     def on_request_finished(self, req_context: Any) -> None:
         """vLLM's hook for a request that has ended."""
         self.chunks.finished(req_context.req_id)
 
+    @guarded
     def on_schedule_end(self, context: Any) -> None:
         """vLLM's hook at the end of each scheduling step."""
         self.chunks.step_ends(context.new_req_ids, context.preempted_req_ids)
@@ -238,6 +259,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's hook for a reset of the caches, after which the weights may have changed."""
         self.new_epoch(empty=False)
 
+    @guarded
     def new_epoch(self, *, empty: bool) -> None:
         """Begin an epoch of the weights: chunks that were stored before are not loaded any more. `empty`: vLLM's own
         cache is empty."""
