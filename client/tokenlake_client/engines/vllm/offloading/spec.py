@@ -34,7 +34,7 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.offloading.chunks import blocks_per_chunk
+from tokenlake_client.engines.vllm.offloading.chunks import blocks_per_chunk, parse_key
 from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
@@ -182,7 +182,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         the chunk that it asks for is looked up."""
         context, key = self._asked
         positions: dict[bytes, int] = getattr(context, "_offload_key_positions", None) or {}
-        return [each for each, end in positions.items() if not end % self._chunk_tokens[_group(each)]] or [key]
+        return [each for each, end in positions.items() if not end % self._chunk_tokens[parse_key(each)[0]]] or [key]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """vLLM's hook: where was a chunk that is loaded?"""
@@ -201,7 +201,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's hook: the job that stores chunks."""
         try:
             # vLLM also offers the last, incomplete chunk of some prompts. Its key names fewer tokens than a chunk has.
-            whole = [key for key in keys if not _position(req_context, key) % self._chunk_tokens[_group(key)]]
+            whole = [key for key in keys if not _position(req_context, key) % self._chunk_tokens[parse_key(key)[0]]]
             planned = self.chunks.prepare_store(req_context.req_id, whole) if whole else None
         except Exception as error:
             self._reports.failure("planning which segments to store", error)
@@ -321,10 +321,6 @@ class PoolWorker(OffloadingWorker):  # type: ignore[misc]
 
 def _blocks(spec: Any) -> BlockRange:
     return BlockRange(spec.block_ids.tolist(), spec.group_sizes, spec.block_indices)
-
-
-def _group(key: bytes) -> int:
-    return int.from_bytes(key[-4:], "big")
 
 
 def _position(context: Any, key: bytes) -> int:
