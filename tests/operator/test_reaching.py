@@ -212,14 +212,27 @@ def test_addresses_where_no_daemon_is(remote: tuple[Cluster, dict[str, str], Pat
 # -- the daemons of this machine
 
 
-def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path) -> None:
+def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
-    environ = {"XDG_RUNTIME_DIR": str(runtime)}
-    if os.geteuid() == 0:
-        pytest.skip("root looks in /run/tokenlake only, which other daemons may use")
-    with daemons(1, socket=str(runtime / "tokenlake-n1.sock")):
-        assert told(status, env=environ)["cluster"]["cluster"] == "tokenlake"
+
+    def places(environ: object, node: str, uid: int) -> tuple[str, ...]:
+        return (str(runtime / f"tokenlake-{node}.sock"),)
+
+    monkeypatch.setattr("tokenlake_operator.reaching.sockets_to_try", places)
+    cluster = Cluster(2, "4MiB", "1MiB")
+    for node in cluster.nodes:
+        node.settings["socket"] = str(runtime / f"tokenlake-{node.name}.sock")
+    with cluster:
+        line = refused("status")
+        assert line == "Error: several daemons run here: name one with --node (node0, node1)"
+        answer = told(status, "--node", "node1")
+        assert sorted(answer["nodes"]) == ["node0", "node1"]
+        assert "there are daemons here with --node node0" in refused("status", "--node", "node2")
+        # The socket of a daemon that was killed stays, and is no daemon.
+        cluster.nodes[0].kill()
+        assert list(told(status)["nodes"]) == ["node1"]
+        assert "has ended" in refused("status", "--node", "node0")
 
 
 def test_the_socket_of_a_configuration_file(tmp_path: Path) -> None:
