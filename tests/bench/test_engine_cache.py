@@ -112,9 +112,7 @@ def test_one_request_at_a_time_is_an_lru(steps: list[tuple[bool, tuple[int, ...]
 
 
 @given(STEPS, st.integers(1, 12))
-def test_counts_hold_with_requests_side_by_side(
-    steps: list[tuple[bool, tuple[int, ...], int]], capacity: int
-) -> None:
+def test_counts_hold_with_requests_side_by_side(steps: list[tuple[bool, tuple[int, ...], int]], capacity: int) -> None:
     cache, under_way, held = EngineCache(capacity), list[int](), set[int]()
     for number, (ends, chain, further) in enumerate(steps):
         if ends and under_way:
@@ -131,12 +129,12 @@ def test_counts_hold_with_requests_side_by_side(
 
 
 def test_a_hit_in_the_gpu_costs_nothing_and_one_behind_it_costs_the_copy() -> None:
-    """The third prompt is found in the GPU cache, the fifth, after a prompt that fills it, in the memory behind it:
+    """The third prompt is found in the GPU cache, or, if the second one filled that, in the memory behind it:
     private memory and the pool agree."""
     accesses = prompts(CHAIN, OTHER, CHAIN)
     gpu_s = ENGINE.prefill_s(10, 8 * TOKENS)
     copy_s = ENGINE.host_copy_s(8 * TOKENS)
-    for engine_segments, hit_s, engine_share in ((100, gpu_s, 1.0), (32, gpu_s + copy_s, 0.0)):
+    for engine_segments, hit_s, engine_share in ((100, gpu_s, 1.0), (31, gpu_s + copy_s, 0.0)):
         private, answers = offloaded(accesses, "round-robin-real", 1, 100, engine_segments)
         row, run = pooled(accesses, 1, 100, engine_segments)
         for each, last in ((private, answers[-1]), (row, run.answers[-1])):
@@ -156,7 +154,8 @@ def test_a_hit_at_another_node_costs_network_and_copy() -> None:
     first, second = run.answers
     moved_s = ENGINE.transfer_s(8 * TOKENS) + 2 * ENGINE.host_copy_s(8 * TOKENS)
     expected = first.ttft_s + moved_s + ENGINE.prefill_s(10, 8 * TOKENS)
-    assert second.ttft_s == pytest.approx(expected, rel=0.05)
+    # The second request hears of the stored segments up to 50 ms late.
+    assert expected <= second.ttft_s <= expected + 0.05
     again = prompts(CHAIN, CHAIN, CHAIN, CHAIN, CHAIN, CHAIN)
     _, run = pooled(again, 2, 100, 100)
     assert all(answer.hit_tokens == 8 * TOKENS for answer in run.answers[1:])
@@ -168,16 +167,15 @@ def test_private_memory_is_not_shared_and_the_pool_is() -> None:
     accesses = prompts(*[CHAIN] * 4)
     private, _ = offloaded(accesses, "round-robin-real", 4, 100, 100)
     assert private.token_hit_rate == 0.0
-    row, run = pooled(accesses, 4, 100, 100)
+    _, run = pooled(accesses, 4, 100, 100)
     assert all(answer.hit_tokens == 8 * TOKENS for answer in run.answers[1:])
 
 
-def test_a_gpu_finds_what_the_pool_has_lost_and_stores_it_again() -> None:
-    accesses = prompts(CHAIN, OTHER, CHAIN)
-    row, run = pooled(accesses, 1, 34, 200)
+def test_a_gpu_finds_what_the_pool_cannot_hold() -> None:
+    row, run = pooled(prompts(CHAIN, CHAIN), 1, 4, 200)
     assert run.answers[-1].hit_tokens == run.answers[-1].engine_tokens == 8 * TOKENS
-    store = run.simulation.cluster.nodes[0].store
-    assert sum(1 for _ in store.segments()) <= 34
+    assert row.engine_share == 1.0
+    assert sum(1 for _ in run.simulation.cluster.nodes[0].store.segments()) <= 4
 
 
 def test_ample_gpu_caches_find_everything_without_the_pool() -> None:
@@ -209,19 +207,17 @@ def test_without_shared_prefixes_the_pool_equals_private_memory() -> None:
 @pytest.mark.parametrize("name", list(SYSTEMS))
 def test_every_router_runs_in_front_of_private_memory(name: str) -> None:
     accesses = with_answers(conversations(120, gap_s=0.5), 50)
-    row, answers = offloaded(accesses, name, 4, 300, 150)
+    row, answers = offloaded(accesses, name, 4, 300, 40)
     assert len(answers) == 120
     assert 0 < row.engine_share < 1
     options = FleetOptions(
-        instances=4, capacity_tokens=4 * 300 * TOKENS, engine=ENGINE, engine_cache_tokens=150 * TOKENS
+        instances=4, capacity_tokens=4 * 300 * TOKENS, engine=ENGINE, engine_cache_tokens=40 * TOKENS
     )
     assert run_system(accesses, SYSTEMS[name], options) == row
 
 
 def test_a_perfect_router_sees_gpu_caches() -> None:
-    """The memory behind holds one prompt, and the GPU cache both: the router finds both at the instance that has
-    them."""
-    accesses = prompts(CHAIN, OTHER, *[CHAIN, OTHER] * 6)
-    row, answers = offloaded(accesses, "cache-aware-perfect", 4, 31, 100)
-    assert all(answer.hit_tokens for answer in answers[2:])
+    """The memory behind the GPU cache holds less than half of the prompt, and would not attract it."""
+    row, answers = offloaded(prompts(*[CHAIN] * 6), "cache-aware-perfect", 4, 4, 100)
+    assert all(answer.hit_tokens == 8 * TOKENS for answer in answers[1:])
     assert row.engine_share == 1.0

@@ -86,11 +86,11 @@ def test_instances_may_have_gpu_caches_in_front_of_the_memory(tmp_path: Path) ->
     json_file = tmp_path / "result.json"
     names = "cache-aware-real,mooncake-3p1d-perfect"
     arguments = ["--limit", "60", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
-    run(*arguments, "--engine-cache-tokens", "4000")
+    run(*arguments, "--engine-cache-tokens", "1000")
     written = result(json_file)
-    assert written["engine_cache_tokens"] == 4000
+    assert written["engine_cache_tokens"] == 1000
     assert len(written["systems"]) == 6
-    assert all(0 < row["engine_share"] < 1 for row in written["systems"].values())
+    assert all(0 < row["engine_share"] <= 1 for row in written["systems"].values())
     run(*arguments)
     written = result(json_file)
     assert written["engine_cache_tokens"] is None

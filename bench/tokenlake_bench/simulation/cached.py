@@ -5,9 +5,9 @@
     arrives -> queues -> looked up in the GPU cache, then in the pool -> instance: prefill ..... decode -> finished
                (one at a time is read and copied to the GPU)             takes GPU memory `- segments are stored
 
-- The pool is asked for the whole prompt. The segments in the GPU cache are leased and given back unread, which counts as
-  a read of those that lie at this node. The segments behind them are fetched to this node's memory, window by window, and
-  copied to the GPU.
+- The pool is asked for the whole prompt. The segments in the GPU cache are leased and given back unread, which counts
+  as a read of those that lie at this node. The segments behind them are fetched to this node's memory, window by
+  window, and copied to the GPU.
 - No request waits for another engine while a request of this engine computes a segment of its prompt.
 - A request that loads nothing offers all computed segments of its prompt to the pool, those in the GPU cache included:
   the pool takes those that this node lacks. A request that loads offers those behind the load.

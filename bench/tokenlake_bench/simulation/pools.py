@@ -21,8 +21,9 @@ POOL_PLANNED, POOL_PLANNED_REAL = "pool-planned", "pool-planned-real"
 
 @dataclass(frozen=True, slots=True)
 class PoolSystem:
-    """One form of the pool. `counts_memory`: requests under way take memory from the pool, or from GPU caches. `planned`: the router sends
-    a request where the planner expects it to start soonest; otherwise to the least loaded node."""
+    """One form of the pool. `counts_memory`: requests under way take memory from the pool, or from GPU caches.
+    `planned`: the router sends a request where the planner expects it to start soonest; otherwise to the least loaded
+    node."""
 
     name: str
     counts_memory: bool
