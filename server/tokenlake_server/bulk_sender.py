@@ -19,14 +19,15 @@ from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import LEAST_RATE
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import peer
+from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import split_keys, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import limit_wait, size_buffer
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS
 from tokenlake_server.bulk_stream import ROOM_BYTES, BulkStream
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 
 __all__ = ["BulkSender"]
@@ -41,6 +42,8 @@ LONGEST_SEND_S = MAX_DEADLINE_S
 CONNECTIONS_PER_PEER = RECEIVE_THREADS
 """Limit of the bulk connections that one peer may open: a peer uses one per thread that receives."""
 MAX_IOVEC = 64
+MAX_CONTENTS = 1 << 20
+"""Limit of the bytes of the contents of segments in one answer."""
 
 
 class _Stream(NamedTuple):
@@ -70,6 +73,8 @@ class BulkSender:
         self._last = 0
         self._rooms: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
+        self.contents = Contents()
+        """Knows the contents of the segments, which are sent with their bytes."""
         driver.carry_out(SendBulk, self._hand_over)
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
@@ -140,7 +145,7 @@ class BulkSender:
                     instruction = instructions.get()
                     if instruction is None:
                         return
-                    self._send(stream, instruction)
+                    self._send(stream, instruction, request)
                 finally:
                     self._driver.post(events.SendDone(number))
         except (OSError, TokenLakeError) as error:
@@ -151,7 +156,7 @@ class BulkSender:
             self._streams.pop(number, None)
             stream.sock.close()
 
-    def _send(self, stream: BulkStream, instruction: SendBulk) -> None:
+    def _send(self, stream: BulkStream, instruction: SendBulk, request: peer.Pull) -> None:
         if instruction.codes:
             size, views = (
                 instruction.slot_bytes,
@@ -159,7 +164,10 @@ class BulkSender:
             )
         else:
             size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
-        header = peer.Pulled(size, instruction.codes, instruction.checksums)
+        keys = zip(split_keys(request.keys), instruction.codes, strict=False)
+        sent = [key for key, code in keys if code == Code.LOCAL]
+        contents = self.contents.contents(request.tenant, sent, MAX_CONTENTS)
+        header = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)
         until = time.monotonic() + limit_s

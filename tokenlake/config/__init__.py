@@ -7,6 +7,7 @@ from tokenlake.config.setting import DEFAULT
 from tokenlake.config.values import (
     MASK,
     Address,
+    KvEventStream,
     Peer,
     Secret,
     Tenant,
@@ -20,6 +21,7 @@ __all__ = [
     "ENGINE_PREFIX",
     "MASK",
     "Address",
+    "KvEventStream",
     "Peer",
     "RuleSettings",
     "Secret",
