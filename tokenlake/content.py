@@ -45,8 +45,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def contents_of(prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = "") -> tuple[bytes, ...]:
-    """The encoded contents of `segments` of a prompt. `tokens`: the token ids of the prompt from its first one on, those
-    of all `segments` included. Raises the errors of `Prefix.extend`."""
+    """The encoded contents of `segments` of a prompt. `tokens`: the token ids of the prompt from its first one on,
+    those of all `segments` included. Raises the errors of `Prefix.extend`."""
     size = prefix.segment_tokens
     packed = encode_tokens(tokens[segments.start * size : segments.stop * size])
     root, keys = prefix.root[:NAME_BYTES], prefix.keys

@@ -263,9 +263,7 @@ class Pool:
             told = contents[start : start + STORE_WINDOW]
             window = keys[start : start + min(STORE_WINDOW, _that_fit(keys[start:], told))]
             told = told[: len(window)]
-            with self.store(
-                window, first + start, patience, request=request, hints=hints, contents=told
-            ) as write:
+            with self.store(window, first + start, patience, request=request, hints=hints, contents=told) as write:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:

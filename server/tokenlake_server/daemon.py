@@ -416,9 +416,7 @@ def _control(
     return ControlServer(config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls)
 
 
-def _contents(
-    config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver
-) -> Contents:
+def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
     """The streams of KV events; where none is set, the daemon wants no contents."""
     if not config.kv_events:
         return Contents()

@@ -23,7 +23,9 @@ def test_the_contents_of_some_segments_of_a_prompt() -> None:
     assert first == Content("m", "lora", b"r" * 8, b"", np.array([7, 1 << 31], "<u4").tobytes())
     assert second.parent == prefix.keys[0][:8]
     assert third.tokens == np.array([5, 6], "<u4").tobytes()
-    assert contents_of(prefix, tokens, range(1, 3), "m", "lora") == contents_of(prefix, tokens, range(3), "m", "lora")[1:]
+    assert (
+        contents_of(prefix, tokens, range(1, 3), "m", "lora") == contents_of(prefix, tokens, range(3), "m", "lora")[1:]
+    )
 
 
 def test_the_hashes_of_blocks_follow_from_the_key_and_do_not_exceed_64_bits() -> None:

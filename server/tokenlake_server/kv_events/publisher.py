@@ -7,8 +7,8 @@
       store: changes ------> log --------> one turn each POLL_S, PART changes at a time
 
 Nothing runs on the control loop but `offer`. A message has the events of at most `PART` changes. Its sequence number
-begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that it
-missed some.
+begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that
+it missed some.
 
 All readers are told all blocks anew, behind an `AllBlocksCleared`, when the daemon starts, when one of them subscribes,
 when one asks for messages that are not kept any more, and when the log has overtaken this thread.
@@ -60,6 +60,7 @@ MAX_REPLAY_BYTES = 16 << 20
 MAX_INBOX_BYTES = 32 << 20
 """Limit of the contents that wait for a turn; further ones are dropped, and their segments are not published."""
 START_S = 20.0
+
 
 class _Stream:
     """One stream: the segments of a tenant and a model."""
@@ -155,7 +156,11 @@ class KvEvents(Contents):
             for name, help, value in (
                 ("segments", "Segments of this node that routers were told of", blocks.published),
                 ("messages", "Messages with KV events since the start", stream.messages),
-                ("restatements", "Times at which routers were told all segments anew, since the start", stream.restated),
+                (
+                    "restatements",
+                    "Times at which routers were told all segments anew, since the start",
+                    stream.restated,
+                ),
                 ("without_tokens", "Segments that were not published: their tokens were not known", blocks.unknown),
                 ("of_other_layouts", "Segments that were not published: of another layout", blocks.other_layout),
             ):

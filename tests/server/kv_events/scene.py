@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS
+from tests.robustness.live import LIMIT_S, PATIENT, SEGMENT_TOKENS
 from tests.server.kv_events.readers import Llmd
 from tokenlake.wire import Code
 from tokenlake_client import Pool

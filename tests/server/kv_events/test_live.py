@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-zmq = pytest.importorskip("zmq")
+pytest.importorskip("zmq")
+
+import zmq
 
 from tests.robustness.live import LAYOUT, LIMIT_S
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
@@ -30,7 +32,7 @@ from tests.server.kv_events.scene import (
 )
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
-from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
 
@@ -190,7 +192,7 @@ def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
 
 def test_the_event_log_of_the_rules_has_no_tokens(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with publishing(text=f'record = "{record}"\n') as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
+    with publishing(text=f'record = "{record}"\n') as (cluster, _), cluster.connect(0, LAYOUT) as pool:
         tokens = [0x61626364] * LAYOUT.segment_tokens
         assert store(pool, tokens) == 1
         until(1.0, lambda: cluster.nodes[0].metrics()["tokenlake_stored_segments_total"])
@@ -276,7 +278,7 @@ def asking_frames(asking: zmq.Socket[bytes]) -> list[bytes]:
 def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) -> None:
     other = Stream("node0")
     text = other.toml(model="other", topic="kv@pool:x@other", medium="EXTERNAL")
-    with publishing(text=text) as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
+    with publishing(text=text) as (cluster, _), cluster.connect(0, LAYOUT) as pool:
         assert set(pool.link.published) == {MODEL, "other"}
         seen: list[tuple[bytes, bytes]] = []
         with Subscriber(*other.endpoints, lambda topic, payload: seen.append((topic, payload))):
@@ -322,4 +324,4 @@ def test_a_message_is_one_that_vllm_decodes() -> None:
             until(True, lambda: any(b"BlockStored" in each for each in payloads))
         events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
         stored = {each.block_hashes[0]: each for each in events if isinstance(each, BlockStored)}
-        assert sum((each.token_ids for each in stored.values()), []) == tokens
+        assert [token for each in stored.values() for token in each.token_ids] == tokens

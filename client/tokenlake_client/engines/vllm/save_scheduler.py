@@ -18,8 +18,8 @@ class ScheduledSaves:
     """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""
 
     def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool, model: str = "") -> None:
-        """`model`: the name under which vLLM serves it. `shared`: several ranks fill one segment, so this object reserves its slot for all of them. Otherwise the one
-        rank reserves the slot itself, in the background."""
+        """`model`: the name under which vLLM serves it. `shared`: several ranks fill one segment, so this object
+        reserves its slot for all of them. Otherwise the one rank reserves the slot itself, in the background."""
         self._settings = settings
         self._blocks_per_segment = settings.segment_tokens // block_tokens
         self._shared = shared
