@@ -147,7 +147,10 @@ class Blocks:
     def only(self, keys: set[SegmentKey], now: float) -> None:
         """Take `keys` for all READY segments of the tenant, after changes were missed."""
         for key in [key for key in self._present if key not in keys]:
+            content = self._present[key].content
             self.gone(key)
+            # It may have been offered again meanwhile.
+            self.offer(key, content)
         for key in keys:
             if key in self._pending:
                 self.stored(key, now)

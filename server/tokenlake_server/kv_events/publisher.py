@@ -103,7 +103,8 @@ class KvEvents(Contents):
         for stream in config.kv_events:
             self._streams.setdefault(stream.tenant, []).append(_Stream(stream, first))
         self._models = {tenant: tuple(each.config.model for each in own) for tenant, own in self._streams.items()}
-        self._inbox: deque[tuple[str, list[SegmentKey], Sequence[bytes]]] = deque()
+        self._inbox: deque[tuple[int, str, list[SegmentKey], Sequence[bytes]]] = deque()
+        """Contents, with the number of the newest change before they were offered."""
         self._inbox_bytes = 0
         self._inbox_lock = threading.Lock()
         self.dropped = 0
@@ -129,7 +130,7 @@ class KvEvents(Contents):
                 self.dropped += len(contents)
                 return
             self._inbox_bytes += size
-            self._inbox.append((tenant, keys, contents))
+            self._inbox.append((self._log.newest, tenant, keys, contents))
 
     def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
         """The contents of READY segments, to be sent to another node with their bytes; empty where they are not known.
@@ -199,14 +200,13 @@ class KvEvents(Contents):
 
     async def _turn(self) -> float:
         """One turn; returns the seconds until the next one."""
-        # 1. The log, 2. the inbox: the content of each segment of the log was offered before the segment was logged.
         changes = self._log.after(self._at, PART)
-        self._empty_inbox()
         now = time.monotonic()
         if changes is None:
             await self._overtaken()
             changes = []
         for change in changes:
+            self._take_offers(change.sequence - 1)
             if change.ring is None:
                 for each in self._streams.get(change.tenant, ()):
                     if change.stored:
@@ -214,14 +214,17 @@ class KvEvents(Contents):
                     else:
                         each.blocks.gone(change.key)
             self._at = change.sequence
+        self._take_offers(self._at)
         for each in self._each():
             await self._tell(each, now)
         return 0.0 if len(changes) == PART else POLL_S
 
-    def _empty_inbox(self) -> None:
-        while self._inbox:
+    def _take_offers(self, at: int) -> None:
+        """Take the contents that were offered before the change behind `at`: whether a segment was READY when its
+        content was offered is known from the changes up to then."""
+        while self._inbox and self._inbox[0][0] <= at:
             with self._inbox_lock:
-                tenant, keys, contents = self._inbox.popleft()
+                _, tenant, keys, contents = self._inbox.popleft()
                 self._inbox_bytes -= sum(map(len, contents))
             for each in self._streams[tenant]:
                 for key, content in zip(keys, contents, strict=False):
@@ -258,6 +261,7 @@ class KvEvents(Contents):
                 if tenant in ready:
                     ready[tenant].add(key)
         # Changes during the walk follow in the log; each of them leads to the same state from either side of it.
+        self._take_offers(self._log.newest)
         self._at = at
         now = time.monotonic()
         for tenant, own in self._streams.items():

@@ -177,6 +177,11 @@ def test_changes_that_were_missed() -> None:
     assert node.blocks.take() == []
     node.restate()
     node.check()
+    # The content of one that left is known, should it return.
+    node.blocks.stored(prompt([1]).keys[0], 0.0)
+    node.held.add((1,))
+    node.tell()
+    node.check()
 
 
 def test_the_contents_of_segments_that_never_become_ready_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
