@@ -165,8 +165,8 @@ class BulkSender:
         else:
             size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
         keys = zip(split_keys(request.keys), instruction.codes, strict=False)
-        sent = [key for key, code in keys if code == Code.LOCAL]
-        contents = self.contents.contents(request.tenant, sent, MAX_CONTENTS)
+        present = [key for key, code in keys if code == Code.LOCAL]
+        contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
         header = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)

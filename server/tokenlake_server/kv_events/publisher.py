@@ -252,14 +252,14 @@ class KvEvents(Contents):
     async def _overtaken(self) -> None:
         """The log has overtaken this thread: look at all segments."""
         at = self._log.newest
-        ready: dict[str, set[SegmentKey]] = {tenant: set() for tenant in self._streams}
+        ready = {tenant: set[SegmentKey]() for tenant in self._streams}
         cursor: Cursor | None = Cursor()
         while cursor is not None:
             start = cursor
             found, cursor = await self._on_loop(lambda start=start: self._walk(start))  # type: ignore[misc]
-            for tenant, key in found:
-                if tenant in ready:
-                    ready[tenant].add(key)
+            for owner, key in found:
+                if owner in ready:
+                    ready[owner].add(key)
         # Changes during the walk follow in the log; each of them leads to the same state from either side of it.
         self._take_offers(self._log.newest)
         self._at = at

@@ -46,7 +46,7 @@ def check_events(engine: Engine, own: Events, plain: list[list[int]], tokens: li
     """vLLM says that it has the blocks that it computed, that it has none after a reset, and that it has those that it
     loaded from the pool."""
     blocks = LENGTH // BLOCK * BLOCK
-    with Subscriber(*own.endpoints, own.take):
+    with Subscriber(own.endpoints[0], own.endpoints[1], own.take):
 
         def known() -> int:
             return own.index.tokens(tokens, MODEL, "engine")

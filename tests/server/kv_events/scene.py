@@ -174,6 +174,6 @@ class Dynamo:
 @pytest.fixture
 def python() -> Path:
     """The interpreter with Dynamo's indexer; the test is skipped without one."""
-    if not ROUTERS.exists() or subprocess.run([ROUTERS, "-c", "import dynamo.indexer"], check=False).returncode:
+    if not ROUTERS.exists() or subprocess.run([ROUTERS, "-c", "import dynamo.indexer.main"], check=False).returncode:
         pytest.skip("Dynamo's indexer is not installed (make install-routers)")
     return ROUTERS

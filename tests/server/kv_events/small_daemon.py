@@ -12,5 +12,5 @@ CHANGES = 1 << 12
 if __name__ == "__main__":
     publisher.MAX_REPLAY_BYTES = REPLAY_BYTES
     log = changes.ChangeLog
-    store.ChangeLog = lambda: log(CHANGES)  # type: ignore[assignment,misc]
+    store.ChangeLog = lambda: log(CHANGES)  # type: ignore[assignment,misc,attr-defined]
     serve()

@@ -195,10 +195,10 @@ def test_the_event_log_of_the_rules_has_no_tokens(tmp_path: Path) -> None:
     with publishing(text=f'record = "{record}"\n') as (cluster, _), cluster.connect(0, LAYOUT) as pool:
         tokens = [0x61626364] * LAYOUT.segment_tokens
         assert store(pool, tokens) == 1
-        until(1.0, lambda: cluster.nodes[0].metrics()["tokenlake_stored_segments_total"])
+        (key,) = pool.prefix(tokens).keys
     written = record.read_bytes()
-    assert b"dcba" * 4 not in written
-    assert len(written) > 1000
+    assert bytes(key) in written
+    assert b"dcba" not in written
 
 
 def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_the_replay_socket_answers_as_that_of_vllm() -> None:
 
 
 def asking_frames(asking: zmq.Socket[bytes]) -> list[bytes]:
-    assert asking.poll(LIMIT_S * 1000)
+    assert asking.poll(int(LIMIT_S * 1000))
     empty, *frames = asking.recv_multipart()
     assert empty == b""
     return frames
@@ -288,34 +288,35 @@ def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) 
         assert {topic for topic, _ in seen} == {b"kv@pool:x@other"}
         (stored,) = [each for _, payload in seen for each in events_of(payload) if each["type"] == "BlockStored"][:1]
         assert stored["medium"] == "EXTERNAL"
-        second = Node("second", tmp_path, {**cluster.nodes[0].settings, "listen": "127.0.0.1:0", "peers": ""})
-        second.settings |= {"node": "second", "socket": str(tmp_path / "s.sock")}
+        same = {name: cluster.nodes[0].settings[name] for name in ("config", "memory", "region-size")}
+        second = Node("second", tmp_path, {**same, "listen": "127.0.0.1:0"})
         second.start()
         assert second.process is not None
         assert second.process.wait(LIMIT_S)
         assert "'kv_events'" in second.log.read_text()
 
 
+class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Stored | Cleared]
+    data_parallel_rank: int | None = None
+
+
 def test_a_message_is_one_that_vllm_decodes() -> None:
-    """The types of vLLM's KV events, from its interface."""
-
-    class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-        block_hashes: list[int | bytes]
-        parent_block_hash: int | bytes | None
-        token_ids: list[int]
-        block_size: int
-        lora_id: int | None
-        medium: str | None
-        lora_name: str | None
-
-    class AllBlocksCleared(msgspec.Struct, tag=True):
-        pass
-
-    class Batch(msgspec.Struct, array_like=True):
-        ts: float
-        events: list[BlockStored | AllBlocksCleared]
-        data_parallel_rank: int | None = None
-
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
         payloads: list[bytes] = []
         tokens = Prompts().new()
@@ -323,5 +324,5 @@ def test_a_message_is_one_that_vllm_decodes() -> None:
             store(pool, tokens)
             until(True, lambda: any(b"BlockStored" in each for each in payloads))
         events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
-        stored = {each.block_hashes[0]: each for each in events if isinstance(each, BlockStored)}
+        stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
         assert [token for each in stored.values() for token in each.token_ids] == tokens
