@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -124,6 +126,52 @@ def beliefs(router: Llmd, stream: Stream, prompts: Sequence[Sequence[int]]) -> l
     return [router.tokens(tokens, MODEL, stream.pod) for tokens in prompts]
 
 
+class Breakable:
+    """Forwards connections to a port; none while it is broken. What is sent meanwhile is lost."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._broken = False
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def broken(self, broken: bool) -> None:
+        self._broken = broken
+        while broken and self._open:
+            self._shut(self._open.pop())
+
+    def close(self) -> None:
+        self.broken(True)
+        self._shut(self._listener)
+
+    @staticmethod
+    def _shut(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self._broken:
+                    near.close()
+                    continue
+                far = socket.create_connection(self._target)
+                self._open += near, far
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        self._shut(sink)
+
+
 class Dynamo:
     """NVIDIA Dynamo's standalone indexer, with one instance for each stream."""
 
@@ -134,8 +182,9 @@ class Dynamo:
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen([python, "-m", "dynamo.indexer", *words], stdout=log, stderr=log)
-        for number, stream in enumerate(streams, 1):
-            events, replay = stream.endpoints
+        self._ways = [Breakable(stream.events) for stream in streams]
+        for number, (stream, way) in enumerate(zip(streams, self._ways, strict=True), 1):
+            events, replay = f"tcp://{way.address}", stream.endpoints[1]
             instance = {"instance_id": number, "endpoint": events, "replay_endpoint": replay, "block_size": BLOCK}
             until(True, lambda instance=instance: self._registered(instance))  # type: ignore[misc]
 
@@ -152,6 +201,8 @@ class Dynamo:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait()
+        for way in self._ways:
+            way.close()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -164,11 +215,10 @@ class Dynamo:
         answer = self.post("/query", {"token_ids": list(tokens), "model_name": MODEL})
         return int(answer["instances"].get(str(instance), {}).get("longest_matched", 0))
 
-    def pause(self, instance: int = 1) -> None:
-        self.post("/test/pause_listener", {"instance_id": instance})
-
-    def resume(self, instance: int = 1) -> None:
-        self.post("/test/resume_listener", {"instance_id": instance})
+    def lose(self, lose: bool) -> None:
+        """Lose the events of all streams, or no more."""
+        for way in self._ways:
+            way.broken(lose)
 
 
 @pytest.fixture
