@@ -4,7 +4,7 @@
 
     control loop, receiving threads        admin thread
       offer: contents -----> inbox ------> Blocks -> events -> message -> Replay, Sockets
-      store: changes ------> log --------> one turn each POLL_S, PART changes at a time
+      store: changes ------> log --------> one round each POLL_S, PART changes at a time
 
 Nothing runs on the control loop but `offer`. A message has the events of at most `PART` changes. Its sequence number
 begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.02
-"""Seconds between two turns without work."""
+"""Seconds between two rounds without work."""
 PART = 24
 """Changes in one message: some 30 KiB, and half a millisecond of this thread."""
 WALK_SLOTS = 512
@@ -58,7 +58,7 @@ RESTATE_PAUSE_S = 0.001
 MAX_REPLAY_BYTES = 16 << 20
 """Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
 MAX_INBOX_BYTES = 32 << 20
-"""Limit of the contents that wait for a turn; further ones are dropped, and their segments are not published."""
+"""Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
 START_S = 20.0
 
 
@@ -185,12 +185,12 @@ class KvEvents(Contents):
                 shown = f"{config.endpoint}, {config.replay}"
                 expected = f"addresses of this machine that are free ({error})"
                 raise ConfigurationError("kv_events", shown, expected) from error
-        self._run = asyncio.get_running_loop().create_task(self._turns())
+        self._run = asyncio.get_running_loop().create_task(self._rounds())
 
-    async def _turns(self) -> None:
+    async def _rounds(self) -> None:
         while True:
             try:
-                pause_s = await self._turn()
+                pause_s = await self._round()
             except Exception:
                 log.exception("KV events could not be published", extra={"kind": "kv_events"})
                 pause_s = RESTATE_S
@@ -198,8 +198,8 @@ class KvEvents(Contents):
                     each.wanted = True
             await asyncio.sleep(pause_s)
 
-    async def _turn(self) -> float:
-        """One turn; returns the seconds until the next one."""
+    async def _round(self) -> float:
+        """One round; returns the seconds until the next one."""
         changes = self._log.after(self._at, PART)
         now = time.monotonic()
         if changes is None:

@@ -33,9 +33,9 @@ PAUSE_S = 0.01
 MAX_REQUEST_BYTES = 1024
 """Limit of a frame from a reader; the connection of one that sends a longer frame is closed."""
 REQUESTS = 64
-"""Requests of readers that are looked at in one turn."""
+"""Requests of readers that are looked at in one round."""
 _END = b"\xff" * 8
-_WORD = 8
+_NUMBER_BYTES = 8
 
 
 class Sockets:
@@ -81,7 +81,7 @@ class Sockets:
 
     def publish(self, sequence: int, payload: bytes) -> None:
         """Send a message to all readers. Never waits."""
-        self._events.send_multipart((self._topic, sequence.to_bytes(_WORD, "big"), payload), zmq.NOBLOCK)
+        self._events.send_multipart((self._topic, sequence.to_bytes(_NUMBER_BYTES, "big"), payload), zmq.NOBLOCK)
 
     def joined(self) -> bool:
         """Whether a reader has subscribed since the last call."""
@@ -102,7 +102,7 @@ class Sockets:
                 frames = self._replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) == 3 and not frames[1] and len(frames[2]) == _WORD:
+            if len(frames) == 3 and not frames[1] and len(frames[2]) == _NUMBER_BYTES:
                 found.append((frames[0], int.from_bytes(frames[2], "big")))
             else:
                 self.refused += 1
@@ -130,7 +130,7 @@ class Sockets:
             log.error("a replay failed", exc_info=error, extra={"kind": "replay"})
 
     async def _send(self, reader: bytes, messages: list[tuple[int, bytes]]) -> None:
-        ending = [(sequence.to_bytes(_WORD, "big"), payload) for sequence, payload in messages]
+        ending = [(sequence.to_bytes(_NUMBER_BYTES, "big"), payload) for sequence, payload in messages]
         ending.append((_END, b""))
         assert self._replay is not None
         for sequence, payload in ending:
