@@ -54,7 +54,8 @@ def publishing(
     nodes: int = 1, memory: str = "16MiB", module: str = "tokenlake_server", text: str = "", **more: object
 ) -> Iterator[tuple[Cluster, list[Stream]]]:
     """Daemons, each with a stream. `more`: further fields of the stream. `text`: further tables of the file."""
-    cluster = Cluster(nodes, memory, "1MiB", None, module)
+    patient = {"match_deadline_ms": "20000", "suspect_ms": "20000"}
+    cluster = Cluster(nodes, memory, "1MiB", None, module, **patient)
     streams = [Stream(node.name) for node in cluster.nodes]
     for node, stream in zip(cluster.nodes, streams, strict=True):
         file = cluster.directory / f"{node.name}.toml"
