@@ -1,19 +1,16 @@
-"""KV events: vLLM's own, with the connector, for models of both doors; and those of the daemon for the same prompt."""
+"""KV events: vLLM's own, with the connector, and those of the daemon for the same prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, prompt
-from tests.engines.vllm.test_opaque import SIZES
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import MODEL, publishing, until
 from tokenlake_testing.engine_lines import Engine
-from tokenlake_testing.families import save_mistral
 from tokenlake_testing.ports import reserve_port
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -73,15 +70,4 @@ def test_a_model_whose_layout_is_known(start: Callable[..., Engine], plain: Engi
         engine = start(pool, served_model_name=MODEL, kv_events=own.settings())
         check_events(engine, own, plain.generate([tokens]), tokens)
         until(CACHED, lambda: node.tokens(tokens, MODEL, stream.pod))
-        engine.close()
-
-
-def test_a_model_whose_layout_only_vllm_understands(start: Callable[..., Engine], tmp_path: Path) -> None:
-    own, tokens = Events(), prompt(LENGTH, 72)
-    model = save_mistral(tmp_path / "model", SIZES)
-    with publishing(1, "128MiB", block_tokens=BLOCK) as (cluster, _):
-        pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
-        expected = start(model=model).generate([tokens])
-        engine = start(pool, model=model, served_model_name=MODEL, kv_events=own.settings())
-        check_events(engine, own, expected, tokens)
         engine.close()
