@@ -1,4 +1,4 @@
-"""KV events: vLLM's own, with the connector, and those of the daemon for the same prompt."""
+"""KV events: vLLM's own, with the connector, for models of both doors; and those of the daemon for the same prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.test_opaque import GUESSING
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import MODEL, publishing, until
 from tokenlake_testing.engine_lines import Engine
@@ -70,4 +71,13 @@ def test_a_model_whose_layout_is_known(start: Callable[..., Engine], plain: Engi
         engine = start(pool, served_model_name=MODEL, kv_events=own.settings())
         check_events(engine, own, plain.generate([tokens]), tokens)
         until(CACHED, lambda: node.tokens(tokens, MODEL, stream.pod))
+        engine.close()
+
+
+def test_an_engine_whose_cache_only_vllm_understands(start: Callable[..., Engine], plain: Engine) -> None:
+    own, tokens = Events(), prompt(LENGTH, 72)
+    with publishing(1, "128MiB", block_tokens=BLOCK) as (cluster, _):
+        pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+        engine = start(pool, speculative_config=GUESSING, served_model_name=MODEL, kv_events=own.settings())
+        check_events(engine, own, plain.generate([tokens]), tokens)
         engine.close()
