@@ -230,6 +230,10 @@ class _Vllm:
             "skip_tokenizer_init": True,
             **arguments,
         }
+        if events := settings.pop("kv_events", None):
+            from vllm.config.kv_events import KVEventsConfig
+
+            settings["kv_events_config"] = KVEventsConfig(**events)
         transfer = (transfer_of(pool) if pool is not None else {}) | transfer
         if transfer and pool is None:
             _accept_cffi_libraries()

@@ -35,6 +35,7 @@ from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
 from tokenlake_server.certificates import CertificateFiles, Certificates
 from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
@@ -167,6 +168,8 @@ class Daemon:
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
         )
+        self.contents = _contents(config, self._admin, loop, self.driver)
+        self.senders.contents = self.receivers.contents = self.contents
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -183,6 +186,7 @@ class Daemon:
             loop,
             self._connect_query,
         )
+        self.engines.contents = self.contents
         log.info(
             "this kernel shows the end of every engine (SO_PEERPIDFD)"
             if kernel_has_pidfds()
@@ -271,7 +275,7 @@ class Daemon:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         peers, membership = self.peers.states.all(), self.membership.state
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
-        snapshot.gauges += self.watchdog.gauges()
+        snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         return snapshot
 
     def _controls(self) -> dict[str, str]:
@@ -348,6 +352,7 @@ class Daemon:
         await asyncio.gather(*self._working, return_exceptions=True)
         if self.control is not None:
             await self.control.close()
+        await self.contents.close()
         await self.membership.close()
         await asyncio.to_thread(self._admin.close)
         self.engines.close()
@@ -414,6 +419,19 @@ def _control(
     return ControlServer(
         config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
     )
+
+
+def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
+    """The streams of KV events; where none is set, the daemon wants no contents."""
+    if not config.kv_events:
+        return Contents()
+    try:
+        from tokenlake_server.kv_events import KvEvents  # pyzmq is an extra
+    except ModuleNotFoundError as error:
+        shown = ", ".join(map(str, config.kv_events))
+        missing = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[kv-events]'"
+        raise ConfigurationError("kv_events", shown, missing) from error
+    return KvEvents(config, thread, loop, driver)
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:

@@ -21,8 +21,10 @@ from tokenlake.keys import probe
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
+from tokenlake.wire.slots import split_keys
 from tokenlake_server.arena import Arena
 from tokenlake_server.connected_process import LOCK_S
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
 from tokenlake_server.frame_connection import SLICE_S
@@ -95,6 +97,8 @@ class EngineListener:
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Called with answers to askers that are no connection of this listener; their numbers are negative."""
+        self.contents = Contents()
+        """Takes the contents of the segments that engines write."""
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -248,6 +252,10 @@ class EngineListener:
                 return None
         if isinstance(message, LONG):
             return self._in_pieces(connection, message)
+        if isinstance(message, engine.Prepare) and message.contents:
+            # The rules do not know the contents, so that the event log has no tokens.
+            self.contents.offer(connection.tenant, split_keys(message.keys), message.contents)
+            message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
         return None
 
@@ -462,6 +470,7 @@ class EngineListener:
                 heartbeat_s=self._settings.lease_s / 3,
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
+                published=self.contents.models(connection.tenant),
             ),
             [] if lock is None else [lock],
         )

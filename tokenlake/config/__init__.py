@@ -7,6 +7,7 @@ from tokenlake.config.setting import DEFAULT
 from tokenlake.config.values import (
     MASK,
     Address,
+    KvEventStream,
     Peer,
     Secret,
     Tenant,
@@ -21,6 +22,7 @@ __all__ = [
     "MASK",
     "OPERATOR_PREFIX",
     "Address",
+    "KvEventStream",
     "Peer",
     "RuleSettings",
     "Secret",

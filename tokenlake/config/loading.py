@@ -89,6 +89,11 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
         beside = values["socket"].removesuffix(".sock") + ".control"
         # A path that is too long for a socket turns the control socket off.
         values["control_socket"] = beside if len(beside.encode()) <= MAX_SOCKET_PATH else ""
+    node = values.get("node", plain.node)
+    values["kv_events"] = tuple(
+        stream if stream.topic else msgspec.structs.replace(stream, topic=f"kv@node:{node}@{stream.model}")
+        for stream in values.get("kv_events", ())
+    )
     if "region_size" not in values:
         values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
 
@@ -108,6 +113,9 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         # A tenant can punch a hole into a region that it writes, and use up the huge pages that this frees: the daemon
         # would end by SIGBUS at its next access. Ordinary pages are allocated again.
         raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
+    tenants = {tenant.name for tenant in config.tenants} or {"default"}
+    if unknown := sorted({stream.tenant for stream in config.kv_events} - tenants):
+        raise refuse("kv_events", f"tenants of this daemon ({', '.join(sorted(tenants))}), not {unknown[0]!r}")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     own = parse_address(config.advertise or config.listen)

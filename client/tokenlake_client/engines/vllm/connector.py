@@ -410,6 +410,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._reports.failure,
             segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
+            model=str(self._vllm_config.model_config.served_model_name),
         )
         self._log_status()
 

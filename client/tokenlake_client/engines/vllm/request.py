@@ -167,6 +167,15 @@ class RequestState:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
         return self.prefix.keys
 
+    def contents(self, pool: SchedulerPool, segments: range, model: str) -> tuple[bytes, ...]:
+        """The contents of `segments`, whose keys are known, for routers. `model`: the name under which vLLM serves it.
+        Empty where the daemon does not publish them, and for a prompt that a router does not know by its tokens: one
+        with a salt of its own or with media."""
+        if not model or self.prefix is None or self.extras or self.request.cache_salt is not None:
+            return ()
+        adapter = self.adapter.name if self.adapter is not None else ""
+        return pool.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
+
     def drop_lookup(self) -> None:
         """Give up the request's lookup: the segments that it found or will find are released."""
         if self.lookup is not None:

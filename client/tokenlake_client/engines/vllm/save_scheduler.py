@@ -17,12 +17,13 @@ __all__ = ["ScheduledSaves"]
 class ScheduledSaves:
     """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""
 
-    def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool) -> None:
-        """`shared`: several ranks fill one segment, so this object reserves its slot for all of them. Otherwise the one
-        rank reserves the slot itself, in the background."""
+    def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool, model: str = "") -> None:
+        """`model`: the name under which vLLM serves it. `shared`: several ranks fill one segment, so this object
+        reserves its slot for all of them. Otherwise the one rank reserves the slot itself, in the background."""
         self._settings = settings
         self._blocks_per_segment = settings.segment_tokens // block_tokens
         self._shared = shared
+        self._model = model
         self._last_job = 0
         self._blocks: dict[int, frozenset[int]] = {}
         """By the number of a save job, the blocks that the job reads, until all ranks have finished it."""
@@ -36,10 +37,17 @@ class ScheduledSaves:
         granted. `table` returns the blocks of a request, by its name. Raises the errors of the pool and of `table`."""
         name = state.request.request_id
         keys = state.keys(pool, self._settings.salt)[segments.start : segments.stop]
+        contents = state.contents(pool, segments, self._model)
         reservation = None
         if self._shared:
-            deadline_s = self._settings.match_ms / 1e3
-            reservation = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, hints=state.hints)
+            reservation = pool.reserve(
+                keys,
+                segments.start,
+                deadline_s=self._settings.match_ms / 1e3,
+                request=name,
+                hints=state.hints,
+                contents=contents,
+            )
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))
             # The segments from the first one that the pool refused on are offered again in the request's next step.
             state.saved.segments = segments.start + granted
@@ -56,7 +64,15 @@ class ScheduledSaves:
             hints = state.hints
             return [
                 SavePlan(
-                    self._last_job, name, segments.start, tuple(keys), blocks, hints=hints, marked=marked, adapter=use
+                    self._last_job,
+                    name,
+                    segments.start,
+                    tuple(keys),
+                    blocks,
+                    hints=hints,
+                    marked=marked,
+                    adapter=use,
+                    contents=contents,
                 )
             ]
         self._reservations[self._last_job] = reservation

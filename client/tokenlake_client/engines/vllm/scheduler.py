@@ -61,10 +61,11 @@ class SchedulerSide:
         *,
         segment_bytes: int,
         shared: bool = False,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pool` returns the pool or None, and must not wait. `segment_bytes`: the size of a segment. `shared`: several
-        ranks fill one segment."""
+        ranks fill one segment. `model`: the name under which vLLM serves it."""
         self._pool = pool
         self._settings = settings
         self._segment = settings.segment_tokens
@@ -80,7 +81,7 @@ class SchedulerSide:
         self._waits = InFlightWaits(self._costs, self._segment, stores=settings.save)
         self._requests: dict[str, RequestState] = {}
         self._loads = ScheduledLoads(self._add_load_time, report)
-        self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
+        self._saves = ScheduledSaves(settings, block_tokens, shared=shared, model=model)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
         ranks."""

@@ -58,6 +58,9 @@ class SavePlan:
     segments that the pool refuses."""
     adapter: AdapterUse | None = None
     """The LoRA adapter that the keys name."""
+    contents: tuple[bytes, ...] = ()
+    """The contents of the segments for routers, which a rank that reserves the slots itself sends along; empty where
+    the daemon does not publish them."""
 
 
 @dataclass(frozen=True, slots=True)

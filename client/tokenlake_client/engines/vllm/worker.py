@@ -193,7 +193,9 @@ class WorkerSide:
         if not plan.write:
             keys = [SegmentKey(key) for key in plan.keys]
             patience = self._settings.write_patience_s
-            codes = pool.store_all(keys, fill, plan.first, patience, request=plan.request, hints=plan.hints)
+            codes = pool.store_all(
+                keys, fill, plan.first, patience, request=plan.request, hints=plan.hints, contents=plan.contents
+            )
             return codes
         write = pool.attach_write(WriteId(plan.write))
         try:
