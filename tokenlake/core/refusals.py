@@ -20,8 +20,7 @@ __all__ = ["FINAL_S", "MAX_REFUSED", "REFUSED", "RETRIED", "Refusals"]
 
 REFUSED = Metric(
     "tokenlake_refused_segments_total",
-    "Segments that were not stored because their engine got no slot, by the code of the last refusal; counted 5 s after "
-    "it",
+    "Segments that were not stored because their engine got no slot, by the code of the last refusal, 5 s after it",
     "tenant",
     "code",
 )
