@@ -50,7 +50,7 @@ from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch import CopiesOf
 from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
-from tokenlake.core.misses import Away, away, count_beyond, count_missed, only_other_layouts
+from tokenlake.core.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
@@ -94,10 +94,10 @@ it."""
 # Constants, because in Python 3.11 each access to a member of an enum costs some 100 ns, and a match compares these
 # codes for each key.
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
-_NOBODY = Away({}, frozenset())
 _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """Codes by which a node answers a lookup of a segment of which it has no copy."""
 _GONE = State.GONE
+_NO_KEYS: list[SegmentKey] = []
 
 
 class MatchResult(NamedTuple):
@@ -715,7 +715,7 @@ class Matches:
         leased at other nodes are counted later: when they are fetched, attended to in place, or released unread."""
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
         counters, size, tenant = self._context.counters, session.segment_tokens, session.tenant
-        asked, beyond, missed, gone = keys * size, b"", match.keys[:0], _NOBODY
+        asked, beyond, missed, gone = keys * size, b"", _NO_KEYS, NO_NODES
         if 0 < request.tokens - asked < size and not request.independent:
             count_missed(counters, tenant, MissReason.TOO_SHORT, request.tokens - asked)
             asked = request.tokens
