@@ -21,13 +21,15 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
 
-__all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
+__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in the address of a Unix socket."""
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
+OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
+"""Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ def load_config(
     """
     given = [
         *of_toml(toml_text or "", file),
-        *of_environment(environ, PREFIX, ENGINE_PREFIX),
+        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX)),
         *of_flags(flags),
     ]
     values, origin = read(ServerConfig, given)

@@ -40,12 +40,15 @@ def of_toml(text: str, file: str) -> Iterator[Given]:
         yield name, raw, f"{file}{_line(name, text)}"
 
 
-def of_environment(environ: Mapping[str, str], prefix: str, other: str | None = None) -> Iterator[Given]:
-    """Settings of the variables that begin with `prefix` and not with `other`, without those of Kubernetes'
+def of_environment(environ: Mapping[str, str], prefix: str, others: tuple[str, ...] = ()) -> Iterator[Given]:
+    """Settings of the variables that begin with `prefix` and not with one of `others`, without those of Kubernetes'
     Services."""
     for variable in sorted(environ):
-        theirs = other is not None and variable.startswith(other)
-        if variable.startswith(prefix) and not theirs and not is_service_link(variable, environ[variable]):
+        if (
+            variable.startswith(prefix)
+            and not variable.startswith(others)
+            and not is_service_link(variable, environ[variable])
+        ):
             yield variable.removeprefix(prefix).lower(), environ[variable], f"environment {variable}"
 
 

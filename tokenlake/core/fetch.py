@@ -502,7 +502,8 @@ class Transfers:
 class _Fetch:
     """One `Fetch` request of an engine: a range of items of a lease, and the items that have not arrived yet."""
 
-    def __init__(self, process: Process, lease: Lease, request: engine.Fetch) -> None:
+    def __init__(self, process: Process, lease: Lease, request: engine.Fetch, now: float) -> None:
+        self.began = now
         self.process = process
         self.lease = lease
         self.request = request
@@ -619,7 +620,7 @@ class LeaseReads:
             lost = engine.Fetched(request.id, bytes([Code.LOST]) * count, *packed)
             self._context.emit(Answer(process.connection, lost))
             return
-        fetch = _Fetch(process, lease, request)
+        fetch = _Fetch(process, lease, request, self._context.now)
         by_node = self._items_by_node(fetch)
         limit_s = self._limit_s(fetch, by_node)
         if by_node:
@@ -769,6 +770,8 @@ class LeaseReads:
             fetch.timer.cancel()
             self._seconds.add(self._context.now - fetch.began)
         lease, request = fetch.lease, fetch.request
+        if lease.trail is not None:
+            lease.trail.fetch_s = max(lease.trail.fetch_s, self._context.now - fetch.began)
         segments = lease.readable(request.start, request.stop)
         for offset, segment in enumerate(segments):
             if segment is None and fetch.codes[offset] in (Code.LOCAL, Code.REMOTE):

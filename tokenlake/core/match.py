@@ -745,6 +745,7 @@ class Matches:
         """Leave a record of the match for `explain`, and for the reasons of misses where hits are at other nodes."""
         session = match.process.session
         trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
+        trail.match_s = self._context.now - match.began
         trail.hits = result.hits
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
         trail.silent, trail.unconnected = dict(gone.silent), gone.unconnected
