@@ -23,14 +23,14 @@ VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
 VLLM_TESTS := tests/engines/vllm
 LMCACHE := .lmcache
 
-.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd
+.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd install-promtool
 .NOTPARALLEL:
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
 # Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
-test: install-dev install-engines install-etcd lint
+test: install-dev install-engines install-etcd install-promtool lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
@@ -75,6 +75,17 @@ install-etcd:
 		DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes etcd-server >/dev/null && \
 		{ systemctl disable --now etcd >/dev/null 2>&1 || true; }; } || \
 		echo "etcd is not installed and cannot be (that needs root and apt-get): its tests are skipped" >&2
+
+# The tests of the rules for Prometheus run promtool, which is taken out of Debian's package: nothing is installed, and no
+# service starts. Without it they are skipped by name.
+install-promtool:
+	@command -v promtool >/dev/null || test -x $(BIN)/promtool || { \
+		package=$$(mktemp -d) && trap 'rm -rf $$package' EXIT && chmod 755 $$package && \
+		{ [ "$$(id -u)" != 0 ] || apt-get update --quiet=2; } && \
+		(cd $$package && apt-get download --quiet=2 prometheus >/dev/null 2>&1) && \
+		dpkg-deb --fsys-tarfile $$package/*.deb | \
+			tar --extract --directory $(BIN) --strip-components=3 ./usr/bin/promtool; } || \
+		echo "promtool is not installed and cannot be (that needs apt-get): its tests are skipped" >&2
 
 install-vllm: $(VLLM_VENV)/.installed
 

@@ -21,6 +21,7 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.metrics import Level
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
@@ -41,7 +42,7 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.membership import Members, Membership, open_membership, static_members
-from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
@@ -113,6 +114,7 @@ class Daemon:
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
+        self._started = time.time()
         self._closing = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
         self.driver = Driver(core, loop, self._failed, speed)
@@ -131,7 +133,7 @@ class Daemon:
         self._working: set[asyncio.Task[None]] = set()
         self.drain_s = rules.drain_s
         """Limit of the seconds of a drain."""
-        certificates = _certificates(config)
+        certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(
             config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)), _reached(config)
@@ -276,6 +278,12 @@ class Daemon:
         peers, membership = self.peers.states.all(), self.membership.state
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
+        snapshot.gauges += self.engines.gauges()
+        snapshot.gauges.append(Level(STARTED, (), self._started))
+        if self._certificates is not None:
+            valid = self._certificates.current
+            snapshot.gauges.append(Level(CERTIFICATE_BEGIN, (), valid.begin.timestamp()))
+            snapshot.gauges.append(Level(CERTIFICATE_END, (), valid.end.timestamp()))
         return snapshot
 
     def _controls(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenlake_server.daemon  # noqa: F401  imports every module that declares a counter
+import tokenlake_server.daemon  # noqa: F401  imports every module that declares a metric
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
@@ -28,11 +28,14 @@ class Part(NamedTuple):
     text: Callable[[], str]
 
 
-def counters() -> str:
-    """All counters as a table in Markdown."""
-    metrics = sorted(Metric.all(), key=lambda metric: metric.name)
-    rows = ["| counter | meaning |", "|---|---|"]
-    return "\n".join(rows + [f"| `{metric.name}` | {metric.help} |" for metric in metrics]) + "\n"
+def metrics() -> str:
+    """All metrics of a daemon as a table in Markdown."""
+    rows = ["| metric | labels | meaning |", "|---|---|---|"]
+    for kind in ("counter", "histogram", "gauge"):
+        for metric in sorted(Metric.all(kind), key=lambda metric: metric.name):
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            rows.append(f"| `{metric.name}`{', a histogram' * (kind == 'histogram')} | {labels} | {metric.help} |")
+    return "\n".join(rows) + "\n"
 
 
 def services() -> str:
@@ -67,7 +70,7 @@ def connector_counts() -> str:
 
 PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
-    Part("docs/reference.md", "counters of a daemon", counters),
+    Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
