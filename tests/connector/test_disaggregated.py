@@ -10,6 +10,8 @@ import pytest
 
 from tests.connector.fakes import FakeRequest
 from tests.connector.side import SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
+from tests.rules.test_retention import Scene
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.vllm.disaggregated import (
@@ -356,6 +358,20 @@ def test_new_weights_withdraw_an_offer() -> None:
     bench.side.new_weights("other")
     one.all_token_ids.append(7)
     assert bench.side.finished(one, blocks_of(one), LENGTH)[1] is None
+
+
+def test_an_unread_tail_stays_and_a_read_one_leaves_first() -> None:
+    scene = Scene(slots=8)
+    for number in range(8):
+        scene.add(number, float(number), UNREAD if number in (0, 1) else NO_HINTS)
+    scene.store.hint([scene.segments[1]], READ, 10.0)
+    # A full memory: the tail that was read leaves first; the other one outlives segments that were stored later.
+    for number in range(8, 12):
+        scene.add(number, float(number + 10))
+    assert scene.gone() == [1, 2, 3, 4]
+    # After its time to live it leaves before segments that were stored earlier.
+    scene.add(12, 1.0 + UNREAD.ttl_s)
+    assert scene.gone() == [0, 1, 2, 3, 4]
 
 
 # -- a request that moves
