@@ -262,9 +262,10 @@ class _Vllm:
         params: Any = None,
         image: Any = None,
     ) -> _Answers:
-        """`params`: the `kv_transfer_params` of all requests, or a list with those of each."""
+        """`params`: the `kv_transfer_params` of all requests, or a list with those of each, which are objects."""
         from vllm import SamplingParams
 
+        each = isinstance(params, list) and [isinstance(one, dict | None) for one in params] == [True] * len(prompts)
         greedy = [
             SamplingParams(
                 temperature=0,
@@ -273,7 +274,7 @@ class _Vllm:
                 detokenize=False,
                 extra_args=None if fields is None else {"kv_transfer_params": fields},
             )
-            for fields in (params if isinstance(params, list) else [params] * len(prompts))
+            for fields in (params if each else [params] * len(prompts))
         ]
         extra: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
         if image is not None:
