@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.identity import SegmentKey
+from tokenlake.metrics import Level
 
 __all__ = ["Contents"]
 
@@ -25,8 +26,8 @@ class Contents:
         none; empty where one is not known. `limit`: most bytes in all. May be called from any thread."""
         return ()
 
-    def gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
-        """Gauges for the metrics page: (name, help, labels, value)."""
+    def gauges(self) -> list[Level]:
+        """Gauges for the metrics page."""
         return []
 
     async def close(self) -> None:

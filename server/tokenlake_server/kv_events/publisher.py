@@ -29,6 +29,7 @@ import zmq
 from tokenlake.config import KvEventStream, ServerConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Level, Metric
 from tokenlake.store import Cursor, State
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.contents import Contents
@@ -43,6 +44,34 @@ __all__ = ["KvEvents"]
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SEGMENTS = Metric(
+    "tokenlake_kv_event_segments", "Segments of this node that routers were told of", "tenant", "model", kind="gauge"
+)
+MESSAGES = Metric(
+    "tokenlake_kv_event_messages", "Messages with KV events since the start", "tenant", "model", kind="gauge"
+)
+RESTATEMENTS = Metric(
+    "tokenlake_kv_event_restatements",
+    "Times at which routers were told all segments anew, since the start",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+WITHOUT_TOKENS = Metric(
+    "tokenlake_kv_event_without_tokens",
+    "Segments that were not published: their tokens were not known",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+OF_OTHER_LAYOUTS = Metric(
+    "tokenlake_kv_event_of_other_layouts",
+    "Segments that were not published: of another layout",
+    "tenant",
+    "model",
+    kind="gauge",
+)
 
 POLL_S = 0.02
 """Seconds between two rounds without work."""
@@ -149,24 +178,18 @@ class KvEvents(Contents):
         """Where each stream, in the order of the settings, publishes and answers requests for a replay."""
         return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
 
-    def gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
+    def gauges(self) -> list[Level]:
         """See `Contents`."""
-        found: list[tuple[str, str, dict[str, str], float]] = []
+        found: list[Level] = []
         for stream in self._each():
-            blocks = stream.blocks
-            for name, help, value in (
-                ("segments", "Segments of this node that routers were told of", blocks.published),
-                ("messages", "Messages with KV events since the start", stream.messages),
-                (
-                    "restatements",
-                    "Times at which routers were told all segments anew, since the start",
-                    stream.restated,
-                ),
-                ("without_tokens", "Segments that were not published: their tokens were not known", blocks.unknown),
-                ("of_other_layouts", "Segments that were not published: of another layout", blocks.other_layout),
-            ):
-                labels = {"tenant": stream.config.tenant, "model": stream.config.model}
-                found.append((f"tokenlake_kv_event_{name}", help, labels, value))
+            blocks, labels = stream.blocks, (stream.config.tenant, stream.config.model)
+            found += (
+                Level(SEGMENTS, labels, blocks.published),
+                Level(MESSAGES, labels, stream.messages),
+                Level(RESTATEMENTS, labels, stream.restated),
+                Level(WITHOUT_TOKENS, labels, blocks.unknown),
+                Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
+            )
         return found
 
     def _each(self) -> Iterator[_Stream]:

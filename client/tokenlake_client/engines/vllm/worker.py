@@ -184,7 +184,7 @@ class WorkerSide:
                 self._loaded[load.request] = load_time
         self._counters.add(
             loads_failed=filled < len(load.blocks),
-            tokens_loaded=filled * self._block,
+            tokens_loaded=min(filled * self._block, load.stop - load.start),
             load_seconds=time.perf_counter() - started,
         )
 
