@@ -16,6 +16,7 @@ from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.routers.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,7 @@ PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "counters of a daemon", counters),
     Part("docs/reference.md", "methods of the control plane", services),
+    Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
 )

@@ -40,11 +40,11 @@ def of_toml(text: str, file: str) -> Iterator[Given]:
         yield name, raw, f"{file}{_line(name, text)}"
 
 
-def of_environment(environ: Mapping[str, str], prefix: str, other: str | None = None) -> Iterator[Given]:
-    """Settings of the variables that begin with `prefix` and not with `other`, without those of Kubernetes'
+def of_environment(environ: Mapping[str, str], prefix: str, others: tuple[str, ...] = ()) -> Iterator[Given]:
+    """Settings of the variables that begin with `prefix` and with none of `others`, without those of Kubernetes'
     Services."""
     for variable in sorted(environ):
-        theirs = other is not None and variable.startswith(other)
+        theirs = variable.startswith(others)
         if variable.startswith(prefix) and not theirs and not is_service_link(variable, environ[variable]):
             yield variable.removeprefix(prefix).lower(), environ[variable], f"environment {variable}"
 
