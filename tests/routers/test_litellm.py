@@ -142,7 +142,7 @@ def test_without_the_pool_the_router_chooses(
             proxy.wait_log("is not asked")
             back()
             wait_until(
-                lambda: proxy.log.read_text().count("is asked where requests start soonest") == 2, "it is asked again"
+                lambda: proxy.log.read_text().count("is asked where requests start soonest") >= 2, "it is asked again"
             )
             assert proxy.chat("1 2 3") in ("A", "B")
             assert "Traceback" not in proxy.log.read_text()

@@ -76,7 +76,6 @@ class _UnderWay(NamedTuple):
     name: str
     """The request's name at the daemon: unique for each attempt."""
     place: Place
-    instance: str
     tokens: int
 
 
@@ -142,7 +141,7 @@ class Chooser:
         if chosen.instance not in {each.instance.base for each in candidates}:
             self._doors.report(place, pb.Happened(finished=name))
             return self._refusal(Outcome.UNKNOWN, f"{place.door.name} named the unknown instance {chosen.instance!r}")
-        self._under_way[request] = _UnderWay(name, place, chosen.instance, len(ids) // 4)
+        self._under_way[request] = _UnderWay(name, place, len(ids) // 4)
         if len(self._under_way) > MAX_UNDER_WAY:
             self.finished(next(iter(self._under_way)))
         return Choice(Outcome.CHOSEN, chosen.instance, chosen, len(ids) // 4)
@@ -158,13 +157,12 @@ class Chooser:
         if under_way is not None:
             self._doors.report(under_way.place, pb.Happened(first_token=under_way.name))
 
-    def finished(self, request: str, instance: str | None = None) -> int | None:
-        """A request was answered, failed or was given up. Ignored for a request that is not under way, or with another
-        instance than `instance`. Returns the tokens of its prompt."""
-        under_way = self._under_way.get(request)
-        if under_way is None or instance not in (None, under_way.instance):
+    def finished(self, request: str) -> int | None:
+        """A request was answered, failed or was given up. Ignored for a request that is not under way. Returns the
+        tokens of its prompt."""
+        under_way = self._under_way.pop(request, None)
+        if under_way is None:
             return None
-        del self._under_way[request]
         self._doors.report(under_way.place, pb.Happened(finished=under_way.name))
         return under_way.tokens
 

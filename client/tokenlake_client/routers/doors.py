@@ -68,7 +68,7 @@ class Door:
 
     def failed(self, error: Exception) -> None:
         """Record that a call failed: the control plane is not asked until a look succeeds."""
-        self.problem = str(error)
+        self.problem = str(error) or "it did not answer in time"
         self.usable = False
 
     def start(self, message: pb.GetStartRequest) -> pb.GetStartResponse:
@@ -108,6 +108,8 @@ class Doors:
         self._changed = changed
         self.doors = tuple(_doors_of(settings))
         self._reports: deque[_Report] = deque(maxlen=MAX_REPORTS)
+        self._lock = threading.Lock()
+        self._told: dict[Door, bool] = {}
         self._waiting = threading.Event()
         self._closed = threading.Event()
         for work in (self._look, self._send):
@@ -161,9 +163,17 @@ class Doors:
 
     def failed(self, place: Place, error: Exception) -> None:
         """Record that a call failed: its door is not asked until a look in the background succeeds."""
-        if place.door.usable:
-            place.door.failed(error)
-            self._changed(place.door)
+        place.door.failed(error)
+        self._tell(place.door)
+
+    def _tell(self, door: Door) -> None:
+        """Call `changed` where the state of the door is not the one that it was told last."""
+        with self._lock:
+            usable = door.usable
+            if self._told.get(door) == usable:
+                return
+            self._told[door] = usable
+        self._changed(door)
 
     def report(self, place: Place, happened: pb.Happened) -> None:
         """Tell the daemon what happened, later and in the background. Never blocks."""
@@ -178,14 +188,10 @@ class Doors:
     # -- the threads
 
     def _look(self) -> None:
-        first = True
         while not self._closed.is_set():
             for door in self.doors:
-                before = door.usable
                 door.look()
-                if first or door.usable != before:
-                    self._changed(door)
-            first = False
+                self._tell(door)
             self._closed.wait(REFRESH_S)
         for door in self.doors:
             door.close()

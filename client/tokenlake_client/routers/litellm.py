@@ -108,7 +108,7 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         self._finished(kwargs, response_obj)
 
     async def async_log_failure_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """An attempt failed. A further attempt may already be under way at another instance."""
+        """An attempt failed."""
         self._finished(kwargs, None)
 
     # -- inside
@@ -117,14 +117,13 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         request = kwargs.get("litellm_call_id")
         if self._chooser is None or not isinstance(request, str):
             return
-        base = (kwargs.get("litellm_params") or {}).get("api_base")
-        tokens = self._chooser.finished(request, base)
+        tokens = self._chooser.finished(request)
         usage = getattr(answer, "usage", None)
         counted = getattr(usage, "prompt_tokens", None)
         if tokens is not None and isinstance(counted, int) and not kwargs.get("stream") and counted != tokens:
             self._metrics.tokens_differ()
             self._chooser.problem(
-                f"the instance at {base} computed a prompt of {counted} tokens, and the tokenizer gave {tokens}: the "
+                f"an instance computed a prompt of {counted} tokens, and the tokenizer gave {tokens}: the "
                 "pool cannot find the segments of such prompts"
             )
 
