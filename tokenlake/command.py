@@ -3,6 +3,7 @@
 Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -10,6 +11,8 @@ from importlib.metadata import EntryPoint, entry_points, requires
 from typing import NoReturn
 
 GROUP = "tokenlake.commands"
+COMPLETE_VARIABLE = "_TOKENLAKE_COMPLETE"
+"""A shell that completes a command line sets this variable (`tokenlake completion`)."""
 
 # The one-line help of the commands is listed here, because loading a command to get its help may need extras that are
 # not installed.
@@ -19,9 +22,15 @@ SUMMARIES = {
     "config": "show each setting, its value and where it came from",
     "ca": "make a certificate authority, and certificates of nodes",
     "explain": "show how many tokens of one request the pool had, and why the others were missed",
+    "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
+    "top": "watch rates per node and tenant, hot prefixes and slow calls",
+    "doctor": "check a node before and while it runs, and say how to cure what is wrong",
     "members": "list the members of the cluster, their weights and states",
     "drain": "let a node hand its segments over, leave the cluster and end",
     "remove": "remove a node that is gone for good from the ring",
+    "evict": "evict segments by key, layout or tenant",
+    "events": "print segments as they are stored and evicted, and changes of the ring",
+    "completion": "print the script that completes commands in a shell",
     "demo": "run three daemons and two engines on this machine, with and without the pool",
     "bench": "measure the pool on a workload",
     "workload": "write a workload as a trace file",
@@ -35,6 +44,8 @@ def main() -> NoReturn:
     """Run the `tokenlake` command and exit with the status of the command that it found; 2 for a usage error or a
     missing extra."""
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if COMPLETE_VARIABLE in os.environ and "completion" in commands:
+        sys.argv[1:] = ["completion"]
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_listing(commands))
         sys.exit(0)
@@ -61,7 +72,7 @@ def main() -> NoReturn:
 
 def _listing(commands: dict[str, EntryPoint]) -> str:
     lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:<8} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
+    lines += [f"  {name:<10} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
     lines += ["", "`tokenlake COMMAND --help` lists the options of a command."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")

@@ -59,9 +59,10 @@ class CacheHitArguments:
     copies: int | None = None
     swarm: int | None = None
     open_loop: bool = False
+    engine_cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pools", "baselines", "model", "gpu", "rate", "copies", "swarm"):
+        for name in ("engine_cache_tokens", "pools", "baselines", "model", "gpu", "rate", "copies", "swarm"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:

@@ -37,6 +37,11 @@ def bench() -> None:
 @click.option(
     "--capacity-tokens", type=int, help="Capacity of the whole pool. [default: 3,000,000; built-in workload: 24,000]"
 )
+@click.option(
+    "--engine-cache-tokens",
+    type=int,
+    help="simulate: GPU cache of each instance; --capacity-tokens is the memory behind. [default: no such cache]",
+)
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay only the first N requests.")
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as possible.")

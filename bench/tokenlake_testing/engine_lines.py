@@ -369,15 +369,9 @@ class _Vllm:
         return "offloading"
 
     def spoil_writes(self) -> None:
-        """From now on, store zeros in place of the cache, with checksums that fit."""
-        write: Any = importlib.import_module("tokenlake_client.write")
-        right = write.shard_checksums
-
-        def spoil(segment: Any, *args: Any) -> bytes:
-            segment[:] = 0
-            return bytes(right(segment, *args))
-
-        write.shard_checksums = spoil
+        """From now on, store zeros in place of the cache, with checksums that fit. Where ranks are processes of their
+        own, this needs vLLM's variable VLLM_ALLOW_INSECURE_SERIALIZATION."""
+        self._llm.collective_rpc(_spoil_writes)
 
     def save(self, on: bool) -> None:
         import msgspec
@@ -498,6 +492,18 @@ class _Vllm:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()
+
+
+def _spoil_writes(rank: Any) -> None:
+    """Let the process of a rank store zeros."""
+    write: Any = importlib.import_module("tokenlake_client.write")
+    right = write.shard_checksums
+
+    def spoil(segment: Any, *args: Any) -> bytes:
+        segment[:] = 0
+        return bytes(right(segment, *args))
+
+    write.shard_checksums = spoil
 
 
 def _accept_cffi_libraries() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ __all__ = [
     "FAMILIES",
     "Family",
     "save_adapter",
+    "save_eagle",
     "save_hybrid",
     "save_latent",
     "save_mistral",
@@ -141,8 +142,32 @@ def save_hybrid(directory: str | Path, model: TinyModel | None = None) -> Path:
     return save_network(directory, Qwen3NextForCausalLM, config, sizes.seed)
 
 
-def save_pictures(directory: str | Path, model: TinyModel | None = None, queries: int = 300) -> Path:
-    """A BLIP-2 whose decoder is a Llama: `queries` tokens of an image of 32 by 32 pixels come before the text. The last
+def save_eagle(directory: str | Path, model: TinyModel | None = None) -> Path:
+    """A drafting head in the format of EAGLE, of one layer, for the Llama that `save_tiny_model` writes with the same
+    `model`. Its guesses are random."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    sizes = replace(model or TinyModel(), layers=1)
+    path = save_tiny_model(directory, sizes)
+    start = "model.layers.0."
+    weights = {
+        f"layers.0.{name.removeprefix(start)}": weight
+        for name, weight in load_file(path / "model.safetensors").items()
+        # The head has the embedding and the output layer of the model, and no norm before its layer.
+        if name.startswith(start) and "input_layernorm" not in name
+    }
+    source = torch.Generator().manual_seed(sizes.seed)
+    weights["fc.weight"] = torch.randn(sizes.hidden, 2 * sizes.hidden, generator=source) * 0.1
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def save_pictures(
+    directory: str | Path, model: TinyModel | None = None, queries: int = 300, window: int | None = None
+) -> Path:
+    """A BLIP-2 whose decoder is a Llama, or with `window` a Mistral all of whose layers see a window of that many
+    tokens: `queries` tokens of an image of 32 by 32 pixels come before the text. The last
     token of the vocabulary stands for them. The directory has a tokenizer, whose tokens are `t0`, `t1` and so on."""
     import transformers
     from tokenizers import Tokenizer, models
@@ -155,7 +180,11 @@ def save_pictures(directory: str | Path, model: TinyModel | None = None, queries
         unk_token="t0",
         extra_special_tokens={"image_token": "<image>"},
     )
-    text = transformers.LlamaConfig(**_dimensions(sizes), architectures=["LlamaForCausalLM"])
+    text: Any = transformers.LlamaConfig(**_dimensions(sizes), architectures=["LlamaForCausalLM"])
+    if window is not None:
+        text = transformers.MistralConfig(
+            **_dimensions(sizes), sliding_window=window, architectures=["MistralForCausalLM"]
+        )
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     config = transformers.Blip2Config(
         vision_config={**small, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8, "initializer_range": 0.02},

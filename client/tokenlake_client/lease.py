@@ -47,6 +47,7 @@ COPY_BYTES = 4 << 20
 LEAST_S = 0.001
 """Least deadline in seconds of a part of a fetch."""
 _LOCAL = bytes([Code.LOCAL])
+_LEASED = bytes([Code.LOCAL, Code.REMOTE])
 
 
 class _Pin:
@@ -358,7 +359,7 @@ def _leased(parts: Sequence[Matched], keys: int) -> list[int]:
         asked = min(MAX_KEYS, keys - number * MAX_KEYS)
         if len(part.codes) != asked:
             raise ProtocolRefused(f"the daemon sent codes of {len(part.codes)} segments; {asked} were asked for")
-        found = [at for at, code in enumerate(part.codes) if code in (Code.LOCAL, Code.REMOTE)]
+        found = [at for at, code in enumerate(part.codes) if code in _LEASED]
         if len(found) < part.hits:
             raise ProtocolRefused(f"the daemon leased {part.hits} segments; its codes say {len(found)}")
         leased += [number * MAX_KEYS + at for at in found[: part.hits]]

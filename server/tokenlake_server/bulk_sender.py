@@ -38,8 +38,11 @@ SEND_STALL_S = 10
 so that a frozen receiver does not keep the slots pinned."""
 LONGEST_SEND_S = MAX_DEADLINE_S
 """Most seconds that one send may take, as long as the longest deadline of a fetch."""
-CONNECTIONS_PER_PEER = RECEIVE_THREADS
-"""Limit of the bulk connections that one peer may open: a peer uses one per thread that receives."""
+CONNECTIONS_PER_PEER = RECEIVE_THREADS + 1
+"""Limit of the bulk connections that one peer may open: a peer uses one per thread that receives, and one to measure
+the bandwidth."""
+ZEROS = memoryview(bytes(1 << 20))
+"""Bytes that answer probes."""
 MAX_IOVEC = 64
 
 
@@ -140,7 +143,7 @@ class BulkSender:
                     instruction = instructions.get()
                     if instruction is None:
                         return
-                    self._send(stream, instruction)
+                    self._send(stream, instruction, request.probe_bytes)
                 finally:
                     self._driver.post(events.SendDone(number))
         except (OSError, TokenLakeError) as error:
@@ -151,14 +154,15 @@ class BulkSender:
             self._streams.pop(number, None)
             stream.sock.close()
 
-    def _send(self, stream: BulkStream, instruction: SendBulk) -> None:
+    def _send(self, stream: BulkStream, instruction: SendBulk, probe_bytes: int) -> None:
         if instruction.codes:
             size, views = (
                 instruction.slot_bytes,
                 self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
             )
         else:
-            size, views = peer.PROBE_BYTES, [memoryview(bytes(peer.PROBE_BYTES))]
+            size, step = probe_bytes, len(ZEROS)
+            views = [ZEROS[: min(step, size - at)] for at in range(0, size, step)]
         header = peer.Pulled(size, instruction.codes, instruction.checksums)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)

@@ -30,9 +30,12 @@ __all__ = [
     "PeerCertificate",
     "certificate_of",
     "peer_certificate",
+    "read_certificates",
     "require_node",
+    "require_private",
     "require_valid",
     "shown",
+    "signed",
 ]
 
 log = logging.getLogger(__name__)
@@ -137,18 +140,18 @@ class Certificates:
 
     def _load(self) -> Contexts:
         files = self._files
-        _require_private(files.key)
-        [own, *intermediates] = _parse("certificate", files.certificate)
+        require_private(files.key)
+        [own, *intermediates] = read_certificates("certificate", files.certificate)
         uri = _uri(own)
         if uri != self._uri:
             has = f"one for {uri}" if uri else "one without a single SPIFFE URI"
             raise ConfigurationError("certificate", str(files.certificate), f"a certificate for {self._uri}, not {has}")
-        authorities = _parse("ca", files.ca)
+        authorities = read_certificates("ca", files.ca)
         server = self._context(ssl.PROTOCOL_TLS_SERVER, authorities)
         # A resumed session would skip the checks of the certificate.
         server.num_tickets = 0
         client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
-        if not _signed(own, intermediates, authorities):
+        if not signed(own, intermediates, authorities):
             log.error(
                 "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse it",
                 files.certificate,
@@ -226,7 +229,7 @@ def _verified_chain(tls: ssl.SSLObject) -> list[bytes]:
     return [ssl.PEM_cert_to_DER_cert(each.public_bytes()) for each in inner.get_verified_chain()]
 
 
-def _signed(
+def signed(
     own: x509.Certificate, intermediates: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> bool:
     """Does a chain of signatures lead from `own` over `intermediates` to one of `authorities`?"""
@@ -261,7 +264,8 @@ def _uri(certificate: x509.Certificate) -> str:
     return found[0] if len(found) == 1 else ""
 
 
-def _parse(name: str, path: Path) -> list[x509.Certificate]:
+def read_certificates(name: str, path: Path) -> list[x509.Certificate]:
+    """The certificates of a file in PEM, which the setting `name` names. Raises `ConfigurationError`."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as error:
@@ -274,7 +278,8 @@ def _der(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.DER)
 
 
-def _require_private(path: Path) -> None:
+def require_private(path: Path) -> None:
+    """Raises `ConfigurationError` for a key that other users can read."""
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
     except OSError as error:

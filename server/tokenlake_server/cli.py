@@ -14,7 +14,6 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
@@ -23,7 +22,7 @@ from tokenlake.log_lines import set_up_log
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.event_log import replay as replay_log
-from tokenlake_server.tables import print_table
+from tokenlake_server.tables import print_rows
 from tokenlake_server.watchdog import new_event_loop
 
 __all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
@@ -139,9 +138,6 @@ def show(file: Path | None, **flags: object) -> None:
         settings = load(file, flags)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    table = Table("setting", "value", "source")
-    for field, value, origin in settings.describe():
-        table.add_row(field, value, origin)
-    print_table(table)
+    print_rows(("setting", "value", "source"), settings.describe())
     if settings.ignored:
         click.echo(f"variables of a Kubernetes Service, which are not settings: {', '.join(settings.ignored)}")

@@ -43,6 +43,7 @@ from tokenlake_server.membership import Members, Membership, open_membership, st
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
+from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.started_threads import started_threads
@@ -200,6 +201,7 @@ class Daemon:
             tenants,
             self.snapshot,
             self._controls,
+            PeerMeasurement(identity, addresses, self.peers.new_keys),
         )
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
@@ -396,6 +398,7 @@ def _control(
     tenants: Tenants,
     snapshot: Callable[[], Snapshot],
     controls: Callable[[], Mapping[str, str]],
+    measurement: PeerMeasurement,
 ) -> ControlServer | None:
     """The server of the control plane; None where it is turned off, or grpcio is not installed."""
     if not config.control and not config.control_socket:
@@ -408,7 +411,9 @@ def _control(
             raise ConfigurationError("control", config.control, f"nothing, because {missing}") from error
         log.info("this node has no control plane, because %s", missing)
         return None
-    return ControlServer(config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls)
+    return ControlServer(
+        config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
+    )
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:

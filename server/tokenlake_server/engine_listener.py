@@ -326,6 +326,10 @@ class EngineListener:
             connection.refuse(0, LayoutRefused(RETIRED))
         return len(ended)
 
+    def connected(self) -> Counter[tuple[str, AnyLayout]]:
+        """The number of connected processes by tenant and layout. A query engine counts as well."""
+        return Counter((each.tenant, each.layout) for each in self._connections.values() if each.layout is not None)
+
     def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
         if (tenant, layout.weights_digest) in self._retired:
             raise LayoutRefused(RETIRED)

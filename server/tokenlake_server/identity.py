@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ROLES", "cluster_uri", "node_uri", "role_of", "role_uri"]
+__all__ = ["ROLES", "cluster_uri", "node_of", "node_uri", "role_of", "role_uri"]
 
 ROLES = ("reader", "scheduler", "admin")
 """The roles of callers of the control plane; each may do what the former ones may."""
@@ -16,6 +16,12 @@ def cluster_uri(cluster: str) -> str:
 def node_uri(cluster: str, node: str) -> str:
     """The SPIFFE identity of a node."""
     return f"{cluster_uri(cluster)}/tokenlake/node/{node}"
+
+
+def node_of(uri: str) -> str:
+    """The name of the node in a SPIFFE identity of any cluster; empty for an identity of none."""
+    cluster, _, name = uri.partition("/tokenlake/node/")
+    return name if cluster.startswith(cluster_uri("")) and name and "/" not in name else ""
 
 
 def role_uri(cluster: str, role: str, name: str, tenant: str = "") -> str:

@@ -34,11 +34,13 @@ PLAIN = Gpu(
     fp8_flops=4000.0,
     link_rate=100.0,
     network_rate=50.0,
+    host_rate=25.0,
     compute_efficiency=1.0,
     fp8_efficiency=1.0,
     memory_efficiency=1.0,
     link_efficiency=1.0,
     network_efficiency=1.0,
+    host_efficiency=1.0,
     layer_s=0.5,
     reduce_s=0.25,
 )
@@ -105,6 +107,9 @@ def test_tensor_parallelism_splits_work_and_adds_reductions() -> None:
 def test_transfer_and_empty_step() -> None:
     engine = EngineModel(TINY, PLAIN)
     assert engine.transfer_s(100) == pytest.approx(1_600 / 50)
+    assert engine.host_copy_s(100) == pytest.approx(1_600 / 25)
+    # Both GPUs hold the one KV head, and each copies it over its own link.
+    assert EngineModel(TINY, PLAIN, 2).host_copy_s(100) == pytest.approx(1_600 / 25)
     assert engine.step_s((), 0, 0) == 0.0
 
 
@@ -170,7 +175,7 @@ def test_every_fitted_constant_can_be_varied(name: str) -> None:
         models = (LLAMA_3_70B_FP8, MODELS["llama-3-8b"], MODELS["deepseek-v3"])
         engines = [EngineModel(model, gpu, 8) for model in models]
         calls = [(engine.prefill_s(4096), engine.decode_s(8, 8_000), engine.transfer_s(512)) for engine in engines]
-        return [seconds for call in calls for seconds in call]
+        return [seconds for call in calls for seconds in (*call, engines[0].host_copy_s(512))]
 
     varied = H100.scaled({name: 0.7})
     assert getattr(varied, name) == pytest.approx(0.7 * getattr(H100, name))

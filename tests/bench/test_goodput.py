@@ -54,6 +54,8 @@ def test_only_constants_that_matter_are_varied(model: str, gpu: str, expected: S
     names = [name for name, _ in variants(engine)]
     assert names[0] == ""
     assert {name.split()[0] for name in names[1:]} == set(expected)
+    copying = {name.split()[0] for name, _ in variants(engine, host_copies=True) if name}
+    assert copying == {*expected, "host_efficiency"}
     assert names[1:] == [f"{name.split()[0]} {sign}30%" for name in names[1::2] for sign in "-+"]
 
 

@@ -18,6 +18,7 @@ from tokenlake_bench.simulation.command import SimulateArguments, simulate
 ITEM_5 = {
     "token_hit_rate",
     "remote_share",
+    "engine_share",
     "load_cv",
     "load_cv_floor",
     "busy_share",
@@ -79,6 +80,21 @@ def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
     assert list(written["systems"]) == ["pool-planned-real"]
     assert written["requests"] == 60
     assert written["systems"]["pool-planned-real"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
+
+
+def test_instances_may_have_gpu_caches_in_front_of_the_memory(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    names = "cache-aware-real,mooncake-3p1d-perfect"
+    arguments = ["--limit", "60", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
+    run(*arguments, "--engine-cache-tokens", "1000")
+    written = result(json_file)
+    assert written["engine_cache_tokens"] == 1000
+    assert len(written["systems"]) == 6
+    assert all(0 < row["engine_share"] <= 1 for row in written["systems"].values())
+    run(*arguments)
+    written = result(json_file)
+    assert written["engine_cache_tokens"] is None
+    assert all(row["engine_share"] == 0 for row in written["systems"].values())
 
 
 def session(number: int, gap_s: float = 60.0) -> dict[str, Any]:
@@ -179,6 +195,7 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
         (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
         (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
+        (["--engine-cache-tokens", "63"], "setting 'engine_cache_tokens' is 63"),
         (["--limit", "0"], "setting 'limit' is 0"),
         (["--plot", "x.svg"], "setting 'plot' is 'x.svg'"),
         (["--trace", "absent.jsonl"], "absent.jsonl"),
@@ -201,9 +218,10 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
         ["--baselines", "all"],
         ["--pools", "all"],
         ["--copies", "2"],
+        ["--engine-cache-tokens", "1000"],
     ],
 )
 def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:
     outcome = CliRunner().invoke(bench, ["cache-hit", *arguments])
     assert outcome.exit_code == 1
-    assert f"setting '{arguments[0][2:]}'" in outcome.output
+    assert f"setting '{arguments[0][2:].replace('-', '_')}'" in outcome.output

@@ -19,7 +19,7 @@ from tokenlake import local_socket
 from tokenlake.errors import ListenerUntrusted, Unreachable
 from tokenlake_client import Pool
 from tokenlake_client.link import Connector
-from tokenlake_server.explain import ask
+from tokenlake_operator.explain import ask
 from tokenlake_testing.cluster import Cluster
 
 OTHER_USER = 65534

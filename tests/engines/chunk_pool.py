@@ -166,6 +166,8 @@ class _Lease:
     def fetch(self, start: int, stop: int) -> list[Segment]:
         self._pools.fetching.release()
         assert self._pools.fetches.wait(TIMEOUT_S)
+        if not self._pools.connected:
+            raise Unreachable("no daemon")
         arrays = []
         for index in range(start, stop):
             key = self.keys[index]

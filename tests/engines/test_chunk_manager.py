@@ -160,6 +160,30 @@ def test_a_lost_segment_is_a_miss(verify: bool) -> None:
     if not verify:
         made.pools.remote.update(made.pools.segments)
     assert made.settle() == [HIT, MISS, HIT, HIT]
+    assert made.counters.read().loads_failed == 1
+
+
+def test_segments_that_cannot_be_fetched_are_misses_and_counted() -> None:
+    made = Made()
+    made.store(*KEYS)
+    made.pools.remote.update(made.pools.segments)
+    assert made.find() == [PENDING] * 4
+    made.pools.connected = False
+    made.manager.step_ends([], [])
+    assert made.settle() == [MISS] * 4
+    assert made.counters.read().loads_failed == 1
+    assert made.reports == []
+
+
+def test_a_load_that_failed_on_a_rank_is_counted_if_the_pool_made_it() -> None:
+    made = Made()
+    made.store(*KEYS)
+    made.settle()
+    made.manager.load_failed("r")
+    assert made.counters.read().loads_failed == 0, "another connector's load"
+    made.manager.prepare_load("r", KEYS)
+    made.manager.load_failed("r")
+    assert made.counters.read().loads_failed == 1
 
 
 def test_a_daemon_that_dies_during_a_lookup() -> None:

@@ -1,5 +1,5 @@
-"""Which package may import which: bench -> testing -> client, query -> client, all -> tokenlake; server and client ->
-tokenlake_proto. The rules do no I/O; the client is thin."""
+"""Which package may import which: bench -> testing -> client, query -> client, operator -> server and client, server
+and client -> tokenlake_proto, all -> tokenlake. The rules do no I/O; the client is thin."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "tokenlake": ROOT / "tokenlake",
     "tokenlake_server": ROOT / "server" / "tokenlake_server",
+    "tokenlake_operator": ROOT / "server" / "tokenlake_operator",
     "tokenlake_client": ROOT / "client" / "tokenlake_client",
     "tokenlake_query": ROOT / "query" / "tokenlake_query",
     "tokenlake_proto": ROOT / "proto" / "tokenlake_proto",
@@ -28,12 +29,29 @@ EDGE = {"asyncio", "mmap", "multiprocessing", "random", "selectors", "socket", "
 BENCH = {"tokenlake_bench", "tokenlake_testing"}
 """The import packages of the distribution tokenlake-bench, which a node does not need."""
 FORBIDDEN = {
-    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_query", "tokenlake_proto", "time", *BENCH, *EDGE},
-    "tokenlake_server": {"tokenlake_client", "tokenlake_query", *BENCH},
-    "tokenlake_client": {"tokenlake_server", "tokenlake_query", *BENCH},
-    "tokenlake_query": {"tokenlake_server", *BENCH},
-    "tokenlake_proto": {"tokenlake", "tokenlake_server", "tokenlake_client", "tokenlake_query", *BENCH},
-    "tokenlake_testing": {"tokenlake_server", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake": {
+        "tokenlake_server",
+        "tokenlake_operator",
+        "tokenlake_client",
+        "tokenlake_query",
+        "tokenlake_proto",
+        "time",
+        *BENCH,
+        *EDGE,
+    },
+    "tokenlake_server": {"tokenlake_operator", "tokenlake_client", "tokenlake_query", *BENCH},
+    "tokenlake_operator": {"tokenlake_query", *BENCH},
+    "tokenlake_client": {"tokenlake_server", "tokenlake_operator", "tokenlake_query", *BENCH},
+    "tokenlake_query": {"tokenlake_server", "tokenlake_operator", *BENCH},
+    "tokenlake_proto": {
+        "tokenlake",
+        "tokenlake_server",
+        "tokenlake_operator",
+        "tokenlake_client",
+        "tokenlake_query",
+        *BENCH,
+    },
+    "tokenlake_testing": {"tokenlake_server", "tokenlake_operator", "tokenlake_query", "tokenlake_bench"},
     "tokenlake_bench": set[str](),
 }
 # Importing the rules or the client must not load any of these modules.
@@ -67,7 +85,10 @@ def test_arrows_point_down_only(package: str) -> None:
 
 def test_the_product_has_no_import_circle() -> None:
     """Imports for type checkers alone count as well."""
-    product = [PACKAGES[name] for name in ("tokenlake", "tokenlake_server", "tokenlake_client", "tokenlake_query")]
+    product = [
+        PACKAGES[name]
+        for name in ("tokenlake", "tokenlake_server", "tokenlake_operator", "tokenlake_client", "tokenlake_query")
+    ]
     assert circles(graph(product)) == []
 
 

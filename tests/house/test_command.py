@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from tokenlake import command
 
-COMMANDS = ["serve", "replay", "config", "ca", "explain", "members", "drain", "remove", "demo", "bench", "workload"]
+COMMANDS = [
+    *("serve", "replay", "config", "ca", "explain", "status", "top", "doctor", "members", "drain", "remove", "evict"),
+    *("events", "completion", "demo", "bench", "workload"),
+]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -59,6 +64,16 @@ def test_alone_it_lists_the_commands(
 
 def test_each_command_has_a_summary() -> None:
     assert list(command.SUMMARIES) == COMMANDS
+
+
+def test_each_entry_point_is_a_command() -> None:
+    click = pytest.importorskip("click")
+    pytest.importorskip("grpc")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"][command.GROUP]
+    assert [*points, *command.BENCH_COMMANDS] == sorted(COMMANDS, key=[*points, *command.BENCH_COMMANDS].index)
+    for name, value in points.items():
+        assert isinstance(EntryPoint(name=name, value=value, group=command.GROUP).load(), click.Command)
 
 
 def test_an_unknown_command_names_the_known(

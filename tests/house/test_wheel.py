@@ -16,7 +16,14 @@ import pytest
 from tokenlake.command import BENCH_COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_proto", "tokenlake_query", "tokenlake_server"}
+PACKAGES = {
+    "tokenlake",
+    "tokenlake_client",
+    "tokenlake_proto",
+    "tokenlake_query",
+    "tokenlake_server",
+    "tokenlake_operator",
+}
 BENCH_PACKAGES = {"tokenlake_bench", "tokenlake_testing"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -72,10 +73,13 @@ class Nodes:
         return Pool.connect(self.nodes[name].socket, LAYOUT, deadlines=PATIENT)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`tokenlake members | drain | remove`."""
-        script = f"from tokenlake_server.members import *; {arguments[0]}()"
-        command = [sys.executable, "-c", script, *arguments[1:], "--etcd", self.endpoints]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        """`tokenlake members | drain | remove`, which ask a daemon that runs; without one etcd."""
+        script = f"from tokenlake_operator.members import *; {arguments[0]}()"
+        running = [] if arguments[0] == "members" else [node for node in self.nodes.values() if node.running][:1]
+        where = [word for node in running for word in ("--socket", str(node.socket.with_suffix(".control")))]
+        command = [sys.executable, "-c", script, *arguments[1:], *where]
+        environ = os.environ | {"TOKENLAKE_ETCD": self.endpoints, "TOKENLAKE_NODE": "nowhere"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
 
 
 @pytest.fixture
@@ -131,6 +135,11 @@ def test_nodes_join_drain_and_are_removed_and_every_byte_is_found(nodes: Nodes) 
         listed = json.loads(nodes.command("members", "--json").stdout)
         assert listed["members"].keys() == {"a"}
         assert total(nodes.nodes["a"], "tokenlake_peer_state") == 0
+    # The last node is removed while no daemon runs.
+    assert nodes.nodes["a"].stop() == 0
+    result = nodes.command("remove", "a")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(nodes.command("members", "--json").stdout)["members"] == {}
 
 
 def test_sigterm_drains_where_the_settings_say_so(nodes: Nodes) -> None:

@@ -15,7 +15,7 @@ from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Pr
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
-from tokenlake_server.explain import ask
+from tokenlake_operator.explain import ask
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -51,7 +51,8 @@ def command(socket: Path, *arguments: str, token: str = "") -> subprocess.Comple
     """`tokenlake explain` of a user with that token."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
     environ |= {"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else {}
-    line = [str(Path(sys.executable).with_name("tokenlake")), "explain", "--socket", str(socket), *arguments]
+    program = "from tokenlake_operator.explain import explain; explain()"
+    line = [sys.executable, "-c", program, "--socket", str(socket), *arguments]
     return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 

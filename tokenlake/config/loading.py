@@ -22,13 +22,15 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
 
-__all__ = ["ENGINE_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
+__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in the address of a Unix socket."""
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
+OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
+"""Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
 ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
 """Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
 
@@ -59,7 +61,7 @@ def load_config(
     """
     given = [
         *of_toml(toml_text or "", file),
-        *of_environment(environ, PREFIX, (ENGINE_PREFIX, ROUTER_PREFIX)),
+        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX)),
         *of_flags(flags),
     ]
     values, origin = read(ServerConfig, given)

@@ -41,11 +41,14 @@ def of_toml(text: str, file: str) -> Iterator[Given]:
 
 
 def of_environment(environ: Mapping[str, str], prefix: str, others: tuple[str, ...] = ()) -> Iterator[Given]:
-    """Settings of the variables that begin with `prefix` and with none of `others`, without those of Kubernetes'
+    """Settings of the variables that begin with `prefix` and not with one of `others`, without those of Kubernetes'
     Services."""
     for variable in sorted(environ):
-        theirs = variable.startswith(others)
-        if variable.startswith(prefix) and not theirs and not is_service_link(variable, environ[variable]):
+        if (
+            variable.startswith(prefix)
+            and not variable.startswith(others)
+            and not is_service_link(variable, environ[variable])
+        ):
             yield variable.removeprefix(prefix).lower(), environ[variable], f"environment {variable}"
 
 

@@ -29,7 +29,7 @@ from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Explain", "Trail"]
+__all__ = ["Explain", "RecentRequest", "Trail"]
 
 MAX_TRAILS = 1024
 """Maximum number of requests that are remembered for `tokenlake explain`; the oldest are forgotten first."""
@@ -57,9 +57,12 @@ class Trail:
         "at",
         "beyond",
         "elsewhere",
+        "fetch_s",
         "fetched",
+        "first",
         "hits",
         "lost",
+        "match_s",
         "missing",
         "name",
         "refused",
@@ -80,6 +83,10 @@ class Trail:
         with the tokens of their segments: several of them may stand for the same tokens."""
         self.segment_tokens = segment_tokens
         self.slot_bytes = slot_bytes
+        self.first = request.keys[:KEY_BYTES]
+        """Key of the first segment of the prompt."""
+        self.match_s = self.fetch_s = 0.0
+        """Seconds until the match was answered, and those of its slowest fetch."""
         self.hits = 0
         self.beyond = b""
         """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
@@ -129,6 +136,22 @@ class Trail:
         self.lost[reason, detail] = self.lost.get((reason, detail), 0) + 1
 
 
+class RecentRequest(NamedTuple):
+    """One of the newest requests of this node, in short."""
+
+    tenant: TenantId
+    name: str
+    age_s: float
+    first: bytes
+    """Key of the first segment of the prompt; empty where it has none."""
+    asked: int
+    hits: int
+    """Tokens in full segments, and those of them that the match found."""
+    match_s: float
+    fetch_s: float
+    """Seconds until the match was answered, and those of its slowest fetch."""
+
+
 class _Question(NamedTuple):
     """A request for an explanation (`engine.Explain`) that waits for answers of directory nodes."""
 
@@ -169,6 +192,23 @@ class Explain:
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
             self._keys -= oldest.keys
+
+    def recent(self) -> list[RecentRequest]:
+        """The newest requests, at most `MAX_TRAILS`, the oldest first."""
+        now = self._context.now
+        return [
+            RecentRequest(
+                tenant,
+                name,
+                max(0.0, now - each.at),
+                each.first,
+                (each.hits + len(each.beyond)) * each.segment_tokens,
+                each.hits * each.segment_tokens,
+                each.match_s,
+                each.fetch_s,
+            )
+            for (tenant, name), each in self._trails.items()
+        ]
 
     # -- requests
 

@@ -500,7 +500,8 @@ class Transfers:
 class _Fetch:
     """One `Fetch` request of an engine: a range of items of a lease, and the items that have not arrived yet."""
 
-    def __init__(self, process: Process, lease: Lease, request: engine.Fetch) -> None:
+    def __init__(self, process: Process, lease: Lease, request: engine.Fetch, now: float) -> None:
+        self.began = now
         self.process = process
         self.lease = lease
         self.request = request
@@ -615,7 +616,7 @@ class LeaseReads:
             lost = engine.Fetched(request.id, bytes([Code.LOST]) * count, *packed)
             self._context.emit(Answer(process.connection, lost))
             return
-        fetch = _Fetch(process, lease, request)
+        fetch = _Fetch(process, lease, request, self._context.now)
         by_node = self._items_by_node(fetch)
         limit_s = self._limit_s(fetch, by_node)
         if by_node:
@@ -762,6 +763,8 @@ class LeaseReads:
         if fetch.timer is not None:
             fetch.timer.cancel()
         lease, request = fetch.lease, fetch.request
+        if lease.trail is not None:
+            lease.trail.fetch_s = max(lease.trail.fetch_s, self._context.now - fetch.began)
         segments = lease.readable(request.start, request.stop)
         for offset, segment in enumerate(segments):
             if segment is None and fetch.codes[offset] in (Code.LOCAL, Code.REMOTE):

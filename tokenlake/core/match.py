@@ -177,6 +177,7 @@ class _Match:
     request: engine.Match
     keys: list[SegmentKey]
     found: _Found
+    began: float
     search: _Search | None = None
     """The lookups at other nodes; None when this node has every segment of the prompt."""
 
@@ -273,7 +274,7 @@ class Matches:
         self._context.counters.add(MATCHES)
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
         segments = self._context.ready(session.tenant, keys)
-        match = _Match(process, request, keys, _Found(segments))
+        match = _Match(process, request, keys, _Found(segments), self._context.now)
         self._under_way[match] = None
         here = [segment for segment in segments if segment is not None]
         self._context.store.pin(*here)
@@ -707,6 +708,7 @@ class Matches:
     def _leave_trail(self, match: _Match, result: MatchResult, lease: Lease | None) -> None:
         session = match.process.session
         trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
+        trail.match_s = self._context.now - match.began
         trail.hits = result.hits
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
         trail.silent = dict.fromkeys(result.silent)

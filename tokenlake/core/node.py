@@ -18,7 +18,7 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.drain import Drain
-from tokenlake.core.explain import Explain
+from tokenlake.core.explain import Explain, RecentRequest
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
 from tokenlake.core.handover import Handover
@@ -222,6 +222,10 @@ class NodeCore:
             for each in self._peers
         ]
         return sorted([here, *others])
+
+    def recent_requests(self) -> list[RecentRequest]:
+        """The newest requests of this node, the oldest first."""
+        return self._explain.recent()
 
     def learned(self) -> bytes:
         """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""

@@ -9,9 +9,10 @@ certificates the control connection is encrypted, and bulk and query connections
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
@@ -58,6 +59,7 @@ __all__ = [
     "PeerProof",
     "PeerRefused",
     "PeerWelcome",
+    "MAX_PROBE_BYTES",
     "PROBE_BYTES",
     "Ping",
     "Pong",
@@ -88,7 +90,10 @@ HANDSHAKE_BYTES = 64 << 10
 
 
 PROBE_BYTES = 64 << 10
-"""Bytes behind the answer to a `Pull` without keys."""
+"""Bytes behind the answer to a `Pull` without keys that names no other number."""
+MAX_PROBE_BYTES = 16 << 20
+"""Limit of that number."""
+ProbeBytes = Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
 
 DataPurpose = Literal["bulk", "query"]
 Purpose = Literal["control", "bulk", "query"]
@@ -381,18 +386,20 @@ class Pong(_Message, frozen=True, tag=19):
 
 class Pull(_Message, frozen=True, tag=20):
     """On a bulk connection: asks for the bytes of these segments. A request without keys (a probe) asks for
-    `PROBE_BYTES` bytes of any value, which show that bytes pass."""
+    `probe_bytes` bytes of any value, which show that bytes pass, or how fast."""
 
     tenant: str
     keys: bytes
     request: RequestName = ""
     background: bool = False
     """True: no engine waits for the segments."""
+    probe_bytes: ProbeBytes = PROBE_BYTES
+    """Of a probe. A node of an earlier version sends `PROBE_BYTES`."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
     """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each. In the answer
-    to a probe `slot_bytes` is `PROBE_BYTES`, and as many bytes follow."""
+    to a probe `slot_bytes` is the number of bytes that follow."""
 
     slot_bytes: int
     codes: bytes

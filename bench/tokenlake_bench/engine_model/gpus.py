@@ -33,12 +33,15 @@ class Gpu:
     """Bytes per second over the GPU's NVLinks, in one direction."""
     network_rate: float
     """Bytes per second over the GPU's own network adapter, in one direction."""
+    host_rate: float
+    """Bytes per second between the GPU and the memory of its host (PCIe), in one direction."""
 
     compute_efficiency: float
     fp8_efficiency: float
     memory_efficiency: float
     link_efficiency: float = 0.7
     network_efficiency: float = 0.8
+    host_efficiency: float = 0.8
     layer_s: float = 47e-6
     """Seconds per layer of a forward pass that neither memory accesses nor arithmetic explain: kernel launches,
     normalisation, sampling."""
@@ -68,13 +71,14 @@ FITTED: Final = (
     "memory_efficiency",
     "link_efficiency",
     "network_efficiency",
+    "host_efficiency",
     "layer_s",
     "mixture_factor",
     "reduce_s",
 )
 """Names of the fitted constants, which `Gpu.scaled` may multiply."""
 
-_HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9}
+_HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9, "host_rate": 63e9}
 
 GPUS: Final[dict[str, Gpu]] = {
     gpu.name: gpu
@@ -87,6 +91,7 @@ GPUS: Final[dict[str, Gpu]] = {
             fp8_flops=312e12,
             link_rate=300e9,
             network_rate=25e9,
+            host_rate=31.5e9,
             compute_efficiency=0.65,
             fp8_efficiency=0.65,
             memory_efficiency=0.80,

@@ -83,6 +83,11 @@ class EngineModel:
         rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
         return tokens * self.model.cache_bytes / rate
 
+    def host_copy_s(self, tokens: int) -> float:
+        """Seconds in which the KV cache of `tokens` tokens is copied between the memory of the host and that of the
+        instance's GPUs, in either direction. Each GPU has a link of its own and copies its part."""
+        return tokens * self._cache_bytes / (self.gpus * self.gpu.host_rate * self.gpu.host_efficiency)
+
     def _matrices_s(self, tokens: int, sampled: int) -> float:
         model = self.model
         flops = 2.0 * (tokens * model.active_parameters + sampled * model.output_parameters)

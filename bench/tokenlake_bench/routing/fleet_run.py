@@ -1,4 +1,5 @@
-"""Runs a workload through one simulated system: a router, the instances and their caches, on one clock."""
+"""One simulated system under a workload: a router, the instances and their caches, on one clock. A cache shares the
+memory of its instance with the requests under way; `offload` has instances with a GPU cache and memory behind it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tokenlake_bench.routing.systems import System
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
-__all__ = ["FleetOptions", "at_rate", "run_system"]
+__all__ = ["FleetOptions", "FleetRequest", "FleetRun", "at_rate"]
 
 _PROGRESS = 100
 """Number of requests between two calls of the callback `progress`."""
@@ -30,20 +31,30 @@ _PROGRESS = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
     """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all instances
-    together, split evenly."""
+    together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and its part of
+    `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None: `capacity_tokens` is all."""
 
     instances: int
     capacity_tokens: int
     engine: EngineModel
+    engine_cache_tokens: int | None = None
     chunk_tokens: int = 2048
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
-        """Number of cache segments of each instance. Raises ConfigurationError where not one fits."""
+        """Number of cache segments of each instance, without its GPU cache. Raises ConfigurationError where not one
+        fits."""
         segments = self.capacity_tokens // max(1, self.instances) // segment_tokens
         if segments < 1:
             smallest = self.instances * segment_tokens
             raise ConfigurationError("capacity_tokens", self.capacity_tokens, f"at least {smallest}")
+        return segments
+
+    def engine_cache_segments(self, segment_tokens: int) -> int:
+        """Number of segments of the GPU cache of each instance. Raises ConfigurationError where not one fits."""
+        segments = (self.engine_cache_tokens or 0) // segment_tokens
+        if segments < 1:
+            raise ConfigurationError("engine_cache_tokens", self.engine_cache_tokens, f"at least {segment_tokens}")
         return segments
 
 
@@ -73,24 +84,8 @@ def at_rate(accesses: Accesses, rate: float) -> Accesses:
     return Accesses(accesses.segment_tokens, moved)
 
 
-def run_system(
-    accesses: Accesses,
-    system: System,
-    options: FleetOptions,
-    progress: Callable[[int], None] = lambda done: None,
-) -> SystemRow:
-    """Simulate `system` on all requests; equal arguments give equal rows. `progress` is called with the number of
-    requests sent so far. Raises ConfigurationError."""
-    least = 1 if system.phases is None else 2
-    if options.instances < least:
-        raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
-    if not accesses.prompts:
-        raise ConfigurationError("requests", 0, "at least one")
-    return _Run(accesses, system, options).run(progress)
-
-
 @dataclass(slots=True, eq=False)
-class _Request:
+class FleetRequest:
     """A request that has arrived and is not answered yet."""
 
     number: int
@@ -104,11 +99,15 @@ class _Request:
     moved: int = 0
     """Number of the last ones of the `fetched` segments that are copied from another instance."""
     hit_tokens: int = 0
+    engine_tokens: int = 0
+    """Number of those of the `hit_tokens` that are in the instance's GPU cache."""
     began_s: float = 0.0
     first_s: float = 0.0
 
 
-class _Run:
+class FleetRun:
+    """One run of all requests through a system, once."""
+
     def __init__(self, accesses: Accesses, system: System, options: FleetOptions) -> None:
         self._accesses = accesses
         self._segment = accesses.segment_tokens
@@ -118,13 +117,14 @@ class _Run:
         instances, self._capacity = options.instances, options.capacity(self._segment)
         self._caching = frozenset(system.prefill_instances(instances))
         self._caches = TrackedCaches([self._capacity if i in self._caching else 0 for i in range(instances)])
-        record = (system.record_tokens or self._capacity * self._segment) // self._segment
+        reach = max(self._capacity, (options.engine_cache_tokens or 0) // self._segment)
+        record = (system.record_tokens or reach * self._segment) // self._segment
         knowledge = self._caches if system.perfect else OwnRecord(instances, record)
         rng = random.Random(options.seed)
-        self._router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, knowledge, rng))
+        self._router = system.router(Fleet(instances, reach, self._segment, self._engine, knowledge, rng))
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
-        memory = None if system.perfect else self._capacity * self._segment
+        memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
@@ -134,17 +134,17 @@ class _Run:
                 self._clock,
                 self._engine,
                 limits,
-                begin=self._begins(i),
+                begin=partial(self._begin, i),
                 first=self._first,
-                finished=self._finishes(i),
+                finished=partial(self._finish, i),
                 ran=partial(self._busy.add, i),
             )
             for i in range(instances)
         ]
         self._held = [0] * instances
         """By instance, the memory in tokens that requests under way need in addition to the segments in the cache."""
-        self._requests: list[_Request] = []
-        self._answers: list[Answered] = []
+        self._requests: list[FleetRequest] = []
+        self.answers: list[Answered] = []
         self._progress: Callable[[int], None] = lambda done: None
 
     def run(self, progress: Callable[[int], None]) -> SystemRow:
@@ -154,7 +154,7 @@ class _Run:
         self._clock.run_until(math.inf)
         progress(len(self._requests))
         return row_of(
-            self._answers,
+            self.answers,
             self._sent,
             self._busy,
             self._engine,
@@ -167,18 +167,18 @@ class _Run:
         routed = RoutedRequest(index, prompt.tokens, prompt.chain)
         choice = self._router.choose(routed, now)
         self._caches.promise(routed.chain, choice.prefill)
-        request = _Request(number, prompt, now, routed, choice)
+        request = FleetRequest(number, prompt, now, routed, choice)
         self._requests.append(request)
         ready_s = now
         if choice.fetch is not None:
             ready_s += self._fetch(request, choice.fetch, now)
         # A separate prefill instance produces the first token only; the decoding instance produces the others.
         output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
-        self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
+        self._submit(choice.prefill, Job(index, prompt.tokens, output, ready_s=ready_s))
         if index % _PROGRESS == 0:
             self._progress(index)
 
-    def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
+    def _fetch(self, request: FleetRequest, fetch: Fetch, now: float) -> float:
         """Copy the segments that the router ordered, as far as the source really has them. Returns the seconds until
         they have arrived."""
         chain = request.routed.chain
@@ -195,45 +195,31 @@ class _Run:
 
     # -- callbacks of the instances
 
-    def _begins(self, instance: int) -> Callable[[Job, float], None]:
-        def begin(job: Job, now: float) -> None:
-            request = self._requests[job.number]
-            if not job.handed_over:
-                chain = request.routed.chain
-                depth = max(self._caches.match(chain, instance), request.fetched)
-                job.cached = request.hit_tokens = depth * self._segment
-                request.began_s = now
-                # The prefix counts as accessed now, so that it is not evicted while it is read.
-                self._caches.touch(chain[:depth], instance)
-            self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
-
-        return begin
+    def _begin(self, instance: int, job: Job, now: float) -> None:
+        request = self._requests[job.number]
+        if not job.handed_over:
+            request.began_s = now
+            self._find(instance, job, request)
+        self._take_memory(instance, job, request)
 
     def _first(self, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
-        chain, instance = request.routed.chain, request.choice.prefill
-        # The memory of the computed segments now belongs to the cache, so the request no longer holds it.
-        self._hold(instance, job.cached - len(chain) * self._segment)
-        self._caches.keep(chain, instance)
+        self._keep(request.choice.prefill, job, request)
         self._router.first_token(request.routed, request.choice, now)
 
-    def _finishes(self, instance: int) -> Callable[[Job, float], None]:
-        def finish(job: Job, now: float) -> None:
-            request = self._requests[job.number]
-            cached = 0 if job.handed_over else len(request.routed.chain) * self._segment
-            self._hold(instance, cached - job.prompt - job.output)
-            prompt, choice = request.prompt, request.choice
-            if instance == choice.prefill != choice.decode:
-                self._sent.add(now, instance, prompt.tokens * self._engine.model.cache_bytes)
-                if prompt.output_tokens > 1:
-                    self._hand_over(request, now)
-                    return
-            self._answered(request, now)
+    def _finish(self, instance: int, job: Job, now: float) -> None:
+        request = self._requests[job.number]
+        self._give_back_memory(instance, job, request)
+        prompt, choice = request.prompt, request.choice
+        if instance == choice.prefill != choice.decode:
+            self._sent.add(now, instance, prompt.tokens * self._engine.model.cache_bytes)
+            if prompt.output_tokens > 1:
+                self._hand_over(request, now)
+                return
+        self._answered(request, now)
 
-        return finish
-
-    def _answered(self, request: _Request, now: float) -> None:
+    def _answered(self, request: FleetRequest, now: float) -> None:
         prompt = request.prompt
         answer = Answered(
             at_s=request.at_s,
@@ -243,12 +229,13 @@ class _Run:
             remote_tokens=request.moved * self._segment,
             first_s=request.first_s,
             finished_s=now,
+            engine_tokens=request.engine_tokens,
         )
-        self._answers.append(answer)
+        self.answers.append(answer)
         self._router.finished(request.routed, request.choice, answer.output_tokens, now)
         self._turns.answered(request.number)
 
-    def _hand_over(self, request: _Request, now: float) -> None:
+    def _hand_over(self, request: FleetRequest, now: float) -> None:
         """Pass the request to the decoding instance, at its first token. The job is ready there when its cache has
         arrived; the transfer began with the prefill, as caches are transferred layer by layer."""
         prompt = request.prompt
@@ -256,9 +243,37 @@ class _Run:
         job = Job(
             request.routed.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True
         )
-        self._instances[request.choice.decode].submit(job)
+        self._submit(request.choice.decode, job)
 
-    # -- memory
+    # -- caches and memory
+
+    def _submit(self, instance: int, job: Job) -> None:
+        """Pass a job on to its instance."""
+        self._instances[instance].submit(job)
+
+    def _find(self, instance: int, job: Job, request: FleetRequest) -> None:
+        """Find the cached prefix of a request whose prefill begins."""
+        chain = request.routed.chain
+        depth = max(self._caches.match(chain, instance), request.fetched)
+        job.cached = request.hit_tokens = depth * self._segment
+        # The prefix counts as accessed now, so that it is not evicted while it is read.
+        self._caches.touch(chain[:depth], instance)
+
+    def _take_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
+        """Take the memory of a job that begins."""
+        self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
+
+    def _keep(self, instance: int, job: Job, request: FleetRequest) -> None:
+        """Keep the segments of a prompt that is computed."""
+        chain = request.routed.chain
+        # The memory of the computed segments now belongs to the cache, so the request no longer holds it.
+        self._hold(instance, job.cached - len(chain) * self._segment)
+        self._caches.keep(chain, instance)
+
+    def _give_back_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
+        """Give back the memory of a job that has ended."""
+        cached = 0 if job.handed_over else len(request.routed.chain) * self._segment
+        self._hold(instance, cached - job.prompt - job.output)
 
     def _hold(self, instance: int, tokens: int) -> None:
         """Add `tokens` (possibly negative) to the memory that requests under way hold at the instance, and resize the

@@ -56,6 +56,15 @@ class TrackedCaches:
                 del promised[segment]
         self.touch(chain, instance)
 
+    def withdraw(self, segments: Sequence[int], instance: int) -> None:
+        """Undo `promise` for segments that the instance neither computes nor has in its GPU cache any more."""
+        promised, cache = self._promised[instance], self._caches[instance]
+        promised.subtract(segments)
+        gone = [segment for segment in segments if not promised[segment]]
+        for segment in gone:
+            del promised[segment]
+        self._drop((segment for segment in gone if segment not in cache), instance)
+
     def resize(self, instance: int, capacity: int) -> None:
         """Set the number of segments that the cache of one instance may hold."""
         self._drop(self._caches[instance].resize(capacity), instance)
@@ -63,7 +72,8 @@ class TrackedCaches:
     def copies_per_segment(self) -> float:
         """Mean number of copies of the segments that some cache holds; 0 without any."""
         held = sum(len(cache) for cache in self._caches)
-        return held / len(self._owners) if self._owners else 0.0
+        distinct = len(set().union(*self._caches))
+        return held / distinct if distinct else 0.0
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
         """Returns, by instance, the number of segments of `chain`, from the first on, that the instance holds or will

@@ -30,6 +30,8 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     """Number of those of the `hit_tokens` that came from other instances."""
     first_s: float
     finished_s: float
+    engine_tokens: int = 0
+    """Number of those of the `hit_tokens` that were in the instance's own GPU cache."""
 
     @property
     def ttft_s(self) -> float:
@@ -45,7 +47,8 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
-    `remote_share` is the part of the hit tokens that came from another instance; the others are own reads. The load is
+    `remote_share` is the part of the hit tokens that came from another instance, `engine_share` the part that was in
+    the instance's own GPU cache (0 where it has none); the others are read from the memory of its node. The load is
     defined in `balance`; it is None for a system whose instances sent nothing to each other, as that of a router with
     private caches. `busy_share` is the share of the time from the first arrival to the last answer in which an instance
     computes, on average, `busy_cv` the spread of these seconds over the instances, per window as for the load.
@@ -57,6 +60,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
 
     token_hit_rate: float
     remote_share: float
+    engine_share: float
     load_cv: float | None
     load_cv_floor: float | None
     busy_share: float
@@ -101,6 +105,7 @@ def row_of(
     return SystemRow(
         token_hit_rate=hits / sum(a.prompt_tokens for a in answers),
         remote_share=sum(a.remote_tokens for a in answers) / max(1, hits),
+        engine_share=sum(a.engine_tokens for a in answers) / max(1, hits),
         load_cv=load(sent).cv,
         load_cv_floor=load(sent.at_floor()).cv,
         busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),

@@ -41,14 +41,17 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
-    """Arguments of the command line. `rate`: requests per second of all copies together, None for the trace's own.
-    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of requests
-    in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time. `pools`: None for
-    `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command line. `engine_cache_tokens`: length of the GPU cache of each instance, None where
+    `capacity_tokens` is all memory for caches. `rate`: requests per second of all copies together, None for the trace's
+    own. `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
+    requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time. `pools`:
+    None for `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of
+    range."""
 
     trace: Path | None = None
     nodes: int = 3
     capacity_tokens: int | None = None
+    engine_cache_tokens: int | None = None
     segment_tokens: int | None = None
     limit: int | None = None
     speed: float = 0.0
@@ -83,6 +86,8 @@ class SimulateArguments:
         for name in ("nodes", "limit", "copies", "swarm"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(name, value, "at least 1")
+        if self.engine_cache_tokens is not None:
+            self.fleet(self.engine()).engine_cache_segments(self.size[1])
         check_plot(self.plot_file)
 
     @property
@@ -98,6 +103,16 @@ class SimulateArguments:
     def engine(self) -> EngineModel:
         """The engine model that gives the times of one instance."""
         return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
+
+    def fleet(self, engine: EngineModel) -> FleetOptions:
+        """Options of the systems with which the pool is compared."""
+        return FleetOptions(
+            instances=self.nodes,
+            capacity_tokens=self.size[0],
+            engine=engine,
+            engine_cache_tokens=self.engine_cache_tokens,
+            seed=self.seed,
+        )
 
     def systems(self) -> list[System]:
         """The systems with which the pool is compared."""
@@ -178,7 +193,7 @@ class _Study:
             seed=arguments.seed,
             rules={},
         )
-        run, own_route = pool.prepare(options, self.engine)
+        run, own_route = pool.prepare(options, self.engine, arguments.engine_cache_tokens)
         route = run.round_robin if arguments.route == ROUND_ROBIN else own_route
         try:
             with LiveProgress(self.console, pool.name, len(self.arrivals)) as bar:
@@ -190,12 +205,7 @@ class _Study:
                 self._done(pool.name, run.row())
 
     def _run_other(self, system: System, accesses: Accesses) -> None:
-        options = FleetOptions(
-            instances=self.arguments.nodes,
-            capacity_tokens=self.arguments.size[0],
-            engine=self.engine,
-            seed=self.arguments.seed,
-        )
+        options = self.arguments.fleet(self.engine)
         with LiveProgress(self.console, system.name, len(accesses.prompts)) as bar:
             self._done(system.name, run_system(accesses, system, options, lambda done: bar.update(done, "")))
 
@@ -211,6 +221,7 @@ class _Study:
             self.view,
             self.rows,
             self.engine,
+            engine_cache_tokens=self.arguments.engine_cache_tokens,
             flash_at=self.arguments.flash_at,
             complete=self.complete,
         )
@@ -231,9 +242,7 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
     for system in systems:
         if system.phases is not None and arguments.nodes < 2:
             raise ConfigurationError("nodes", arguments.nodes, f"at least 2 for {system.name}")
-    FleetOptions(instances=arguments.nodes, capacity_tokens=arguments.size[0], engine=engine).capacity(
-        arguments.size[1]
-    )
+    arguments.fleet(engine).capacity(arguments.size[1])
     study = _Study(arguments, engine, pools, systems, name, arrivals, console)
     study.run()
     study.write()

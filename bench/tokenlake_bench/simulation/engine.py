@@ -41,11 +41,16 @@ class RequestOutcome:
     node: int
     answered: Callable[[], None]
     """A function to call once, when the request is answered."""
+    engine: int = 0
+    """Number of segments in the engine's own cache, which are a contiguous prefix of the prompt and are not read."""
     hits: int = 0
-    """Number of segments read from the pool, which are a contiguous prefix of the prompt."""
+    """Number of segments in the engine's own cache or read from the pool, which are a contiguous prefix of the
+    prompt."""
     remote: int = 0
     """Number of the `hits` that came from other nodes."""
     cut_by: Code | None = None
+    found: int = 0
+    """Number of segments that the pool had, which are a contiguous prefix of the prompt."""
     stored: Counter[Code] = field(default_factory=Counter)
     read_s: float = 0.0
     """Seconds from the match to the last byte of the prefix."""
@@ -115,19 +120,21 @@ class SimulatedEngine:
             yield from self._read(served, keys)
         served.read_s = self._clock.now - began
         if served.hits * KEY_BYTES < len(keys):
-            yield from self._store(served, keys)
+            yield from self._store(served, keys, served.hits)
         self.open -= 1
         self._finished(served)
         served.answered()
 
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
-        # The match waits longer than this engine would compute: another engine that computes the same prefix began
-        # earlier, and the notice that it is done arrives a little after its computation.
-        in_flight_wait_s = 1.5 * self._prefill_s(len(keys) // KEY_BYTES)
-        matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=in_flight_wait_s)
+        wait_s = self._in_flight_wait_s(served, keys)
+        matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=wait_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
             served.cut_by = Code(matched.codes[matched.hits])
+        served.found = matched.hits
+        served.hits = min(served.engine, matched.hits)
+        if served.hits:
+            self._send(engine.Release(((matched.lease, 0, served.hits),)))
         while served.hits < matched.hits:
             start, stop = served.hits, min(served.hits + self._window, matched.hits)
             codes = matched_codes = matched.codes[start:stop]
@@ -138,15 +145,19 @@ class SimulatedEngine:
             arrived = len(codes) - len(codes.lstrip(_LOCAL))
             served.hits += arrived
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
+            if load_s := self._load_s(arrived):
+                yield load_s
             self._send(engine.Release(((matched.lease, start, stop),)))
             if served.hits < stop:
                 served.cut_by = Code.LOST
                 if stop < matched.hits:
                     self._send(engine.Release(((matched.lease, stop, matched.hits),)))
-                return
+                break
+        served.hits = max(served.hits, served.engine)
 
-    def _store(self, served: RequestOutcome, keys: bytes) -> Steps:
-        first, count = served.hits, len(keys) // KEY_BYTES
+    def _store(self, served: RequestOutcome, keys: bytes, first: int) -> Steps:
+        """Store the segments of a prompt from segment `first` on."""
+        count = len(keys) // KEY_BYTES
         pause, until = RETRY_S, self._clock.now + PATIENCE_S
         while first < count:
             last = min(first + WINDOW, count)
@@ -180,9 +191,15 @@ class SimulatedEngine:
         for at, code in zip(reserved, committed.codes, strict=True):
             codes[at] = code
 
-    def _prefill_s(self, segments: int) -> float:
-        """Returns the seconds that this engine takes to compute the first `segments` segments of a prompt."""
-        return self._compute_s(segments)
+    def _in_flight_wait_s(self, served: RequestOutcome, keys: bytes) -> float:
+        """Returns the seconds that the match of a prompt may wait for another engine that computes it: longer than this
+        engine would compute. The other engine began earlier, and the notice that it is done arrives a little after its
+        computation."""
+        return 1.5 * self._compute_s(len(keys) // KEY_BYTES)
+
+    def _load_s(self, segments: int) -> float:
+        """Returns the seconds in which segments of this node's memory are copied to the engine's own cache."""
+        return 0.0
 
     def _compute_s(self, segments: int) -> float:
         rate = self._options.prefill_tokens_per_s

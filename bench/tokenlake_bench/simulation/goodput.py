@@ -21,7 +21,7 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.engine_model import FITTED, EngineModel
 from tokenlake_bench.report import write_json
-from tokenlake_bench.routing import SYSTEMS, FleetOptions, SystemRow, at_rate, run_system
+from tokenlake_bench.routing import SYSTEMS, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
 from tokenlake_bench.simulation.command import SimulateArguments
 from tokenlake_bench.simulation.pooled import POOL, pool_options
@@ -50,6 +50,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     gpu: str
     nodes: int
+    engine_cache_tokens: int | None = None
     requests: int
     own_rate: float
     rates: dict[str, dict[str, float]]
@@ -82,12 +83,14 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
     return good
 
 
-def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
+def variants(engine: EngineModel, *, host_copies: bool = False) -> Iterator[tuple[str, EngineModel]]:
     """Yield (name of the variation, engine model): the engine as fitted, then with each fitted constant that affects
-    its times 30 % lower and 30 % higher. The objectives are relative to the engine and vary with it."""
+    its times 30 % lower and 30 % higher. `host_copies`: caches are copied between host and GPU. The objectives are
+    relative to the engine and vary with it."""
 
     def times(each: EngineModel) -> tuple[float, ...]:
-        return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512)
+        copy_s = each.host_copy_s(512) if host_copies else 0.0
+        return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512), copy_s
 
     yield "", engine
     for name in FITTED:
@@ -104,11 +107,10 @@ def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, e
         options = pool_options(
             engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
         )
-        run, route = POOLS[name].prepare(options, engine)
+        run, route = POOLS[name].prepare(options, engine, arguments.engine_cache_tokens)
         run.run(arrivals, route=route)
         return run.row()
-    fleet = FleetOptions(instances=nodes, capacity_tokens=capacity_tokens, engine=engine, seed=seed)
-    return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], fleet)
+    return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], arguments.fleet(engine))
 
 
 def goodput(
@@ -127,6 +129,7 @@ def goodput(
         model=engine.model.name,
         gpu=engine.gpu.name,
         nodes=arguments.nodes,
+        engine_cache_tokens=arguments.engine_cache_tokens,
         requests=len(arrivals),
         own_rate=own_rate,
         rates={name: {} for name in systems},
@@ -140,7 +143,8 @@ def goodput(
         say(f"{name} {varied}: {share:.1%} at {rate:.2f} requests/s")
         return share
 
-    for varied, model in variants(engine) if vary else [("", engine)]:
+    host_copies = arguments.engine_cache_tokens is not None
+    for varied, model in variants(engine, host_copies=host_copies) if vary else [("", engine)]:
         for name in systems:
             result.shares[name][varied] = []
             # The search begins at the rate found for the unvaried engine, because a varied constant changes the rate by
@@ -176,6 +180,7 @@ def table(result: Goodput) -> Table:
 )
 @click.option("--nodes", default=8, show_default=True)
 @click.option("--capacity-tokens", type=int)
+@click.option("--engine-cache-tokens", type=int, help="GPU cache of each instance; --capacity-tokens lie behind it.")
 @click.option(
     "--limit", type=int, default=1000, show_default=True, help="Number of requests, from the trace's beginning."
 )

@@ -37,7 +37,7 @@ from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
 
-__all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
+__all__ = ["POOL", "POOL_REAL", "PooledEngine", "PooledRequest", "PooledRun", "engine_layout", "pool_options"]
 
 POOL, POOL_REAL = "pool", "pool-real"
 """Names of two simulated forms of the pool. `pool`: requests under way take no memory from the pool, as in the
@@ -101,7 +101,7 @@ class _Memory:
 
 
 @dataclass(slots=True, eq=False)
-class _PooledRequest:
+class PooledRequest:
     """A request at its instance, from the beginning of its read until it is answered and stored."""
 
     served: RequestOutcome
@@ -122,23 +122,26 @@ class PooledEngine(SimulatedEngine):
         window: int,
         finished: Callable[[RequestOutcome], None],
         run: PooledRun,
+        memory_tokens: int | None = None,
     ) -> None:
+        """`memory_tokens`: limit of the tokens of prompts and answers under way, if they take memory; None: those of
+        the node."""
         super().__init__(node, options, window, finished)
         self._run = run
-        self._requests: dict[int, _PooledRequest] = {}
+        self._requests: dict[int, PooledRequest] = {}
         """Requests that are reading or are at the instance, by number."""
-        self._queue: deque[_PooledRequest] = deque()
+        self._queue: deque[PooledRequest] = deque()
         self._ahead = 0
         """Number of requests that are reading or have read their prefix, and have not begun to compute."""
         self._memory: dict[int, _Memory] = {}
         """Slots of the pool that each request under way takes, by number of the request."""
         self.backlog = 0
         """Number of prompt tokens of the requests that have not produced their first token."""
-        memory = run.node_tokens if run.counts_memory else None
+        memory = run.node_tokens if memory_tokens is None else memory_tokens
         self._instance = ClockedInstance(
             node.clock,
             run.engine,
-            InstanceOptions(memory_tokens=memory),
+            InstanceOptions(memory_tokens=memory if run.counts_memory else None),
             begin=self._begin,
             first=self._first,
             finished=self._answered_all,
@@ -150,12 +153,12 @@ class PooledEngine(SimulatedEngine):
         self.open += 1
         self.backlog += arrival.tokens
         served = RequestOutcome(arrival, self._node.index, answered)
-        self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
+        self._queue.append(PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
-    def _prefill_s(self, segments: int) -> float:
-        """Seconds of the prefill of `segments` segments while no other request is computed; see `SimulatedEngine`."""
-        return self._run.engine.prefill_s(segments * self._options.segment_tokens)
+    def _in_flight_wait_s(self, served: RequestOutcome, keys: bytes) -> float:
+        """1.5 times the seconds of the prefill while no other request is computed; see `SimulatedEngine`."""
+        return 1.5 * self._run.engine.prefill_s(len(keys) // KEY_BYTES * self._options.segment_tokens)
 
     def _read_ahead(self) -> None:
         while self._queue and self._ahead < AHEAD:
@@ -165,7 +168,7 @@ class PooledEngine(SimulatedEngine):
             self._requests[number] = request
             self._advance(self._fetch_and_submit(number, request), None)
 
-    def _fetch_and_submit(self, number: int, request: _PooledRequest) -> Steps:
+    def _fetch_and_submit(self, number: int, request: PooledRequest) -> Steps:
         served, began = request.served, self._clock.now
         if request.keys:
             yield from self._read(served, request.keys)
@@ -176,11 +179,7 @@ class PooledEngine(SimulatedEngine):
 
     def _begin(self, job: Job, now: float) -> None:
         self._ahead -= 1
-        if self._run.counts_memory:
-            request = self._requests[job.number]
-            memory = self._memory[job.number] = _Memory(-(-(job.prompt + job.output) // self._options.segment_tokens))
-            self._share(memory, request.keys[: request.served.hits * KEY_BYTES])
-            self._hold(memory)
+        self._take_memory(job, self._requests[job.number])
         # The next request must not read within this call of the instance, because reading calls the node, which may
         # call back.
         self._clock.after(0.0, self._read_ahead)
@@ -195,14 +194,14 @@ class PooledEngine(SimulatedEngine):
         self._run.first_token(request.served.arrival)
         self._clock.after(0.0, self._advance, self._store_computed(job.number, request), None)
 
-    def _store_computed(self, number: int, request: _PooledRequest) -> Steps:
+    def _store_computed(self, number: int, request: PooledRequest) -> Steps:
         new = request.keys[request.served.hits * KEY_BYTES :]
         memory = self._memory.get(number)
         if memory is not None:
             # The computed segments now take slots of the pool as segments, so the request gives back as many slots.
             self._release(memory.own, len(new) // KEY_BYTES)
         if new:
-            yield from self._store(request.served, request.keys)
+            yield from self._store(request.served, request.keys, request.served.hits)
         if memory is not None and not request.answered:
             self._share(memory, new)
             self._hold(memory)
@@ -221,25 +220,38 @@ class PooledEngine(SimulatedEngine):
                 remote_tokens=request.served.remote * self._options.segment_tokens,
                 first_s=request.first_s - BEGINS_S,
                 finished_s=now - BEGINS_S,
+                engine_tokens=request.served.engine * self._options.segment_tokens,
             )
         )
-        memory = self._memory.pop(job.number, None)
-        if memory is not None:
-            self._release(memory.own, len(memory.own))
-            self._release(memory.shared, len(memory.shared))
+        self._give_back_memory(job)
         self._run.done.append(arrival)
         self._run.answered(arrival)
         request.answered = True
         request.served.answered()
         self._close(job.number, request)
 
-    def _close(self, number: int, request: _PooledRequest) -> None:
+    def _close(self, number: int, request: PooledRequest) -> None:
         if request.answered and request.stored:
             del self._requests[number]
             self.open -= 1
             self._finished(request.served)
 
     # -- memory of requests under way
+
+    def _take_memory(self, job: Job, request: PooledRequest) -> None:
+        """Take the memory of a request that begins to compute."""
+        if not self._run.counts_memory:
+            return
+        memory = self._memory[job.number] = _Memory(-(-(job.prompt + job.output) // self._options.segment_tokens))
+        self._share(memory, request.keys[: request.served.hits * KEY_BYTES])
+        self._hold(memory)
+
+    def _give_back_memory(self, job: Job) -> None:
+        """Give back the memory of a request that is answered."""
+        memory = self._memory.pop(job.number, None)
+        if memory is not None:
+            self._release(memory.own, len(memory.own))
+            self._release(memory.shared, len(memory.shared))
 
     def _share(self, memory: _Memory, keys: bytes) -> None:
         """Pin those of the segments that this node has, because the request computes with them."""
@@ -275,8 +287,16 @@ class PooledEngine(SimulatedEngine):
 class PooledRun:
     """One run of a workload through a simulated pool. Deterministic: equal arguments give equal runs."""
 
-    def __init__(self, options: SimulationOptions, engine: EngineModel, *, counts_memory: bool) -> None:
-        """`counts_memory`: requests under way take memory from the pool."""
+    def __init__(
+        self,
+        options: SimulationOptions,
+        engine: EngineModel,
+        *,
+        counts_memory: bool,
+        instance: Callable[..., PooledEngine] = PooledEngine,
+    ) -> None:
+        """`counts_memory`: requests under way take memory. `instance`: makes the engine of each node from the arguments
+        of `PooledEngine`."""
         self.engine = engine
         self.counts_memory = counts_memory
         self.answers: list[Answered] = []
@@ -288,6 +308,7 @@ class PooledRun:
         """Functions that are called with the request at the first token (`first_token`) and at the last token
         (`answered`) of each answer."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
+        self._instance = instance
         self._closed_loop = False
         self._numbers = count(1)
         self._draw = random.Random(options.seed)
@@ -301,7 +322,7 @@ class PooledRun:
     def _make(
         self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
     ) -> SimulatedEngine:
-        engine = PooledEngine(node, options, window, finished, self)
+        engine = self._instance(node, options, window, finished, self)
         self._engines.append(engine)
         return engine
 

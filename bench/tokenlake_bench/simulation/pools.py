@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.cluster import Route
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
-from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledEngine, PooledRun
 
 __all__ = ["POOLS", "POOL_PLANNED", "POOL_PLANNED_REAL", "PoolSystem", "pools_named"]
 
@@ -19,16 +21,26 @@ POOL_PLANNED, POOL_PLANNED_REAL = "pool-planned", "pool-planned-real"
 
 @dataclass(frozen=True, slots=True)
 class PoolSystem:
-    """One form of the pool. `counts_memory`: requests under way take memory from the pool. `planned`: the router sends
-    a request where the planner expects it to start soonest; otherwise to the least loaded node."""
+    """One form of the pool. `counts_memory`: requests under way take memory from the pool, or from GPU caches.
+    `planned`: the router sends a request where the planner expects it to start soonest; otherwise to the least loaded
+    node."""
 
     name: str
     counts_memory: bool
     planned: bool
 
-    def prepare(self, options: SimulationOptions, engine: EngineModel) -> tuple[PooledRun, Route | None]:
-        """(a run of this form of the pool, the route to pass to it; None for the run's default route)."""
-        run = PooledRun(options, engine, counts_memory=self.counts_memory)
+    def prepare(
+        self, options: SimulationOptions, engine: EngineModel, engine_cache_tokens: int | None = None
+    ) -> tuple[PooledRun, Route | None]:
+        """(a run of this form of the pool, the route to pass to it; None for the run's default route).
+        `engine_cache_tokens`: each instance has a GPU cache of so many tokens, of which requests under way take memory
+        in place of the pool."""
+        instance = (
+            PooledEngine
+            if engine_cache_tokens is None
+            else partial(CachedEngine, engine_cache_tokens=engine_cache_tokens)
+        )
+        run = PooledRun(options, engine, counts_memory=self.counts_memory, instance=instance)
         return run, PlannedRoute(run) if self.planned else None
 
 

@@ -23,6 +23,7 @@ FLASH_WINDOWS = 2
 _COLUMNS = (
     "hits",
     "remote",
+    "in GPU",
     "load CV (floor)",
     "busy (CV)",
     "copies",
@@ -40,7 +41,8 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     The fields it shares with live mode describe the first form of the pool in `systems`; by default that is `pool`, in
     which requests under way take no memory, as in live mode. `wrong_bytes` is 0 because segments have no bytes.
     `systems`: every form of the pool and every other system, by name. An instance
-    is `gpus` GPUs. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
+    is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all memory for
+    caches. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
     `complete`: the run was not interrupted.
     """
 
@@ -49,6 +51,7 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     gpu: str
     gpus: int
     capacity_tokens: int
+    engine_cache_tokens: int | None = None
     rate: float
     messages_per_request: float
     processor_s: float
@@ -98,6 +101,7 @@ def result_of(
     rows: Mapping[str, SystemRow],
     engine: EngineModel,
     *,
+    engine_cache_tokens: int | None = None,
     flash_at: float | None,
     complete: bool,
 ) -> SimulatedResult:
@@ -132,6 +136,7 @@ def result_of(
         gpu=engine.gpu.name,
         gpus=engine.gpus,
         capacity_tokens=view.capacity_tokens,
+        engine_cache_tokens=engine_cache_tokens,
         rate=(len(prompts) - 1) / duration_s if duration_s > 0 else 0.0,
         messages_per_request=totals.messages_per_request,
         processor_s=totals.processor_s,
@@ -174,6 +179,7 @@ def systems_table(result: SimulatedResult) -> Table:
             name,
             format_share(row.token_hit_rate),
             format_share(row.remote_share),
+            format_share(row.engine_share),
             "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
             f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
             f"{row.duplication:.2f}",

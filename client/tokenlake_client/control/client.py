@@ -72,6 +72,7 @@ _ERRORS: dict[grpc.StatusCode, type[TokenLakeError]] = {
     grpc.StatusCode.OUT_OF_RANGE: CursorLost,
     grpc.StatusCode.INTERNAL: ProtocolRefused,
     grpc.StatusCode.UNKNOWN: ProtocolRefused,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolRefused,
 }
 
 
@@ -150,6 +151,23 @@ class Control:
         admin, where it is not the caller's own."""
         with self._errors():
             return self._admin.Explain(admin_pb2.ExplainRequest(request=request, tenant=tenant), **self._call())
+
+    def engines(self) -> list[admin_pb2.Engines]:
+        """The connected engines of all tenants, by layout."""
+        with self._errors():
+            return list(self._admin.GetEngines(admin_pb2.GetEnginesRequest(), **self._call()).engines)
+
+    def activity(self, count: int = 0) -> admin_pb2.GetActivityResponse:
+        """The hot prefixes and the slowest calls among the newest requests of the node; `count` of each."""
+        with self._errors():
+            return self._admin.GetActivity(admin_pb2.GetActivityRequest(count=count), **self._call())
+
+    def measure(self, node: str, max_bytes: int = 0, max_s: float = 0.0) -> list[admin_pb2.Path]:
+        """Measure the paths from `node` to the node that is asked, with at most `max_bytes` (0: 256 MiB) in at most
+        `max_s` (0: 1 s)."""
+        message = admin_pb2.MeasurePeerRequest(node=node, max_bytes=max_bytes, max_s=max_s)
+        with self._errors():
+            return list(self._admin.MeasurePeer(message, **self._call(CHANGE_S)).paths)
 
     def health(self, service: str = "") -> bool:
         """Whether a service of the daemon serves."""

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tokenlake_proto.v1 import scheduling_pb2 as _scheduling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -195,6 +196,8 @@ class GetStatusResponse(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cluster: _builtins.str
     version: _builtins.str
@@ -205,6 +208,8 @@ class GetStatusResponse(_message.Message):
     spare_bytes: _builtins.int
     engines: _builtins.int
     """Connections of engines."""
+    clock_s: _builtins.float
+    """The clock of this node: seconds since 1970."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPool]:
         """Of all tenants for an admin, else of the caller's."""
@@ -217,6 +222,10 @@ class GetStatusResponse(_message.Message):
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]: ...
     @_builtins.property
     def membership(self) -> Global___Membership: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounters]:
+        """Of all tenants for an admin, else of the caller's."""
+
     def __init__(
         self,
         *,
@@ -232,14 +241,63 @@ class GetStatusResponse(_message.Message):
         peers: _abc.Iterable[Global___Peer] | None = ...,
         membership: Global___Membership | None = ...,
         engines: _builtins.int = ...,
+        clock_s: _builtins.float = ...,
+        tenants: _abc.Iterable[Global___TenantCounters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "spare_bytes", b"spare_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TenantCounters(_message.Message):
+    """Counters of one tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Counters of the metrics page whose only label is the tenant, by name."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantCounters: _TypeAlias = TenantCounters  # noqa: Y015
 
 @_typing.final
 class GetClusterRequest(_message.Message):
@@ -344,23 +402,51 @@ Global___GetConfigRequest: _TypeAlias = GetConfigRequest  # noqa: Y015
 class Setting(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class DigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     value: _builtins.str
     source: _builtins.str
     """`default`, the file and its line, the variable or the flag."""
+    @_builtins.property
+    def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Of a secret setting: digests that are equal where the secrets are, by name of the tenant; `cluster_secret` has one
+        for each of its secrets, by its place in the list.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         value: _builtins.str = ...,
         source: _builtins.str = ...,
+        digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "name", b"name", "source", b"source", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,6 +619,279 @@ class ExplainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class GetEnginesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEnginesRequest: _TypeAlias = GetEnginesRequest  # noqa: Y015
+
+@_typing.final
+class Engines(_message.Message):
+    """Connections of engines with one layout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    processes: _builtins.int
+    """Processes that are connected."""
+    @_builtins.property
+    def layout(self) -> _scheduling_pb2.Layout: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        layout: _scheduling_pb2.Layout | None = ...,
+        processes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "processes", b"processes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Engines: _TypeAlias = Engines  # noqa: Y015
+
+@_typing.final
+class GetEnginesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engines]: ...
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___Engines] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEnginesResponse: _TypeAlias = GetEnginesResponse  # noqa: Y015
+
+@_typing.final
+class GetActivityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """Limit of the prefixes, and of the calls; 0 for 10."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetActivityRequest: _TypeAlias = GetActivityRequest  # noqa: Y015
+
+@_typing.final
+class HotPrefix(_message.Message):
+    """Requests whose prompts begin with the same segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ASKED_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    key: _builtins.bytes
+    """Key of that segment."""
+    requests: _builtins.int
+    asked_tokens: _builtins.int
+    """Tokens of these requests in full segments, and those of them that the pool had."""
+    hit_tokens: _builtins.int
+    newest: _builtins.str
+    """Name of the newest of the requests."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        requests: _builtins.int = ...,
+        asked_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        newest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_tokens", b"asked_tokens", "hit_tokens", b"hit_tokens", "key", b"key", "newest", b"newest", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HotPrefix: _TypeAlias = HotPrefix  # noqa: Y015
+
+@_typing.final
+class SlowCall(_message.Message):
+    """One call of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    request: _builtins.str
+    call: _builtins.str
+    """match or fetch."""
+    seconds: _builtins.float
+    age_s: _builtins.float
+    """Seconds since the request's match ended."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        request: _builtins.str = ...,
+        call: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "call", b"call", "request", b"request", "seconds", b"seconds", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowCall: _TypeAlias = SlowCall  # noqa: Y015
+
+@_typing.final
+class GetActivityResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of the newest requests that were looked at."""
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPrefix]:
+        """Those with most requests first."""
+
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlowCall]:
+        """The slowest first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        prefixes: _abc.Iterable[Global___HotPrefix] | None = ...,
+        calls: _abc.Iterable[Global___SlowCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "prefixes", b"prefixes", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetActivityResponse: _TypeAlias = GetActivityResponse  # noqa: Y015
+
+@_typing.final
+class MeasurePeerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    max_bytes: _builtins.int
+    """Limits; 0 for 256 MiB and 1 s, which are also the largest values. Paths share them."""
+    max_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        max_bytes: _builtins.int = ...,
+        max_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "max_s", b"max_s", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasurePeerRequest: _TypeAlias = MeasurePeerRequest  # noqa: Y015
+
+@_typing.final
+class Path(_message.Message):
+    """The connection to one address of another node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port"""
+    round_trip_s: _builtins.float
+    """The shortest time of a TCP handshake; 0 where there was none."""
+    bytes: _builtins.int
+    """Bytes that came, and the seconds that they took."""
+    seconds: _builtins.float
+    problem: _builtins.str
+    """The reason why none or not all came; empty if they did."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        round_trip_s: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes", b"bytes", "problem", b"problem", "round_trip_s", b"round_trip_s", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Path: _TypeAlias = Path  # noqa: Y015
+
+@_typing.final
+class MeasurePeerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___Path]: ...
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[Global___Path] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasurePeerResponse: _TypeAlias = MeasurePeerResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

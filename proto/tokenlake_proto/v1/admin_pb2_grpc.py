@@ -54,6 +54,21 @@ class AdminStub(object):
                 request_serializer=tokenlake_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=tokenlake_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetEngines = channel.unary_unary(
+                '/tokenlake.v1.Admin/GetEngines',
+                request_serializer=tokenlake_dot_v1_dot_admin__pb2.GetEnginesRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetEnginesResponse.FromString,
+                _registered_method=True)
+        self.GetActivity = channel.unary_unary(
+                '/tokenlake.v1.Admin/GetActivity',
+                request_serializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.FromString,
+                _registered_method=True)
+        self.MeasurePeer = channel.unary_unary(
+                '/tokenlake.v1.Admin/MeasurePeer',
+                request_serializer=tokenlake_dot_v1_dot_admin__pb2.MeasurePeerRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_admin__pb2.MeasurePeerResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tokenlake.v1.Admin/Drain',
                 request_serializer=tokenlake_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -107,6 +122,27 @@ class AdminServicer(object):
 
     def Explain(self, request, context):
         """How a request of the caller's tenant used the pool, and why tokens were missed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEngines(self, request, context):
+        """The engines that are connected to this node, by tenant and layout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetActivity(self, request, context):
+        """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MeasurePeer(self, request, context):
+        """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +205,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=tokenlake_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=tokenlake_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'GetEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEngines,
+                    request_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetEnginesRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_admin__pb2.GetEnginesResponse.SerializeToString,
+            ),
+            'GetActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetActivity,
+                    request_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.SerializeToString,
+            ),
+            'MeasurePeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasurePeer,
+                    request_deserializer=tokenlake_dot_v1_dot_admin__pb2.MeasurePeerRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_admin__pb2.MeasurePeerResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -304,6 +355,87 @@ class Admin(object):
             '/tokenlake.v1.Admin/Explain',
             tokenlake_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             tokenlake_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Admin/GetEngines',
+            tokenlake_dot_v1_dot_admin__pb2.GetEnginesRequest.SerializeToString,
+            tokenlake_dot_v1_dot_admin__pb2.GetEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Admin/GetActivity',
+            tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.SerializeToString,
+            tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasurePeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Admin/MeasurePeer',
+            tokenlake_dot_v1_dot_admin__pb2.MeasurePeerRequest.SerializeToString,
+            tokenlake_dot_v1_dot_admin__pb2.MeasurePeerResponse.FromString,
             options,
             channel_credentials,
             insecure,

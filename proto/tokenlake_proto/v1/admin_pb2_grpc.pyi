@@ -39,6 +39,12 @@ class AdminStub:
     """Each setting of this node, its value and its source. Secrets are masked."""
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """How a request of the caller's tenant used the pool, and why tokens were missed."""
+    GetEngines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetEnginesRequest, _admin_pb2.GetEnginesResponse]
+    """The engines that are connected to this node, by tenant and layout."""
+    GetActivity: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetActivityRequest, _admin_pb2.GetActivityResponse]
+    """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+    MeasurePeer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MeasurePeerRequest, _admin_pb2.MeasurePeerResponse]
+    """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Lets a node hand its segments over, leave the ring and end."""
     Remove: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveRequest, _admin_pb2.RemoveResponse]
@@ -61,6 +67,12 @@ class AdminAsyncStub(AdminStub):
     """Each setting of this node, its value and its source. Secrets are masked."""
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """How a request of the caller's tenant used the pool, and why tokens were missed."""
+    GetEngines: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetEnginesRequest, _admin_pb2.GetEnginesResponse]  # type: ignore[assignment]
+    """The engines that are connected to this node, by tenant and layout."""
+    GetActivity: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetActivityRequest, _admin_pb2.GetActivityResponse]  # type: ignore[assignment]
+    """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+    MeasurePeer: _aio.UnaryUnaryMultiCallable[_admin_pb2.MeasurePeerRequest, _admin_pb2.MeasurePeerResponse]  # type: ignore[assignment]
+    """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Lets a node hand its segments over, leave the ring and end."""
     Remove: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveRequest, _admin_pb2.RemoveResponse]  # type: ignore[assignment]
@@ -104,6 +116,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """How a request of the caller's tenant used the pool, and why tokens were missed."""
+
+    @_abc_1.abstractmethod
+    def GetEngines(
+        self,
+        request: _admin_pb2.GetEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetEnginesResponse, _abc.Awaitable[_admin_pb2.GetEnginesResponse]]:
+        """The engines that are connected to this node, by tenant and layout."""
+
+    @_abc_1.abstractmethod
+    def GetActivity(
+        self,
+        request: _admin_pb2.GetActivityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetActivityResponse, _abc.Awaitable[_admin_pb2.GetActivityResponse]]:
+        """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+
+    @_abc_1.abstractmethod
+    def MeasurePeer(
+        self,
+        request: _admin_pb2.MeasurePeerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MeasurePeerResponse, _abc.Awaitable[_admin_pb2.MeasurePeerResponse]]:
+        """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from tokenlake.config import Tenant
+from tokenlake.core.explain import RecentRequest
 from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, NodeId, SegmentKey
@@ -17,13 +18,16 @@ from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Way, gro
 from tokenlake.planner.fits import Fit
 from tokenlake.planner.router import Prefill, Start
 from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake_proto.v1 import admin_pb2
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = [
     "MAX_KEYS",
     "MAX_PROMPTS",
+    "activity_message",
     "hints_of",
     "keys_of",
+    "layout_message",
     "model_of",
     "plans_message",
     "rates_of",
@@ -54,6 +58,42 @@ def keys_of(packed: bytes) -> list[SegmentKey]:
     if len(packed) % KEY_BYTES:
         raise ValueError(f"keys take {len(packed)} bytes, which is no multiple of {KEY_BYTES}")
     return split_keys(packed)
+
+
+def layout_message(layout: AnyLayout) -> pb.Layout:
+    """A layout as a message."""
+    return pb.Layout(
+        fingerprint=bytes(layout.fingerprint()),
+        model_id=layout.model_id,
+        segment_tokens=layout.segment_tokens,
+        segment_bytes=layout.segment_bytes,
+        encoded=layout.encode(),
+        opaque=isinstance(layout, OpaqueLayout),
+    )
+
+
+def activity_message(recent: Sequence[RecentRequest], count: int) -> admin_pb2.GetActivityResponse:
+    """The `count` prefixes that most of the requests begin with, and the `count` slowest calls. `recent`: the oldest
+    first."""
+    prefixes: dict[tuple[str, bytes], admin_pb2.HotPrefix] = {}
+    calls: list[tuple[float, str, RecentRequest]] = []
+    for each in recent:
+        if each.first:
+            made = admin_pb2.HotPrefix(tenant=each.tenant, key=each.first)
+            prefix = prefixes.setdefault((each.tenant, each.first), made)
+            prefix.requests += 1
+            prefix.asked_tokens += each.asked
+            prefix.hit_tokens += each.hits
+            prefix.newest = each.name
+        calls += [(each.match_s, "match", each), (each.fetch_s, "fetch", each)]
+    hot = sorted(prefixes.values(), key=lambda prefix: (-prefix.requests, -prefix.hit_tokens, prefix.key))
+    calls.sort(key=lambda call: -call[0])
+    slow = [
+        admin_pb2.SlowCall(tenant=each.tenant, request=each.name, call=call, seconds=seconds, age_s=each.age_s)
+        for seconds, call, each in calls[:count]
+        if seconds > 0
+    ]
+    return admin_pb2.GetActivityResponse(requests=len(recent), prefixes=hot[:count], calls=slow)
 
 
 def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: Mapping[bytes, AnyLayout]) -> Request:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -18,18 +20,21 @@ from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
-from tokenlake_server.control.messages import MAX_KEYS, keys_of
+from tokenlake_server.control.messages import MAX_KEYS, activity_message, keys_of, layout_message
 from tokenlake_server.control.service import Unary
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
+from tokenlake_server.peer_measurement import MAX_BYTES, MAX_S, PeerMeasurement
 
 __all__ = ["Admin"]
 
 log = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
+SHOWN, MAX_SHOWN = 10, 256
+"""Default and limit of the prefixes and calls of `GetActivity`."""
 LOGGERS = "tokenlake"
 """Names of the loggers whose level can be set begin with this."""
 
@@ -47,6 +52,7 @@ class Admin:
         controls: Callable[[], Mapping[str, str]],
         config: ServerConfig,
         origin: Mapping[str, str],
+        measurement: PeerMeasurement,
     ) -> None:
         """`snapshot` and `controls` (where each node serves its control plane) are called on the control loop.
         `origin`: the source of each setting."""
@@ -58,14 +64,19 @@ class Admin:
         self._controls = controls
         self._config = config
         self._origin = origin
+        self._measurement = measurement
         self._started = time.monotonic()
         self._status = Cached(self._read_status)
         self._cluster = Cached(self._read_cluster)
+        self._recent = Cached(lambda: bridge.call(driver.core.recent_requests))
         self.functions: dict[str, Unary] = {
             "GetStatus": self.get_status,
             "GetCluster": self.get_cluster,
             "GetConfig": self.get_config,
             "Explain": self.explain,
+            "GetEngines": self.get_engines,
+            "GetActivity": self.get_activity,
+            "MeasurePeer": self.measure_peer,
             "Drain": self.drain,
             "Remove": self.remove,
             "Evict": self.evict,
@@ -80,8 +91,9 @@ class Admin:
             return status
         own, shown = caller.own().name, pb.GetStatusResponse()
         shown.CopyFrom(status)
-        del shown.pools[:]
+        del shown.pools[:], shown.tenants[:]
         shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
+        shown.tenants.extend(each for each in status.tenants if each.tenant == own)
         return shown
 
     async def _read_status(self) -> pb.GetStatusResponse:
@@ -121,6 +133,8 @@ class Admin:
                 absent=state.absent,
             ),
             engines=snapshot.processes,
+            clock_s=time.time(),
+            tenants=_by_tenant(snapshot),
         )
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
@@ -152,8 +166,9 @@ class Admin:
 
     async def get_config(self, caller: Caller, message: pb.GetConfigRequest) -> pb.GetConfigResponse:
         """Each setting, its value and its source; secrets are masked."""
+        digests = _digests(self._config)
         settings = [
-            pb.Setting(name=name, value=value, source=source)
+            pb.Setting(name=name, value=value, source=source, digests=digests.get(name))
             for name, value, source in describe(self._config, self._origin)
         ]
         return pb.GetConfigResponse(settings=settings)
@@ -180,6 +195,43 @@ class Admin:
                     pb.Missed(reason=each.reason, tokens=each.tokens, detail=each.detail) for each in funnel.missed
                 ],
             )
+        )
+
+    async def get_engines(self, caller: Caller, message: pb.GetEnginesRequest) -> pb.GetEnginesResponse:
+        """The connected engines by tenant and layout."""
+        connected = await self._bridge.call(self._engines.connected)
+        engines = [
+            pb.Engines(tenant=tenant, layout=layout_message(layout), processes=count)
+            for (tenant, layout), count in connected.items()
+        ]
+        return pb.GetEnginesResponse(engines=engines)
+
+    async def get_activity(self, caller: Caller, message: pb.GetActivityRequest) -> pb.GetActivityResponse:
+        """Hot prefixes and slow calls among the newest requests of the tenants that the caller may see."""
+        recent = await self._recent.get()
+        if not caller.admin:
+            own = caller.own().name
+            recent = [each for each in recent if each.tenant == own]
+        return activity_message(recent, min(message.count or SHOWN, MAX_SHOWN))
+
+    async def measure_peer(self, caller: Caller, message: pb.MeasurePeerRequest) -> pb.MeasurePeerResponse:
+        """Measure the paths from another node to this one."""
+        if not message.node or message.node == self._config.node:
+            raise ValueError("expected the name of another node")
+        max_bytes = min(message.max_bytes or MAX_BYTES, MAX_BYTES)
+        max_s = min(message.max_s or MAX_S, MAX_S) if message.max_s >= 0 else MAX_S
+        paths = await asyncio.to_thread(self._measurement.measure, message.node, max_bytes, max_s)
+        return pb.MeasurePeerResponse(
+            paths=[
+                pb.Path(
+                    address=each.address,
+                    round_trip_s=each.round_trip_s,
+                    bytes=each.nbytes,
+                    seconds=each.seconds,
+                    problem=each.problem,
+                )
+                for each in paths
+            ]
         )
 
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
@@ -255,3 +307,25 @@ class Admin:
         logger.setLevel(message.level.upper())
         log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
         return pb.SetLogLevelResponse(previous=previous)
+
+
+def _by_tenant(snapshot: Snapshot) -> list[pb.TenantCounters]:
+    counted: dict[str, dict[str, int]] = {}
+    for metric, values in snapshot.labelled.items():
+        if metric.label == "tenant":
+            for tenant, value in values.items():
+                counted.setdefault(tenant, {})[metric.name] = value
+    return [pb.TenantCounters(tenant=tenant, counters=values) for tenant, values in sorted(counted.items())]
+
+
+def _digests(config: ServerConfig) -> dict[str, dict[str, str]]:
+    """Digests of the secrets that must be equal on all nodes, by setting."""
+
+    def digest(secret: bytes) -> str:
+        # A secret has at least 16 random bytes, so that a digest does not help to find it.
+        return hashlib.blake2b(secret, digest_size=8, person=b"tokenlake digest").hexdigest()
+
+    return {
+        "tenants": {tenant.name: digest(tenant.secret) for tenant in config.tenants},
+        "cluster_secret": {str(place): digest(secret) for place, secret in enumerate(config.cluster_secret)},
+    }

@@ -15,7 +15,7 @@ from tokenlake.core.node import MemberState
 from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
+from tokenlake.opaque_layout import AnyLayout
 from tokenlake.planner import Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
@@ -27,6 +27,7 @@ from tokenlake_server.control.messages import (
     check_size,
     distinct,
     hints_of,
+    layout_message,
     plans_message,
     rates_of,
     request_of,
@@ -67,19 +68,7 @@ class Scheduling:
 
     async def get_layouts(self, caller: Caller, message: pb.GetLayoutsRequest) -> pb.GetLayoutsResponse:
         """List the layouts of the tenant's engines."""
-        return pb.GetLayoutsResponse(
-            layouts=[
-                pb.Layout(
-                    fingerprint=bytes(each.fingerprint()),
-                    model_id=each.model_id,
-                    segment_tokens=each.segment_tokens,
-                    segment_bytes=each.segment_bytes,
-                    encoded=each.encode(),
-                    opaque=isinstance(each, OpaqueLayout),
-                )
-                for each in await self._layouts(caller.own())
-            ]
-        )
+        return pb.GetLayoutsResponse(layouts=[layout_message(each) for each in await self._layouts(caller.own())])
 
     async def get_prefix_tree(self, caller: Caller, message: pb.GetPrefixTreeRequest) -> pb.GetPrefixTreeResponse:
         """The cached prefixes of some prompts, and the states of the nodes that have them."""

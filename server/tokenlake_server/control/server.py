@@ -37,6 +37,7 @@ from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.local_socket import prepare
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
+from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["ControlServer"]
@@ -84,10 +85,10 @@ class ControlServer:
         tenants: Tenants,
         snapshot: Callable[[], Snapshot],
         controls: Callable[[], Mapping[str, str]],
+        measurement: PeerMeasurement,
     ) -> None:
         """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
-        are called on the control loop. Raises `ConfigurationError` for a port
-        or a socket that cannot be opened."""
+        are called on the control loop. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
         self._thread = thread
         self._bridge = Bridge(driver, loop)
         engines.on_other_answer = self._bridge.answered
@@ -95,7 +96,7 @@ class ControlServer:
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
             admin_pb2.DESCRIPTOR: Admin(
-                self._bridge, driver, engines, membership, snapshot, controls, config, origin
+                self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement
             ).functions,
             events_pb2.DESCRIPTOR: Events(self._bridge, driver).functions,
         }

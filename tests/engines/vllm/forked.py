@@ -7,24 +7,24 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import IO
 
 from tokenlake_testing.engine_lines import ENVIRONMENT, Child, Engine, main
 
-__all__ = ["ForkedEngine", "answers", "refusals"]
+__all__ = ["ForeignBackend", "ForkedEngine", "answers", "refusals"]
 
 
 class _Forked:
     """A process that `multiprocessing` started, as `Engine` uses it."""
 
-    def __init__(self, config: str, log: str, nice: int) -> None:
+    def __init__(self, config: str, log: str, nice: int, prepare: Callable[[], None]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["vllm.entrypoints.llm"])
         commands, to_child = context.Pipe(duplex=False)
         from_child, replies = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(config, log, nice, commands, replies), daemon=True)
+        self._process = context.Process(target=_run, args=(config, log, nice, commands, replies, prepare), daemon=True)
         before = dict(os.environ)
         # The fork server reads the environment when it starts, with the first engine.
         os.environ.update(ENVIRONMENT)
@@ -55,9 +55,23 @@ class _Forked:
 class ForkedEngine(Engine):
     """As `Engine`, with the environment that the fork server started with. It cannot start processes of its own."""
 
+    @staticmethod
+    def prepare() -> None:
+        """Called in the process before the engine starts."""
+
     def _start(self, config: str, python: str, nice: int, environment: dict[str, str]) -> Child:
         assert not environment
-        return _Forked(config, str(self.log), nice)
+        return _Forked(config, str(self.log), nice, self.prepare)
+
+
+class ForeignBackend(ForkedEngine):
+    """An engine with an attention backend whose memory layout the client does not know."""
+
+    @staticmethod
+    def prepare() -> None:
+        from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS
+
+        BLOCK_VIEWS.clear()
 
 
 def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -76,7 +90,9 @@ def refusals(engine: Engine) -> list[str]:
     return re.findall(r"served without the pool: ([^\n]*)", engine.log.read_text())
 
 
-def _run(config: str, log: str, nice: int, commands: Connection, replies: Connection) -> None:
+def _run(
+    config: str, log: str, nice: int, commands: Connection, replies: Connection, prepare: Callable[[], None]
+) -> None:
     os.nice(nice)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(replies.fileno(), 1)
@@ -88,4 +104,5 @@ def _run(config: str, log: str, nice: int, commands: Connection, replies: Connec
     registry._run_in_subprocess = lambda look: look()
     commands.close()
     replies.close()
+    prepare()
     main(config)

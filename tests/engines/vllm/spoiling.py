@@ -44,11 +44,11 @@ def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int
         return count - first
 
 
-def spoil_all(cluster: Cluster, engine: Engine) -> int:
-    """Overwrite every segment of the engine's layout in the memory of its node. Returns the number of slots."""
+def spoil_all(cluster: Cluster, engine: Engine, node: int = 0) -> int:
+    """Overwrite every segment of the engine's layout in the memory of a node. Returns the number of slots."""
     layout = decode_layout(bytes.fromhex(engine.call("layout")))
     count = 0
-    with Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool:
+    with Pool.connect(cluster.nodes[node].socket, layout, deadlines=DEADLINES) as pool:
         for region in range(REGIONS):
             with contextlib.suppress(Exception):
                 slots = pool.link.regions.get(region, write=True).slots

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, total, wait_told, wait_until
@@ -129,3 +131,74 @@ def test_the_log_level(two: Cluster) -> None:
         for level, logger in (("loud", ""), ("debug", "grpc")):
             with pytest.raises(Refused, match="expected one"):
                 control.set_log_level(level, logger)
+
+
+def test_the_engines_by_layout(two: Cluster) -> None:
+    other = msgspec.structs.replace(LAYOUT, dtype="float16")
+    with local(two.nodes[0]) as control, two.connect(0, LAYOUT), two.connect(0, LAYOUT), two.connect(0, other):
+        found = {bytes(each.layout.fingerprint): (each.tenant, each.processes) for each in control.engines()}
+        assert found == {LAYOUT.fingerprint(): ("default", 2), other.fingerprint(): ("default", 1)}
+
+
+def test_hot_prefixes_and_slow_calls(two: Cluster) -> None:
+    hot, cold = Prompt(60, 3), Prompt(61, 2)
+    with two.connect(0, LAYOUT) as pool, local(two.nodes[0]) as control:
+        store(pool, hot)
+        for number in range(7):
+            prompt = hot if number else cold
+            pool.match(pool.prefix(prompt.tokens).keys, MatchOptions(request=f"top-{number}")).release()
+        activity = control.activity(1000)
+        prefixes = {bytes(each.key): each for each in activity.prefixes}
+        first = prefixes[bytes(pool.prefix(hot.tokens).keys[0])]
+        assert (first.tenant, first.requests, first.newest) == ("default", 6, "top-6")
+        assert first.asked_tokens == first.hit_tokens == 6 * 3 * SEGMENT_TOKENS
+        other = prefixes[bytes(pool.prefix(cold.tokens).keys[0])]
+        assert (other.requests, other.asked_tokens, other.hit_tokens) == (1, 2 * SEGMENT_TOKENS, 0)
+        assert [each.requests for each in activity.prefixes] == sorted(
+            (each.requests for each in activity.prefixes), reverse=True
+        )
+        assert [each.seconds for each in activity.calls] == sorted(
+            (each.seconds for each in activity.calls), reverse=True
+        )
+        assert len(control.activity(1).prefixes) == 1
+
+
+def test_a_measurement_is_bounded_and_reads_no_segment(two: Cluster) -> None:
+    with local(two.nodes[0]) as control:
+        before = control.status().counters
+        (path,) = control.measure("node1", max_bytes=3 << 20)
+        assert (path.problem, path.bytes) == ("", 3 << 20)
+        assert path.address == f"127.0.0.1:{two.ports['node1']}"
+        assert 0 < path.round_trip_s < 5
+        (timed,) = control.measure("node1", max_bytes=1 << 40, max_s=0.05)
+        assert 0 < timed.bytes <= 256 << 20
+        after = control.status().counters
+        for name in ("tokenlake_received_bytes_total", "tokenlake_received_segments_total"):
+            assert after[name] == before[name]
+        (unknown,) = control.measure("nobody")
+        assert "is not known" in unknown.problem
+        with pytest.raises(Refused, match="another node"):
+            control.measure("node0")
+
+
+def test_an_unreachable_peer_is_the_result_of_its_measurement() -> None:
+    with daemons(2) as cluster, local(cluster.nodes[0]) as control:
+        cluster.nodes[1].kill()
+        (path,) = control.measure("node1")
+        assert path.problem
+        assert path.bytes == 0
+
+
+def test_secrets_have_digests_that_differ_where_they_do(tmp_path: Path) -> None:
+    digests = []
+    for secret in ("aa", "bb"):
+        file = tmp_path / "node.toml"
+        file.write_text(f"cluster_secret = '{'cc' * 32}'\n[[tenants]]\nname = 'red'\nsecret = '{secret * 32}'\n")
+        file.chmod(0o600)
+        with daemons(1, config=str(file)) as cluster, local(cluster.nodes[0]) as control:
+            settings = {each.name: each for each in control.config()}
+            digests.append((settings["tenants"].digests["red"], settings["cluster_secret"].digests["0"]))
+            assert secret * 8 not in str(settings)
+            assert dict(settings["memory"].digests) == {}
+    assert digests[0][0] != digests[1][0]
+    assert digests[0][1] == digests[1][1]

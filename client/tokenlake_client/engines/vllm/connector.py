@@ -47,7 +47,7 @@ from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["KnownLayoutConnector", "check_failure_policy"]
+__all__ = ["KnownLayoutConnector", "backend_name", "check_failure_policy"]
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -541,14 +541,20 @@ def _scheduled(output: Any) -> list[ScheduledPart]:
 
 
 def _backend_of(vllm_config: Any, names: Iterable[str]) -> str:
-    """The name of the layers' attention backend, with the instruction set where the memory layout depends on it."""
+    """The name of the layers' attention backend, of which there must be one."""
     backends = get_current_attn_backends(vllm_config, list(names))
     if len(backends) != 1:
         raise LayoutRefused(f"the layers have {len(backends)} attention backends; supported: one")
-    name = str(backends[0].get_name())
+    return backend_name(vllm_config, backends[0], vllm_config.cache_config.block_size)
+
+
+def backend_name(vllm_config: Any, backend: Any, block_tokens: int) -> str:
+    """The name of an attention backend as `block_views` takes it: with the instruction set where the memory layout
+    depends on it. `block_tokens`: the tokens of a block."""
+    name = str(backend.get_name())
     if name != "CPU_ATTN":
         return name
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    return f"{name}/{_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)}"
+    return f"{name}/{_get_attn_isa(model.dtype, block_tokens, model.get_head_size(), cache.cache_dtype)}"

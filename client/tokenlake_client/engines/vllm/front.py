@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused
-from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
-from tokenlake_client.engines.vllm.identity import layout_of
+from tokenlake_client.engines.vllm.blocks import block_views
+from tokenlake_client.engines.vllm.connector import KnownLayoutConnector, backend_name
+from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
 
@@ -82,7 +83,10 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """The reason why the pool does not know the layout of the model's cache; None if it does."""
     settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
     try:
-        layout_of(vllm_config, _as_the_scheduler_has_it(kv_cache_config), settings)
+        layout = layout_of(vllm_config, _as_the_scheduler_has_it(kv_cache_config), settings)
+        backend = _backend_for(vllm_config, layout.key_dim, block_tokens_of(kv_cache_config))
+        if backend is not None:
+            block_views(backend)
     except LayoutRefused as error:
         return str(error)
     except ConfigurationError:
@@ -90,6 +94,20 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _backend_for(vllm_config: Any, head_dim: int, block_tokens: int) -> str | None:
+    """The attention backend, by its name in `block_views`, that vLLM chooses for this configuration; None: not known.
+    The layers of a rank may have another one, which vLLM's scheduler does not know; the rank checks it."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.attention.selector import get_attn_backend
+
+        with set_current_vllm_config(vllm_config):
+            backend = get_attn_backend(head_dim, vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype)
+        return backend_name(vllm_config, backend, block_tokens)
+    except Exception:
+        return None
 
 
 def _as_the_scheduler_has_it(kv_cache_config: Any) -> Any:

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["HASH_BYTES", "ChunkPart", "blocks_per_chunk", "chunk_parts", "parse_key", "whole_chunks"]
+__all__ = ["GROUP_BYTES", "HASH_BYTES", "ChunkPart", "blocks_per_chunk", "chunk_parts", "parse_key", "whole_chunks"]
 
 HASH_BYTES = 32
 """Size of a block hash that vLLM makes with SHA-256."""
-_GROUP_BYTES = 4
+GROUP_BYTES = 4
+"""Size of the number of the cache group, with which a key of vLLM's OffloadingConnector ends."""
 
 
 class ChunkPart(NamedTuple):
@@ -38,7 +39,7 @@ class ChunkPart(NamedTuple):
 
 def parse_key(key: bytes) -> tuple[int, bytes]:
     """(number of the cache group, block hash) of a key of vLLM's OffloadingConnector."""
-    return int.from_bytes(key[-_GROUP_BYTES:], "big"), key[:-_GROUP_BYTES]
+    return int.from_bytes(key[-GROUP_BYTES:], "big"), key[:-GROUP_BYTES]
 
 
 def blocks_per_chunk(block_tokens: Sequence[int], segment_tokens: int) -> int:

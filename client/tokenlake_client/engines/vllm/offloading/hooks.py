@@ -5,7 +5,8 @@ scheduler's side about the caches of the ranks. So some of its methods are exten
 
     on_new_request                the digest of the request's LoRA adapter goes to the manager
     get_transfer_results          requests whose load failed are named, so that vLLM computes them
-    the other four                each rank reports on its cache. When all have, the layout is known, and the pool is
+    update_connector_output       these loads are counted
+    the latter and other three    each rank reports on its cache. When all have, the layout is known, and the pool is
                                   opened: before the first request, by vLLM's handshake, or else in the first step.
                                   Within `MultiConnector`, which has one handshake for all connectors, the latter
 """
@@ -99,8 +100,12 @@ def build_connector_worker_meta(connector: Any, original: Callable[..., Any]) ->
 
 
 def update_connector_output(connector: Any, original: Callable[..., Any], connector_output: Any) -> Any:
-    """Hand the reports of ranks to the manager."""
+    """Hand the reports of ranks to the manager, and name the requests whose load failed."""
     _reported(connector, getattr(connector_output.kv_connector_worker_meta, "facts", {}))
+    manager = manager_of(connector)
+    if manager is not None:
+        for name in connector_output.failed_recving or ():
+            manager.chunks.load_failed(name)
     return original(connector_output)
 
 

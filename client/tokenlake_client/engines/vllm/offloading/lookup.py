@@ -29,10 +29,11 @@ from tokenlake_client.match import MatchOptions
 
 __all__ = ["ChunkLookup", "ChunkLookups", "Found"]
 
-POLL_S = 0.0002
-"""Seconds between two polls for the daemon's answer: vLLM asks for each chunk of a prompt in one go."""
 WINDOW = 32
 """The number of segments that are fetched at a time."""
+_LOCAL = int(Code.LOCAL)
+_REMOTE = int(Code.REMOTE)
+_LEASED = bytes([_LOCAL, _REMOTE])
 
 
 class Found(enum.IntEnum):
@@ -79,7 +80,6 @@ class ChunkLookup:
         self._wanted: set[int] = set()
         self._taken: set[int] = set()
         """The segments that `take_wanted` has returned."""
-        self._next_poll = 0.0
 
     def start(self) -> None:
         """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
@@ -99,10 +99,6 @@ class ChunkLookup:
         """Has the daemon answered? Raises `TokenLakeError` when it will not."""
         if self.lease is not None:
             return True
-        now = self._clock()
-        if now < self._next_poll:
-            return False
-        self._next_poll = now + POLL_S
         with self._lock:
             pending, failure = self._pending, self._failure
         if failure is not None:
@@ -113,16 +109,14 @@ class ChunkLookup:
         lease = pending.poll()
         if pending.answers > answers:
             # Many chunks take several requests, each of which has the whole deadline.
-            self.due = max(self.due, now + self._deadline_s)
+            self.due = max(self.due, self._clock() + self._deadline_s)
         if lease is None:
             return False
-        at_once = () if self._verify else (Code.LOCAL,)
-        for key, code in zip(self._asked, lease.codes, strict=True):
-            if code in (Code.LOCAL, Code.REMOTE) and len(self._found) < lease.hits:
-                self._segments[key] = len(self._found)
-                if code == Code.REMOTE:
-                    self._remote.add(len(self._found))
-                self._found.append(Found.HIT if code in at_once else Found.PENDING)
+        leased = [pair for pair in zip(self._asked, lease.codes, strict=True) if pair[1] in _LEASED][: lease.hits]
+        self._segments = {key: index for index, (key, _) in enumerate(leased)}
+        self._remote = {index for index, (_, code) in enumerate(leased) if code == _REMOTE}
+        at_once = Found.PENDING if self._verify else Found.HIT
+        self._found = [at_once if code == _LOCAL else Found.PENDING for _, code in leased]
         self.lease = lease
         return True
 
@@ -145,6 +139,16 @@ class ChunkLookup:
         wanted, self._wanted = sorted(self._wanted - self._taken), set()
         self._taken.update(wanted)
         return wanted
+
+    @property
+    def dropped(self) -> bool:
+        """Was the lease released, or is it when the answer arrives?"""
+        with self._lock:
+            return self._dropped
+
+    def lost(self, fetched: Iterable[int]) -> int:
+        """The number of the segments `fetched`, for which `fetch` has returned or raised, that are misses."""
+        return sum(self._found[index] is Found.MISS for index in fetched)
 
     def fetch(self, wanted: Sequence[int]) -> None:
         """Transfer the segments `wanted` to this node and verify them; each becomes a HIT or a MISS. Waits; for a

@@ -200,6 +200,11 @@ class ChunkManager:
         if lookup is not None:
             lookup.drop()
 
+    def load_failed(self, name: str) -> None:
+        """Count a load that failed on a rank. `name`: its request; another connector may be the one that loads it."""
+        if name in self._loads:
+            self._counters.add(loads_failed=1)
+
     def step_ends(self, begun: Iterable[str], preempted: Iterable[str]) -> None:
         """A step was scheduled. `begun`: the requests that compute for the first time; they load nothing more.
         `preempted`: the requests that lost their blocks; they begin anew."""
@@ -364,3 +369,5 @@ class ChunkManager:
             pass
         except Exception as error:
             self._report("fetching segments", error)
+        if not lookup.dropped and lookup.lost(wanted):
+            self._counters.add(loads_failed=1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar, cast
 
@@ -34,7 +35,7 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.offloading.chunks import blocks_per_chunk, parse_key
+from tokenlake_client.engines.vllm.offloading.chunks import GROUP_BYTES, blocks_per_chunk
 from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
@@ -56,6 +57,11 @@ VLLM_SETTINGS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chun
 """Keys of `kv_connector_extra_config` that vLLM's OffloadingConnector reads."""
 RESULTS = [LookupResult.MISS, *[LookupResult[found.name.replace("PENDING", "HIT_PENDING")] for found in Found]]
 """vLLM's name of each `Found`, by its value, which begins with 1."""
+POLL_S = 0.0002
+"""Seconds for which the answer RETRY to one chunk of a request holds for its other chunks: vLLM asks for all chunks of
+a prompt in one go."""
+_RETRY = LookupResult.RETRY
+_GROUP = slice(-GROUP_BYTES, None)
 
 
 class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -160,29 +166,41 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """`chunk_tokens`: the tokens of a chunk, by the number of its cache group."""
         self.spec = spec
         self._reports = spec.reports
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = {group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in chunk_tokens.items()}
         self.chunks = ChunkManager(spec.settings, spec.counters, spec.reports.failure, spec.refuse)
         self.opening = Opening(self.chunks, spec.connect, spec.reports.failure)
         self._status = PoolStatus(logger)
         self._adapters: Adapters | None = None
         self._asked: tuple[Any, bytes] = None, b""
-        """The request and the chunk of the last lookup."""
+        """The request and the chunk of the last lookup that went to the manager."""
+        self._unanswered: Any = None
+        """The request whose last answer was RETRY."""
+        self._ask_at = 0.0
+        """The time from which the manager is asked for its chunks again."""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM's hook: can the chunk be loaded?"""
+        if req_context is self._unanswered and time.monotonic() < self._ask_at:
+            return _RETRY
         try:
             self._asked = req_context, key
-            return RESULTS[self.chunks.lookup(req_context.req_id, key, self._keys)]
+            found = self.chunks.lookup(req_context.req_id, key, self._keys)
         except Exception as error:
             self._reports.failure("looking up segments", error)
-            return LookupResult.MISS
+            found = Found.MISS
+        if found is Found.RETRY:
+            self._unanswered, self._ask_at = req_context, time.monotonic() + POLL_S
+        else:
+            self._unanswered = None
+        return RESULTS[found]
 
     def _keys(self) -> list[bytes]:
         """The keys of all chunks of the request that vLLM asks about. vLLM has no public list of them; without it, only
         the chunk that it asks for is looked up."""
         context, key = self._asked
         positions: dict[bytes, int] = getattr(context, "_offload_key_positions", None) or {}
-        return [each for each, end in positions.items() if not end % self._chunk_tokens[parse_key(each)[0]]] or [key]
+        tokens = self._chunk_tokens
+        return [each for each, end in positions.items() if not end % tokens[each[_GROUP]]] or [key]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """vLLM's hook: where was a chunk that is loaded?"""
@@ -201,7 +219,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's hook: the job that stores chunks."""
         try:
             # vLLM also offers the last, incomplete chunk of some prompts. Its key names fewer tokens than a chunk has.
-            whole = [key for key in keys if not _position(req_context, key) % self._chunk_tokens[parse_key(key)[0]]]
+            whole = [key for key in keys if not _position(req_context, key) % self._chunk_tokens[key[_GROUP]]]
             planned = self.chunks.prepare_store(req_context.req_id, whole) if whole else None
         except Exception as error:
             self._reports.failure("planning which segments to store", error)

@@ -1,31 +1,35 @@
-"""`tokenlake explain`: the tokens that one request found and missed, from this node's daemon over the local socket."""
+"""`tokenlake explain`: the tokens that one request found and missed.
+
+A daemon of this machine is asked over the socket of engines, because users of tenants may not open the control socket;
+one of another machine, and with --tenant any, over the control plane.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 import msgspec
-from rich.box import SIMPLE
-from rich.markup import escape
-from rich.table import Table
 
 from tokenlake import errors
-from tokenlake.config import DEFAULT, ENGINE_PREFIX, load_config
-from tokenlake.errors import DeadlinePassed, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.config import DEFAULT
+from tokenlake.errors import DeadlinePassed, ProtocolRefused, Unreachable
 from tokenlake.local_socket import first_reachable, sockets_to_try
 from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
-from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel
+from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
+from tokenlake_operator.reaching import Target, operates, settings_file
 from tokenlake_server.blocking_sockets import read_frame
-from tokenlake_server.config_file import read_foreign_file
 from tokenlake_server.local_socket import dial
-from tokenlake_server.tables import print_table
+from tokenlake_server.tables import print_rows, printable
+
+if TYPE_CHECKING:
+    from tokenlake_proto.v1 import admin_pb2
 
 __all__ = ["Explanation", "ask", "explain"]
 
@@ -81,77 +85,84 @@ def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
         yield f"  {missed.reason.replace('_', ' ')}", missed.tokens, missed.detail
 
 
-class _Daemon(NamedTuple):
-    """The daemon that is asked, and the credential of the caller."""
-
-    places: tuple[str, ...]
-    """Paths of the daemon's possible sockets, of which the first reachable one is used."""
-    token: str | None
-    uid: int | None
-
-    def ask(self, request: str) -> tuple[str, Explanation]:
-        """Ask the daemon about a request. Returns (path of the socket, answer). Raises the errors of the function
-        `ask`."""
-        return first_reachable(
-            self.places, lambda place: (place, ask(Path(place), request, self.token, self.uid)), os.listdir
-        )
+Ask = Callable[[str], Explanation]
+"""Asks one daemon about a request, by its name or the beginning; raises `TokenLakeError`."""
 
 
 @click.command()
 @click.argument("request_id", required=False)
 @click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain the N newest requests.")
-@click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="The daemon's TOML file.")
-@click.option("--node", default=None, help="Name of the daemon's node, where its socket has the default path.")
-@click.option("--socket", "path", default=None, help="Path of the daemon's socket.")
-@click.option(
-    "--daemon-uid",
-    type=int,
-    default=None,
-    envvar=f"{ENGINE_PREFIX}DAEMON_UID",
-    help="The user that the daemon runs as, where that is neither root nor you.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per request instead of a table.")
-def explain(
-    request_id: str | None,
-    last: int | None,
-    file: Path | None,
-    node: str | None,
-    path: str | None,
-    daemon_uid: int | None,
-    as_json: bool,
-) -> None:
+@click.option("--tenant", default="", help="The tenant of the request, for an operator of the daemon.")
+@operates
+def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
     """Show how many tokens of a request were found, and why the others were missed.
 
     REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
     return a shorter id than the engine uses: that beginning is enough. Ask the node whose daemon the engine used. Only
-    requests of your own tenant are shown: by your uid, or by the token in TOKENLAKE_ENGINE_CREDENTIAL.
+    requests of your own tenant are shown: by your uid, by the token in TOKENLAKE_ENGINE_CREDENTIAL, or by your
+    certificate. --socket is the socket of engines, with --tenant the control socket.
     """
     if (request_id is None) == (last is None):
         raise click.UsageError("expected either REQUEST_ID or --last N")
-    try:
-        daemon = _daemon(file, node, path, daemon_uid)
-        if last is None:
-            funnels = [_one(*daemon.ask(request_id or ""), request_id or "")]
-        else:
-            place, newest = daemon.ask("")
-            answers = [daemon.ask(name)[1].funnel for name in newest.names[:last]]
-            funnels = [funnel for funnel in answers if funnel is not None]
-            if not funnels:
-                raise click.ClickException(f"the daemon at {place} remembers no request of this tenant")
-    except TokenLakeError as error:
-        raise click.ClickException(str(error)) from error
+    if tenant or target.remote is not None:
+        with target.connect() as control:
+            funnels = _funnels(lambda name: _explained(control.explain(name, tenant)), request_id, last, "this node")
+    else:
+        place, ask_daemon = _engine_socket(target)
+        funnels = _funnels(ask_daemon, request_id, last, place)
     for funnel in funnels:
         _print(funnel, as_json)
 
 
-def _daemon(file: Path | None, node: str | None, path: str | None, daemon_uid: int | None) -> _Daemon:
-    text = read_foreign_file(file) if file is not None else None
-    user, flags = os.geteuid(), {"node": node, "socket": path}
-    settings = load_config(toml_text=text, environ=os.environ, flags=flags, uid=user, file=str(file))
-    places: tuple[str, ...] = (settings.config.socket,)
-    if settings.origin["socket"] == DEFAULT:
-        places = sockets_to_try(os.environ, settings.config.node, user)
-    return _Daemon(places, os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None, daemon_uid)
+def _funnels(ask_daemon: Ask, request_id: str | None, last: int | None, place: str) -> list[Funnel]:
+    """The funnels of the request, or of the newest ones. Raises `click.ClickException` where there are none."""
+    if request_id is not None:
+        return [_one(place, ask_daemon(request_id), request_id)]
+    answers = [ask_daemon(name).funnel for name in ask_daemon("").names[:last]]
+    funnels = [funnel for funnel in answers if funnel is not None]
+    if not funnels:
+        raise click.ClickException(f"the daemon at {place} remembers no request of this tenant")
+    return funnels
+
+
+def _engine_socket(target: Target) -> tuple[str, Ask]:
+    """The path of the daemon's socket of engines, and the function that asks there."""
+    places: tuple[str, ...]
+    if target.path is not None:
+        places = (target.path,)
+    else:
+        settings = settings_file(target.file, target.node)
+        places = (settings.config.socket,)
+        if settings.origin["socket"] == DEFAULT:
+            places = sockets_to_try(os.environ, settings.config.node, os.geteuid())
+
+    def ask_at(place: str, name: str) -> Explanation:
+        return ask(Path(place), name, target.token, target.daemon_uid)
+
+    return " or ".join(places), lambda name: first_reachable(places, lambda place: ask_at(place, name), os.listdir)
+
+
+def _explained(answer: admin_pb2.ExplainResponse) -> Explanation:
+    """The answer of a control plane."""
+    if not answer.HasField("funnel"):
+        return Explanation(None, tuple(answer.names))
+    found = answer.funnel
+    return Explanation(
+        Funnel(
+            found.request,
+            found.node,
+            found.age_s,
+            found.segment_tokens,
+            found.ideal,
+            found.here,
+            tuple(found.elsewhere.items()),
+            found.fetched,
+            found.useful,
+            found.held,
+            tuple(Missed(each.reason, each.tokens, each.detail) for each in found.missed),
+        ),
+        (),
+    )
 
 
 def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
@@ -160,7 +171,7 @@ def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
     if answer.funnel is not None:
         return answer.funnel
     if answer.names:
-        names = "\n  ".join(map(_printable, answer.names))
+        names = "\n  ".join(map(printable, answer.names))
         raise click.ClickException(
             f"several requests begin with {request_id!r}; give more of the name of one:\n  {names}"
         )
@@ -175,18 +186,8 @@ def _print(funnel: Funnel, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(funnel)))
         return
-    title = escape(f"{_printable(funnel.request)}, {funnel.age_s:.1f} s ago")
-    table = Table("request", "tokens", "", title=title, box=SIMPLE)
-    table.columns[1].justify = "right"
-    for name, tokens, detail in _rows(funnel):
-        table.add_row(name, f"{tokens:,}", escape(_printable(detail)))
-    print_table(table)
-
-
-def _printable(text: str) -> str:
-    """`text` with escapes in place of control characters: engines choose the names of requests, and a terminal would
-    execute the sequences in them."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    rows = [(name, f"{tokens:,}", detail) for name, tokens, detail in _rows(funnel)]
+    print_rows(("request", "tokens", ""), rows, f"{funnel.request}, {funnel.age_s:.1f} s ago")
 
 
 def _plain(funnel: Funnel) -> dict[str, object]:

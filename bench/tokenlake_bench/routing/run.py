@@ -1,0 +1,31 @@
+"""Simulates one of the compared systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.routing.fleet_run import FleetOptions, FleetRun
+from tokenlake_bench.routing.offload import OffloadRun
+from tokenlake_bench.routing.outcome import SystemRow
+from tokenlake_bench.routing.systems import System
+
+__all__ = ["run_system"]
+
+
+def run_system(
+    accesses: Accesses,
+    system: System,
+    options: FleetOptions,
+    progress: Callable[[int], None] = lambda done: None,
+) -> SystemRow:
+    """Simulate `system` on all requests; equal arguments give equal rows. `progress` is called with the number of
+    requests sent so far. Raises ConfigurationError."""
+    least = 1 if system.phases is None else 2
+    if options.instances < least:
+        raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
+    if not accesses.prompts:
+        raise ConfigurationError("requests", 0, "at least one")
+    run = FleetRun if options.engine_cache_tokens is None else OffloadRun
+    return run(accesses, system, options).run(progress)

@@ -1,0 +1,35 @@
+"""A finding of the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import click
+
+from tokenlake_server.tables import print_rows
+
+__all__ = ["Finding", "Severity", "print_findings"]
+
+Severity = Literal["error", "warning"]
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong. An error keeps a node or its engines from working; a warning costs speed or safety."""
+
+    severity: Severity
+    check: str
+    """The name of the check, for scripts: it does not change."""
+    where: str
+    """The setting, file, node or pair of nodes."""
+    problem: str
+    cure: str
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print findings for people."""
+    rows = [(each.severity, each.where, each.problem, each.cure) for each in findings]
+    if rows:
+        print_rows(("", "where", "problem", "cure"), rows)
+    else:
+        click.echo("no problem was found")

@@ -1,0 +1,139 @@
+"""Nodes that answer, compared: clocks, versions, settings, secrets, members, and the paths between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tokenlake.config import RuleSettings
+from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.doctor.layouts import check_layouts
+from tokenlake_operator.nodes import Node
+from tokenlake_operator.words import per_second, span
+from tokenlake_proto.v1 import admin_pb2 as pb
+
+__all__ = ["compare"]
+
+SKEW_S = 1.0
+"""Difference of two clocks that is reported: certificates, logs and etcd suffer from larger ones."""
+LEAST_RATE = 50e6
+"""Bytes per second below which a path is reported: computing a segment is about as fast as fetching it then."""
+LEAST_MEASURED_S = 0.2
+TRIP_SHARE = 0.5
+"""Share of `match_deadline_ms` that a round trip may take: a match needs two."""
+AGREE = (
+    "match_deadline_ms",
+    "suspect_ms",
+    "region_size",
+    "query_engine",
+    *(name for name in RuleSettings.__struct_fields__ if name != "max_sessions"),
+)
+"""Settings that may differ in principle, and in a pool of equal nodes do not by intention."""
+MUST_AGREE = ("cluster", "etcd", "unencrypted_beyond_loopback")
+
+
+def compare(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """The first node is compared with each other one, and all layouts with each other."""
+    first = nodes[0]
+    for other in nodes[1:]:
+        where = f"{first.name} - {other.name}"
+        yield from _clocks(first, other, where)
+        yield from _members(first, other)
+        yield from _members(other, first)
+        yield from _settings(first, other, where)
+        yield from _secrets(first, other, where)
+        if first.status.version != other.status.version:
+            problem = f"versions {first.status.version} and {other.status.version}"
+            yield Finding("warning", "versions", where, problem, "upgrade the older one")
+    for node in nodes:
+        for source, paths in node.paths.items():
+            for path in paths:
+                yield from _path(node, source, path)
+    yield from check_layouts(nodes)
+
+
+def _clocks(first: Node, other: Node, where: str) -> Iterator[Finding]:
+    skew = other.clock_offset_s - first.clock_offset_s
+    if abs(skew) > SKEW_S + first.uncertainty_s + other.uncertainty_s:
+        ahead, behind = (other, first) if skew > 0 else (first, other)
+        problem = f"the clock of {ahead.name} is {span(abs(skew))} ahead of that of {behind.name}"
+        cure = "synchronise both clocks (chrony, systemd-timesyncd; `timedatectl` says whether they are)"
+        yield Finding("error", "clock-skew", where, problem, cure)
+
+
+def _members(one: Node, other: Node) -> Iterator[Finding]:
+    names = {member.node for member in other.cluster.members}
+    if one.name not in names:
+        yield Finding(
+            "error",
+            "members-differ",
+            f"{one.name} - {other.name}",
+            f"{one.name} has {other.name} as a member, and {other.name} has only {', '.join(sorted(names))}",
+            f"add {one.name} to 'peers' of {other.name} and restart it; with etcd, the same 'etcd' on both",
+        )
+
+
+def _settings(first: Node, other: Node, where: str) -> Iterator[Finding]:
+    for names, check in ((MUST_AGREE, "settings-must-agree"), (AGREE, "settings-differ")):
+        different = [
+            name
+            for name in names
+            if name in first.settings
+            and name in other.settings
+            and first.settings[name].value != other.settings[name].value
+        ]
+        if different:
+            listed = ", ".join(
+                f"{name} = {first.settings[name].value or 'nothing'} and {other.settings[name].value or 'nothing'}"
+                for name in different
+            )
+            severity = "error" if check == "settings-must-agree" else "warning"
+            cure = "one value on all nodes; restart the daemons one at a time"
+            yield Finding("error" if severity == "error" else "warning", check, where, listed, cure)
+
+
+def _secrets(first: Node, other: Node, where: str) -> Iterator[Finding]:
+    mine, theirs = _digests(first, "tenants"), _digests(other, "tenants")
+    for tenant in sorted({*mine, *theirs}):
+        if mine.get(tenant) == theirs.get(tenant):
+            continue
+        lacking = [node.name for node, known in ((first, mine), (other, theirs)) if tenant not in known]
+        problem = f"{lacking[0]} has no tenant '{tenant}'" if lacking else f"other secrets of tenant '{tenant}'"
+        cure = "the same [[tenants]] with the same secrets on all nodes: other secrets make other keys"
+        yield Finding("error", "tenant-secrets", where, problem, cure)
+    if first.settings and other.settings and not first.settings["certificate"].value:
+        known = [set(_digests(each, "cluster_secret").values()) for each in (first, other)]
+        if known[0] != known[1] and not known[0] & known[1]:
+            problem = "they have no 'cluster_secret' in common"
+            yield Finding("error", "cluster-secret", where, problem, "the same 'cluster_secret' on all nodes")
+
+
+def _digests(node: Node, setting: str) -> dict[str, str]:
+    found = node.settings.get(setting)
+    return dict(found.digests) if found is not None else {}
+
+
+def _path(node: Node, source: str, path: pb.Path) -> Iterator[Finding]:
+    where = f"{source} -> {node.name}"
+    if path.problem:
+        yield Finding(
+            "error",
+            "path-closed",
+            where,
+            f"segments do not pass from {path.address or 'it'}: {path.problem}",
+            f"let the firewall pass TCP from {node.name} to that address ('listen', 'bulk_listen' of {source})",
+        )
+        return
+    deadline = node.settings.get("match_deadline_ms")
+    limit_s = TRIP_SHARE * float(deadline.value) / 1e3 if deadline is not None else 0.0
+    if limit_s and path.round_trip_s > limit_s:
+        waits = deadline.value if deadline is not None else ""
+        problem = f"a round trip takes {span(path.round_trip_s)}, and matches wait for {waits} ms"
+        cure = "nodes in one data centre; else a 'match_deadline_ms' of four round trips on all nodes"
+        yield Finding("warning", "path-far", where, problem, cure)
+    rate = path.bytes / path.seconds if path.seconds else 0.0
+    if path.seconds >= LEAST_MEASURED_S and rate < LEAST_RATE:
+        problem = f"{path.address} delivers {per_second(rate)}"
+        cure = (
+            "a faster network for 'listen' or 'bulk_listen'; look for other traffic, and for a wrong interface or MTU"
+        )
+        yield Finding("warning", "path-slow", where, problem, cure)

@@ -1,0 +1,185 @@
+"""The kernel, the memory and the limits of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenlake.config import ServerConfig, format_size
+from tokenlake.config.kinds import HUGE_PAGE
+from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.words import amount
+from tokenlake_server.arena import MADV_POPULATE_WRITE
+from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes
+from tokenlake_server.connected_process import kernel_has_pidfds
+
+__all__ = ["Machine", "check_machine"]
+
+PER_PROCESS, OWN = 2, 512
+"""Descriptors that the daemon needs for each process of an engine, and for itself."""
+RANKS = 8
+"""Processes of an engine that are counted on."""
+THREADS = 128
+"""Processes and threads that a daemon needs at most, without its query engine."""
+
+
+class Machine:
+    """The facts of this machine that the checks need. Tests replace some of them."""
+
+    def __init__(
+        self, pid: int | None = None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+    ) -> None:
+        """`pid`: the daemon, once it runs; its limits count then, and not those of this process."""
+        self._pid = pid
+        self._proc = proc
+        self._cgroup = cgroup
+
+    def available(self) -> tuple[int, str]:
+        """Bytes that are available, and the source of that limit."""
+        return available_bytes(self._proc, self._cgroup)
+
+    def limit(self, kind: int) -> int | None:
+        """The hard limit `resource.RLIMIT_...`; None: there is none, or it cannot be read."""
+        try:
+            hard = resource.prlimit(self._pid or 0, kind)[1]
+        except (OSError, ValueError):
+            return None
+        return None if hard == resource.RLIM_INFINITY else hard
+
+    def threads_left(self) -> int | None:
+        """Processes and threads that the cgroup of this process may still start; None: any number."""
+        try:
+            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
+            group = self._cgroup / next(line[3:] for line in lines if line.startswith("0::")).lstrip("/")
+            most = (group / "pids.max").read_text().strip()
+            return None if most == "max" else int(most) - int((group / "pids.current").read_text())
+        except (OSError, ValueError, StopIteration):
+            return None
+
+    def free_huge_pages(self) -> int:
+        """Huge pages of 2 MiB that no process has."""
+        for line in (self._proc / "meminfo").read_text().splitlines():
+            if line.startswith("HugePages_Free:"):
+                return int(line.split()[1])
+        return 0
+
+    def has_sealed_memory(self) -> bool:
+        """Whether the kernel has sealed anonymous files (memfd)."""
+        try:
+            os.close(os.memfd_create("tokenlake-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except (OSError, AttributeError):
+            return False
+        return True
+
+    def has_populate(self) -> bool:
+        """Whether madvise allocates pages at once."""
+        with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+            anchor = ctypes.c_char.from_buffer(memory)
+            address = ctypes.c_void_p(ctypes.addressof(anchor))
+            done: int = ctypes.CDLL(None).madvise(address, ctypes.c_size_t(mmap.PAGESIZE), MADV_POPULATE_WRITE)
+            del anchor
+        return done == 0
+
+    def has_pidfds(self) -> bool:
+        """Whether the kernel shows the end of every engine, in any PID namespace."""
+        return kernel_has_pidfds()
+
+
+def check_machine(config: ServerConfig, machine: Machine, *, running: bool) -> Iterator[Finding]:
+    """`running`: the daemon has its memory already."""
+    yield from _kernel(machine)
+    yield from _limits(config, machine)
+    if not running:
+        yield from _memory(config, machine)
+
+
+def _kernel(machine: Machine) -> Iterator[Finding]:
+    release = os.uname().release
+    if not machine.has_sealed_memory():
+        yield Finding(
+            "error",
+            "kernel-memfd",
+            f"kernel {release}",
+            "it has no memfd with seals, in which the cache lies",
+            "run Linux 3.17 or later, and allow memfd_create in the seccomp profile of the container",
+        )
+    if not machine.has_populate():
+        yield Finding(
+            "warning",
+            "kernel-populate",
+            f"kernel {release}",
+            "it has no MADV_POPULATE_WRITE: pages are allocated when they are first written, so that first writes are "
+            "slow, and a lack of memory ends the daemon later and not at its start",
+            "run Linux 5.14 or later",
+        )
+    if not machine.has_pidfds():
+        yield Finding(
+            "warning",
+            "kernel-pidfd",
+            f"kernel {release}",
+            "it has no SO_PEERPIDFD: the end of an engine in a container is noticed by a file lock, up to 1 s late",
+            "run Linux 6.5 or later",
+        )
+
+
+def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
+    if config.huge_pages:
+        needed, free = -(-config.memory // HUGE_PAGE), machine.free_huge_pages()
+        if free < needed:
+            yield Finding(
+                "error",
+                "huge-pages",
+                "huge_pages",
+                f"'memory' takes {needed} huge pages of 2 MiB, and {free} are free",
+                f"`sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), or "
+                "'huge_pages' = false",
+            )
+        return
+    room, source = machine.available()
+    if config.memory + RESERVE_BYTES > room:
+        most = max(0, (room - RESERVE_BYTES) >> 20)
+        yield Finding(
+            "error",
+            "memory",
+            f"memory = {format_size(config.memory)}",
+            f"{amount(room)} are available ({source}), of which the daemon itself needs {RESERVE_BYTES >> 20} MiB",
+            f"'memory' of at most {most}MiB, or more memory for the machine or its cgroup",
+        )
+
+
+def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
+    files = machine.limit(resource.RLIMIT_NOFILE)
+    needed = OWN + PER_PROCESS * RANKS * config.max_sessions
+    if files is not None and files < needed:
+        yield Finding(
+            "error" if files < OWN else "warning",
+            "limit-files",
+            "RLIMIT_NOFILE",
+            f"the hard limit is {files} open files; {config.max_sessions} engines (max_sessions) of {RANKS} ranks need "
+            f"{needed}",
+            f"LimitNOFILE={needed} in the unit of systemd, `ulimit -Hn {needed}`, or a lower 'max_sessions'",
+        )
+    for name, kind in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_FSIZE", resource.RLIMIT_FSIZE)):
+        limit = machine.limit(kind)
+        size = config.memory if kind == resource.RLIMIT_AS else config.region_size
+        if limit is not None and limit < size + (1 << 30 if kind == resource.RLIMIT_AS else 0):
+            yield Finding(
+                "error",
+                "limit-memory",
+                name,
+                f"the hard limit is {amount(limit)}; 'memory' = {format_size(config.memory)} needs more",
+                f"no such limit: {'LimitAS' if kind == resource.RLIMIT_AS else 'LimitFSIZE'}=infinity in the unit",
+            )
+    left = machine.threads_left()
+    if left is not None and left < THREADS:
+        yield Finding(
+            "error",
+            "limit-threads",
+            "pids.max of the cgroup",
+            f"{left} more threads may start; a daemon needs up to {THREADS}",
+            "a higher pids.max (TasksMax in the unit, pids_limit of the container)",
+        )

@@ -1,0 +1,138 @@
+"""The ports, sockets and directories that a daemon needs at its start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenlake.config import Address, ServerConfig, parse_address
+from tokenlake.errors import ListenerUntrusted
+from tokenlake.local_socket import check_place, directory_mode
+from tokenlake_operator.doctor.base import Finding
+
+__all__ = ["check_directories", "check_ports", "check_sockets"]
+
+
+def check_ports(config: ServerConfig) -> Iterator[Finding]:
+    """For a daemon that does not run: each port is free, and its address is one of this machine."""
+    wanted = [("listen", parse_address(config.listen)), *(("bulk_listen", each) for each in config.bulk_listen)]
+    for setting in ("metrics", "control"):
+        if text := getattr(config, setting):
+            wanted.append((setting, parse_address(text)))
+    for setting, address in wanted:
+        where = f"{setting} = {address}"
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            cure = "an IP address of this machine, or a name of one"
+            yield Finding("error", "address", where, f"the name cannot be resolved ({error.strerror})", cure)
+            continue
+        yield from _bind(setting, address, where, found[0], found[4])
+
+
+def _bind(setting: str, address: Address, where: str, family: int, sockaddr: object) -> Iterator[Finding]:
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(sockaddr)  # type: ignore[arg-type]
+            # With SO_REUSEADDR only listening is refused where another process listens.
+            sock.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                cure = (
+                    f"end the process that has the port (`ss -ltnp 'sport = :{address.port}'` names it), or give "
+                    f"'{setting}' another port: each daemon of a machine needs its own"
+                )
+                yield Finding("error", "port-in-use", where, "another process listens there", cure)
+            elif error.errno == errno.EADDRNOTAVAIL:
+                cure = "an address that `ip address` shows; behind NAT that of an interface here, and 'advertise'"
+                yield Finding("error", "address", where, "no interface of this machine has this address", cure)
+            elif error.errno == errno.EACCES:
+                cure = "a port of 1024 or more"
+                yield Finding("error", "address", where, "ports below 1024 are for root", cure)
+            else:
+                yield Finding("error", "address", where, error.strerror or str(error), "another address")
+
+
+def check_sockets(config: ServerConfig) -> Iterator[Finding]:
+    """For a daemon that does not run: the paths of its sockets."""
+    for setting in ("socket", "control_socket"):
+        path = Path(os.path.abspath(getattr(config, setting)))
+        if not getattr(config, setting):
+            continue
+        where = f"{setting} = {path}"
+        directory, user = path.parent, os.geteuid()
+        if directory_mode(str(directory), user) is None and not directory.is_dir():
+            cure = f"make the directory {directory}, or remove the setting"
+            yield Finding("error", "socket-directory", where, f"there is no directory {directory}", cure)
+            continue
+        if directory.exists():
+            try:
+                check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
+            except ListenerUntrusted as error:
+                cure = (
+                    f"`chmod go-w` and `chown` that directory, or a path that no other user can change, for '{setting}'"
+                )
+                yield Finding("error", "socket-directory", where, str(error), cure)
+                continue
+        yield from _left(path, where, user)
+
+
+def _left(path: Path, where: str, user: int) -> Iterator[Finding]:
+    try:
+        found = path.lstat()
+    except OSError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        yield Finding("error", "socket-file", where, "a file that is no socket lies there", f"remove {path}")
+    elif found.st_uid != user:
+        problem = f"the socket of another user, uid {found.st_uid}, lies there"
+        cure = f"run the daemon as that user, remove {path} as that user or root, or choose another path"
+        yield Finding("error", "socket-owner", where, problem, cure)
+    else:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                problem = "a daemon that ended by force left its socket there: engines find no daemon"
+                yield Finding("warning", "socket-stale", where, problem, "start the daemon; it replaces the socket")
+            except OSError:
+                return
+            else:
+                problem = "another daemon listens there"
+                yield Finding("error", "socket-in-use", where, problem, "give each daemon of a machine its own 'node'")
+
+
+def check_directories(config: ServerConfig) -> Iterator[Finding]:
+    """The directory of the statistics, and that of the event log."""
+    if config.state_directory:
+        directory, where = Path(config.state_directory), f"state_directory = {config.state_directory}"
+        if not directory.is_dir():
+            cure = f"`install -d -o USER {directory}` with the daemon's user (StateDirectory= in the unit does it)"
+            yield Finding("error", "state-directory", where, "there is no such directory", cure)
+        elif reason := _unwritable(directory):
+            cure = f"`chown` {directory} to the daemon's user, on a file system that can be written"
+            yield Finding("error", "state-directory", where, f"no file can be made there ({reason})", cure)
+    if config.record:
+        directory, where = Path(config.record).absolute().parent, f"record = {config.record}"
+        if not directory.is_dir() or _unwritable(directory):
+            cure = f"a path in a directory that the daemon's user can write, in place of {directory}"
+            yield Finding("error", "record", where, "no file can be made there", cure)
+        else:
+            problem = "each event of the daemon is written there, without an end"
+            yield Finding("warning", "record", where, problem, "remove 'record' once the defect is found")
+
+
+def _unwritable(directory: Path) -> str:
+    """Why no file can be made in a directory; empty if one can. Modes do not tell: root may write anywhere, but not to
+    a file system that is read-only."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, prefix=".tokenlake-doctor-"):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,133 @@
+"""The state of one node that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.nodes import Node
+from tokenlake_operator.words import span
+from tokenlake_proto.v1 import admin_pb2 as pb
+
+__all__ = ["check_changed", "check_node"]
+
+REFUSED_SHARE = 0.01
+"""Share of the segments that engines wanted to store from which on refusals are a warning."""
+_CURES = (
+    ("cluster secret", "peer-secret", "the same 'cluster_secret' on all nodes"),
+    ("belongs to the cluster", "peer-cluster", "the right address, or the same 'cluster' on all nodes"),
+    ("two daemons are called", "peer-name-twice", "a name of its own for each node"),
+    ("calls itself", "peer-name", "the name under which 'peers' lists that address"),
+    ("not a member", "peer-not-member", "the same 'peers' on all nodes; with etcd, etcd that both nodes reach"),
+    ("expired", "peer-certificate-expired", "renew the certificate that is named; synchronise the clocks"),
+    ("not valid yet", "peer-certificate-early", "synchronise the clocks of both machines"),
+    ("another node was dialled", "peer-certificate-name", "the right address of that node in 'peers'"),
+    ("certificate is for", "peer-certificate-name", "a certificate of that node for this cluster"),
+    ("signed by a ca", "peer-certificate-ca", "the CAs of all nodes in 'ca' of each"),
+    ("unknown ca", "peer-certificate-ca", "the CAs of all nodes in 'ca' of each"),
+    ("plain", "peer-encryption", "'certificate', 'key' and 'ca' on all nodes, or on none"),
+    ("without tls", "peer-encryption", "'certificate', 'key' and 'ca' on all nodes, or on none"),
+    ("version", "peer-version", "versions of TokenLake with a common protocol on all nodes"),
+)
+"""(part of the reason of a refusal, check, cure)."""
+
+
+def check_node(node: Node) -> Iterator[Finding]:
+    """Its membership, its connections, and counters that should be 0."""
+    status = node.status
+    yield from _membership(node.name, status.membership)
+    for peer in status.peers:
+        yield from _peer(node.name, peer)
+    yield from _counters(node.name, status)
+
+
+def check_changed(node: Node, expected: dict[str, str], file: str) -> Iterator[Finding]:
+    """`expected`: settings by their file and environment now, as they are shown; those that the daemon started without
+    are reported."""
+    running = {name: each.value for name, each in node.settings.items()}
+    changed = [name for name, value in expected.items() if name in running and running[name] != value]
+    if changed:
+        listed = ", ".join(
+            f"{name} = {expected[name]} (the daemon has {running[name] or 'nothing'})" for name in changed
+        )
+        yield Finding(
+            "warning",
+            "settings-changed",
+            f"{node.name}, {file}",
+            f"the daemon runs with other settings: {listed}",
+            "restart the daemon; or correct --config, if this is not its file",
+        )
+
+
+def _membership(name: str, state: pb.Membership) -> Iterator[Finding]:
+    if state.problem or not state.known:
+        yield Finding(
+            "error",
+            "membership",
+            name,
+            f"{'its members cannot be read' if state.known else 'it serves its engines alone'}: {state.problem}",
+            "start etcd, or let this node reach it; the node goes on by itself",
+        )
+    if state.absent:
+        yield Finding(
+            "warning",
+            "members-absent",
+            ", ".join(state.absent),
+            "their daemons are not registered: each of their keys has one directory node in place of two",
+            "start these daemons, or `tokenlake remove NAME` for a node that is gone for good",
+        )
+
+
+def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
+    if peer.state == "connected":
+        return
+    where, lasted = f"{name} - {peer.node}", f"for {span(peer.for_s)}"
+    if peer.state == "other ring":
+        cure = "the same 'peers' with the same sizes on all nodes; restart the daemons one at a time"
+        yield Finding("error", "other-ring", where, f"other ring {lasted}: {peer.reason}", cure)
+    elif peer.state == "refused":
+        text = peer.reason.lower()
+        check, cure = next(
+            ((check, cure) for part, check, cure in _CURES if part in text), ("peer-refused", "as the reason says")
+        )
+        yield Finding("error", check, where, f"refused {lasted}: {peer.reason}", cure)
+    else:
+        one_sided = "it has not connected to this node" in peer.reason
+        cure = (
+            f"list this node in 'peers' of '{peer.node}', at an address that it reaches, and start that daemon"
+            if one_sided
+            else f"start the daemon of '{peer.node}', correct its address, or let the firewall pass its port"
+        )
+        check = "peer-one-sided" if one_sided else "peer-unreachable"
+        yield Finding("error", check, where, f"unreachable {lasted}: {peer.reason}", cure)
+
+
+def _counters(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
+    counters = status.counters
+    confirmed = counters["tokenlake_confirmed_segments_total"]
+    if confirmed:
+        yield Finding(
+            "error",
+            "corrupt-memory",
+            name,
+            f"{confirmed} copies in its memory had wrong bytes",
+            "test the memory of the machine (`memtest86`), and look for an engine that writes after commit",
+        )
+    refused, stored = counters["tokenlake_refused_segments_total"], counters["tokenlake_stored_segments_total"]
+    if refused > REFUSED_SHARE * (refused + stored) and refused >= 100:
+        yield Finding(
+            "warning",
+            "stores-refused",
+            name,
+            f"{refused} segments got no slot, beside {stored} that were stored",
+            "more 'memory'; a larger 'dirty_share' or quota, where the log of the engine names that code",
+        )
+    unanswered = counters["tokenlake_unanswered_fetches_total"]
+    if unanswered >= 10 and unanswered > REFUSED_SHARE * counters["tokenlake_received_segments_total"]:
+        yield Finding(
+            "warning",
+            "fetches-unanswered",
+            name,
+            f"{unanswered} transfers from other nodes brought no bytes in time",
+            "the paths below that are slow or closed; the limits and the log of the other nodes",
+        )

@@ -1,0 +1,95 @@
+"""Settings that a daemon accepts and that are unwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from tokenlake.config import ServerConfig, format_size, kinds, parse_address
+from tokenlake_operator.doctor.base import Finding
+
+__all__ = ["check_settings"]
+
+MODULES = (
+    ("etcd", "grpc", "'tokenlake[etcd]'"),
+    ("control", "grpc", "'tokenlake[control]'"),
+    ("query_engine", "torch", "'tokenlake[query]'"),
+)
+"""(setting, module that it needs, the extra that brings it)."""
+
+
+def check_settings(config: ServerConfig) -> Iterator[Finding]:
+    """Tenants, open pages, missing modules."""
+    yield from _tenants(config)
+    if config.metrics_tenants and config.metrics and not kinds.is_loopback(parse_address(config.metrics).host):
+        yield Finding(
+            "warning",
+            "metrics-open",
+            f"metrics = {config.metrics}",
+            "all who reach this address read the names of tenants, because 'metrics_tenants' is true",
+            "'metrics_tenants' = false (tenants are numbers then), or 'metrics' at 127.0.0.1",
+        )
+    if config.unencrypted_beyond_loopback and not config.certificate:
+        yield Finding(
+            "warning",
+            "unencrypted",
+            "unencrypted_beyond_loopback",
+            "every machine on the way between nodes can read and change all caches",
+            "give each node a certificate (`tokenlake ca init`, `tokenlake ca issue NODE`), and remove the setting",
+        )
+    own, listen = parse_address(config.advertise or config.listen), parse_address(config.listen)
+    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host):
+        yield Finding(
+            "error",
+            "advertise-loopback",
+            f"advertise = {config.advertise}",
+            f"other machines are told to reach this node at their own loopback; it listens at {listen}",
+            "the address at which the other nodes reach this one; nothing where that is 'listen'",
+        )
+    for setting, module, extra in MODULES:
+        if getattr(config, setting) and find_spec(module) is None:
+            problem = f"the module '{module}' is not installed"
+            yield Finding("error", "module", setting, problem, f"pip install {extra}")
+
+
+def _tenants(config: ServerConfig) -> Iterator[Finding]:
+    limited = [tenant for tenant in config.tenants if tenant.quota < 1]
+    quotas = sum(tenant.quota for tenant in limited)
+    if quotas > 1 + 1e-9:
+        listed = ", ".join(f"{tenant.name} {tenant.quota:g}" for tenant in limited)
+        yield Finding(
+            "warning",
+            "quotas",
+            "tenants",
+            f"the quotas ({listed}) are {quotas:g} times the memory: when all tenants need it, none gets its quota",
+            "quotas whose sum is at most 1",
+        )
+    regions = config.memory // config.region_size
+    for tenant in config.tenants:
+        if int(tenant.quota * regions) < 1:
+            yield Finding(
+                "warning",
+                "quota-small",
+                f"tenant {tenant.name}",
+                f"its quota of {tenant.quota:g} is below one region ({format_size(config.region_size)}); it gets one",
+                "a larger quota, or a smaller 'region_size' of at least one segment",
+            )
+    if len(config.tenants) > regions:
+        yield Finding(
+            "warning",
+            "regions",
+            "region_size",
+            f"{len(config.tenants)} tenants share {regions} regions: some have no memory at times",
+            "a smaller 'region_size' of at least one segment, or more 'memory'",
+        )
+    allowed = {*(config.allow_uids or (os.geteuid(),)), *(uid for tenant in config.tenants for uid in tenant.uids)}
+    if len(config.tenants) > 1 and os.geteuid() in allowed and config.allow_uids:
+        yield Finding(
+            "warning",
+            "tenants-uid",
+            "allow_uids",
+            f"engines may run as the daemon's own user, uid {os.geteuid()}: through /proc they can read the memory of "
+            "every tenant",
+            "run engines as other users, and leave the daemon's uid out of 'allow_uids' and of 'uids' of tenants",
+        )

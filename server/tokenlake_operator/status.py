@@ -1,0 +1,90 @@
+"""`tokenlake status`: the cluster at a glance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import click
+
+from tokenlake_operator.doctor.base import print_findings
+from tokenlake_operator.doctor.cluster import compare
+from tokenlake_operator.doctor.running import check_node
+from tokenlake_operator.nodes import Node, reach_all
+from tokenlake_operator.plain import plain
+from tokenlake_operator.reaching import Target, operates
+from tokenlake_operator.words import amount, share, span
+from tokenlake_proto.v1 import admin_pb2 as pb
+from tokenlake_server.tables import print_rows
+
+__all__ = ["hit_tokens", "memory_used", "status"]
+
+_HITS = ("tokenlake_local_tokens_total", "tokenlake_fetched_tokens_total", "tokenlake_shipped_tokens_total")
+ASKED = "tokenlake_asked_tokens_total"
+
+
+@click.command()
+@operates
+def status(target: Target, as_json: bool) -> None:
+    """Show the nodes of the cluster, their memory and hits, and problems with their cures.
+
+    Other nodes are asked too, where they can be reached from here: over their control sockets on this machine, or with
+    a certificate at their setting `control`.
+    """
+    with reach_all(target) as (nodes, silent):
+        first = nodes[0]
+        findings = [each for node in nodes for each in check_node(node)] + list(compare(nodes))
+        if as_json:
+            answer = {
+                "cluster": plain(first.cluster),
+                "nodes": {node.name: plain(node.status) for node in nodes},
+                "not_asked": silent,
+                "findings": [each._asdict() for each in findings],
+            }
+            click.echo(json.dumps(answer))
+            return
+        members = first.cluster.members
+        title = f"cluster {first.cluster.cluster}: {len(members)} nodes, epoch {first.cluster.epoch}"
+        print_rows(COLUMNS, _rows(nodes, members), title)
+        print_findings(findings)
+        for name, reason in silent.items():
+            click.echo(f"{name} was not asked: {reason}")
+
+
+COLUMNS = ("node", "state", "memory", "used", "segments", "hits", "asked tokens", "engines", "up", "version")
+
+
+def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple[str, ...]]:
+    asked = {node.name: node.status for node in nodes}
+    own = next(iter(asked), "")
+    for member in members:
+        state = "draining" if member.draining else "up" if member.usable or member.node == own else "not connected"
+        found = asked.get(member.node)
+        if found is None:
+            used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
+            yield member.node, state, "", used, "", "", "", "", "", ""
+            continue
+        tokens = found.counters[ASKED]
+        segments = sum(sum(pool.segments.values()) for pool in found.pools)
+        yield (
+            member.node,
+            state,
+            amount(found.memory_bytes),
+            share(memory_used(found), found.memory_bytes),
+            f"{segments:,}",
+            share(hit_tokens(found), tokens),
+            f"{tokens:,}",
+            str(found.engines),
+            span(found.uptime_s),
+            found.version,
+        )
+
+
+def hit_tokens(found: pb.GetStatusResponse) -> int:
+    """Tokens that engines of the node asked for and the pool had."""
+    return sum(found.counters[name] for name in _HITS)
+
+
+def memory_used(found: pb.GetStatusResponse) -> int:
+    """Bytes of slots that hold a segment, or that a process may still access."""
+    return sum((pool.slots - pool.free_slots) * pool.slot_bytes for pool in found.pools)

@@ -1,0 +1,202 @@
+"""What a request may have beside its tokens, where only vLLM understands the cache: an adapter, an image, a drafting
+head, weights that change in place, and segments on another node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
+from tests.engines.vllm.forked import ForeignBackend
+from tests.engines.vllm.spoiling import spoil_all, tracebacks
+from tests.engines.vllm.test_opaque import SIZES, TIMEOUT_S
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine, Timed
+from tokenlake_testing.families import save_adapter, save_eagle, save_mistral, save_pictures
+from tokenlake_testing.tiny_model import save_tiny_model
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+CACHED = 768
+"""Tokens of a stored prompt of 1,000 that can be loaded."""
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as running:
+        yield running
+
+
+def pool_of(cluster: Cluster, node: int = 0) -> dict[str, Any]:
+    return {"socket": str(cluster.nodes[node].socket), **PATIENT, "match_ms": 2000}
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mistral(tmp_path_factory.mktemp("window"), SIZES)
+
+
+@pytest.fixture(scope="module")
+def plain(start: Start, window: Path) -> Engine:
+    """Without the pool."""
+    return start(model=window, **LORA)
+
+
+@pytest.fixture(scope="module")
+def here(start: Start, window: Path, cluster: Cluster) -> Engine:
+    return start(pool_of(cluster), model=window, **LORA)
+
+
+@pytest.fixture(scope="module")
+def there(start: Start, window: Path, cluster: Cluster) -> Engine:
+    """On the other node."""
+    return start(pool_of(cluster, 1), model=window, **LORA)
+
+
+def again(engine: Engine, tokens: list[int], **request: Any) -> Timed:
+    """The answer of an engine with an empty cache of its own."""
+    assert engine.call("forget")
+    return engine.timed([tokens], **request)
+
+
+def until_hit(engine: Engine, tokens: list[int], expected: list[list[int]], **request: Any) -> int:
+    """Repeat a request, whose tokens are compared, until the engine takes a part of it from the pool."""
+    until = time.monotonic() + TIMEOUT_S
+    while True:
+        assert engine.call("flush")
+        answer = again(engine, tokens, **request)
+        assert answer.tokens == expected
+        if answer.cached:
+            return answer.cached
+        assert time.monotonic() < until, engine.log.read_text()[-2000:]
+
+
+def check_control(
+    cluster: Cluster, engine: Engine, tokens: list[int], expected: list[list[int]], **request: Any
+) -> None:
+    """The tokens depend on the bytes of the pool."""
+    for node in range(len(cluster.nodes)):
+        spoil_all(cluster, engine, node)
+    answer = again(engine, tokens, **request)
+    assert answer.cached
+    assert answer.tokens != expected
+    assert tracebacks(engine) == []
+
+
+def test_an_adapter(plain: Engine, here: Engine, cluster: Cluster, tmp_path: Path) -> None:
+    adapter, other = save_adapter(tmp_path / "a", SIZES), save_adapter(tmp_path / "b", SIZES, seed=2)
+    tokens = prompt(1000, 1)
+    expected = {one: plain.generate([tokens], adapter=one) for one in (adapter, other, None)}
+    assert len({str(each) for each in expected.values()}) == 3
+    for one, right in expected.items():
+        answer = again(here, tokens, adapter=one)
+        assert (answer.tokens, answer.cached) == (right, 0)
+    assert until_hit(here, tokens, expected[adapter], adapter=adapter) == CACHED
+    check_control(cluster, here, tokens, expected[adapter], adapter=adapter)
+
+
+def test_segments_of_another_node(plain: Engine, here: Engine, there: Engine, cluster: Cluster) -> None:
+    tokens = prompt(1000, 2)
+    expected = plain.generate([tokens])
+    assert again(here, tokens).tokens == expected
+    assert until_hit(there, tokens, expected) == CACHED
+    counts = there.call("counts")
+    # The window of the last cached token is fetched, and no segment before it.
+    assert (counts["tokens_hit_remote"], counts["failures"], counts["loads_failed"]) == (512, 0, 0)
+    check_control(cluster, there, tokens, expected)
+
+
+def test_a_node_that_dies_before_its_segments_are_fetched(
+    plain: Engine, here: Engine, there: Engine, cluster: Cluster
+) -> None:
+    """The tokens are computed, and the lost load is counted."""
+    tokens = prompt(1000, 3)
+    expected = plain.generate([tokens])
+    assert until_hit(here, tokens, expected) == CACHED
+    before = there.call("counts")["loads_failed"]
+    there.call("plant", call="Lease.fetch", error="Unreachable")
+    try:
+        assert again(there, tokens).tokens == expected
+    finally:
+        there.call("plant", call="", error="")
+    assert there.call("counts")["loads_failed"] == before + 1
+    assert until_hit(there, tokens, expected) == CACHED
+
+
+def test_weights_that_change_in_place(
+    plain: Engine, there: Engine, start: Start, window: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    trained = save_mistral(tmp_path / "trained", replace(SIZES, seed=1))
+    fresh, changing = start(model=trained), start(pool_of(cluster), model=window)
+    tokens = prompt(1000, 4)
+    old, new = plain.generate([tokens]), fresh.generate([tokens])
+    assert old != new
+    assert until_hit(changing, tokens, old) == CACHED
+    assert changing.call("reset", how="reset")
+    changing.call("reload", directory=str(trained), version=None)
+    answer = changing.timed([tokens])
+    assert (answer.tokens, answer.cached) == (new, 0), "a segment of the old weights was loaded"
+    assert until_hit(changing, tokens, new) == CACHED
+    assert until_hit(there, tokens, old) == CACHED, "other engines keep the segments of the old weights"
+    check_control(cluster, there, tokens, old)
+    assert tracebacks(changing) == []
+
+
+def test_an_image(start: Start, cluster: Cluster, tmp_path: Path) -> None:
+    model = save_pictures(tmp_path, SIZES, window=512)
+    bare = start(model=model, skip_tokenizer_init=False)
+    engine = start(pool_of(cluster), model=model, skip_tokenizer_init=False)
+    tokens = prompt(700, 5)
+    first, second = (dict[str, Any](image=(seed, None)) for seed in (1, 2))
+    expected = bare.generate([tokens], **first)
+    assert expected != bare.generate([tokens], **second)
+    assert again(engine, tokens, **first).tokens == expected
+    answer = again(engine, tokens, **second)
+    assert (answer.tokens, answer.cached) == (bare.generate([tokens], **second), 0), "another image"
+    assert until_hit(engine, tokens, expected, **first) == CACHED
+    assert engine.call("door") == "offloading"
+    check_control(cluster, engine, tokens, expected, **first)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("llama"), SIZES)
+
+
+@pytest.fixture(scope="module")
+def llamas_own(start: Start, llama: Path) -> Engine:
+    """Without the pool, speculation, or anything else."""
+    return start(model=llama)
+
+
+def test_a_drafting_head(start: Start, cluster: Cluster, llama: Path, llamas_own: Engine, tmp_path: Path) -> None:
+    guesses = {"method": "eagle", "model": str(save_eagle(tmp_path, SIZES)), "num_speculative_tokens": 2}
+    engine = start(pool_of(cluster), model=llama, speculative_config=guesses)
+    tokens = prompt(1000, 6)
+    expected = llamas_own.generate([tokens])
+    assert again(engine, tokens).tokens == expected
+    assert until_hit(engine, tokens, expected)
+    assert engine.call("door") == "offloading"
+    check_control(cluster, engine, tokens, expected)
+
+
+def test_an_attention_backend_whose_memory_layout_is_unknown(
+    cluster: Cluster, llama: Path, llamas_own: Engine, tmp_path: Path
+) -> None:
+    engine = ForeignBackend(llama, tmp_path / "log", pool_of(cluster), nice=10)
+    try:
+        tokens = prompt(1000, 7)
+        expected = llamas_own.generate([tokens])
+        assert again(engine, tokens).tokens == expected
+        assert until_hit(engine, tokens, expected) == CACHED
+        assert engine.call("door") == "offloading"
+        check_control(cluster, engine, tokens, expected)
+    finally:
+        engine.close()

@@ -1,0 +1,246 @@
+"""The commands of an operator beside daemons that serve engines: what they print is what the daemons have."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from tests.operator.scene import control_of, run, told
+from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, match, read, store, wait_told, wait_until
+from tokenlake_client import MatchOptions
+from tokenlake_operator.events import events
+from tokenlake_operator.evict import evict
+from tokenlake_operator.explain import explain
+from tokenlake_operator.status import status
+from tokenlake_operator.top import top
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with daemons(2, memory="8MiB") as cluster:
+        yield cluster
+
+
+def test_the_status_of_a_cluster(two: Cluster) -> None:
+    prompt = Prompt(1, 4)
+    with two.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        wait_told(two)
+        assert read(pool, prompt) == 4
+        answer = told(status, "--socket", control_of(two.nodes[0]))
+        assert [each["node"] for each in answer["cluster"]["members"]] == ["node0", "node1"]
+        own = answer["nodes"]["node0"]
+        assert own["counters"]["tokenlake_stored_segments_total"] >= 4
+        assert own["engines"] == 1
+        assert answer["nodes"]["node1"]["memory_bytes"] == 8 << 20
+        assert (answer["findings"], answer["not_asked"]) == ([], {})
+        lines = run(status, "--socket", control_of(two.nodes[0])).stdout.splitlines()
+        assert lines[0] == "cluster tokenlake: 2 nodes, epoch 0"
+        row = next(line for line in lines if line.startswith("node0"))
+        assert re.search(r"up\s+8\.0 MiB\s+\d", row), row
+        assert lines[-1] == "no problem was found"
+
+
+def test_problems_have_cures() -> None:
+    with daemons(2) as cluster:
+        cluster.nodes[1].kill()
+        place = control_of(cluster.nodes[0])
+
+        def noticed() -> bool:
+            return bool(told(status, "--socket", place)["findings"])
+
+        wait_until(noticed, "the end of node1")
+        lines = run(status, "--socket", place).stdout
+        assert "start the daemon of 'node1'" in lines
+        assert "node1 was not asked" in lines
+        assert re.search(r"node1\s+not connected", lines)
+
+
+def test_top_shows_rates_prefixes_and_slow_calls(two: Cluster) -> None:
+    shared = Prompt(10, 3)
+    stop = threading.Event()
+
+    def work() -> None:
+        with two.connect(0, LAYOUT) as pool:
+            store(pool, shared)
+            number = 0
+            while not stop.is_set():
+                keys = pool.prefix(shared.tokens).keys
+                pool.match(keys, MatchOptions(request=f"chat-{number}")).release()
+                number += 1
+                time.sleep(0.01)
+
+    working = threading.Thread(target=work)
+    working.start()
+    try:
+        wait_until(lambda: bool(told(top, "--once", "--interval", "0.2", *at(two))["prefixes"]), "requests are seen")
+        screen = told(top, "--once", "--interval", "1", *at(two))
+        lines = run(top, "--once", "--interval", "0.2", *at(two)).stdout
+    finally:
+        stop.set()
+        working.join()
+    node0, node1 = screen["nodes"]
+    assert (node0["node"], node1["node"]) == ("node0", "node1")
+    assert node0["matches_per_s"] > 1
+    assert node0["hit_share"] == 1.0
+    assert node0["asked_tokens_per_s"] >= 3 * SEGMENT_TOKENS
+    assert node1["matches_per_s"] == 0
+    (tenant,) = screen["tenants"]
+    assert (tenant["tenant"], tenant["segments"] >= 3) == ("default", True)
+    assert tenant["read_bytes_per_s"] > 0
+    with two.connect(0, LAYOUT) as pool:
+        first = pool.prefix(shared.tokens).keys[0].hex()
+    hot = screen["prefixes"][0]
+    assert (hot["key"], hot["nodes"]) == (first, ["node0"])
+    assert hot["requests"] > 1
+    assert hot["hit_tokens"] > 0
+    assert hot["newest"].startswith("chat-")
+    assert all(call["call"] in ("match", "fetch") and call["seconds"] >= 0 for call in screen["calls"])
+    assert "hot prefixes" in lines
+    assert first[:16] in lines
+
+
+def test_the_slowest_call_is_named(two: Cluster) -> None:
+    """A match that waits for a segment that no engine writes is slower than all others."""
+    with two.connect(1, LAYOUT) as pool, two.connect(1, LAYOUT) as other:
+        keys = pool.prefix(Prompt(11, 2).tokens).keys
+        other.claim(keys, 10.0)
+        waiting = MatchOptions(request="slow one", in_flight_wait_s=0.4)
+        other.begin_heartbeat()
+        pool.match(keys, waiting).release()
+        screen = told(top, "--once", "--interval", "0.2", *at(two))
+    slowest = screen["calls"][0]
+    assert (slowest["request"], slowest["call"], slowest["node"]) == ("slow one", "match", "node1")
+    assert 0.3 < slowest["seconds"] < 10
+
+
+def at(cluster: Cluster, number: int = 0) -> tuple[str, str]:
+    return "--socket", str(control_of(cluster.nodes[number]))
+
+
+def test_evictions(two: Cluster) -> None:
+    first, second = Prompt(20, 3), Prompt(21, 3)
+    with two.connect(0, LAYOUT) as pool:
+        store(pool, first)
+        store(pool, second)
+        keys = pool.prefix(first.tokens).keys
+        answer = told(evict, "--segment", keys[1].hex(), "--segment", keys[2].hex(), *at(two))
+        assert answer == {"evicted": {"node0": 2}, "failed": {}}
+        with match(pool, first) as lease:
+            assert lease.hits == 1
+        fingerprint = LAYOUT.fingerprint().hex()
+        assert told(evict, "--layout", fingerprint[:8], "--yes", *at(two))["evicted"]["node0"] >= 4
+        with match(pool, second) as lease:
+            assert lease.hits == 0
+        assert "0 layouts of connected engines" in run(evict, "--layout", "zz", "--yes", *at(two)).stderr
+        store(pool, second)
+        result = run(evict, "--all", "--everywhere", *at(two))
+        assert (result.exit_code, "Aborted" in result.stderr) == (1, True)
+        assert told(evict, "--all", "--everywhere", "--yes", *at(two))["evicted"].keys() == {"node0", "node1"}
+        assert read(pool, second) == 0
+    for words in ((), ("--all", "--segment-bytes", "1"), ("--segment", "zz"), ("--segment", "ab")):
+        assert run(evict, *words, *at(two)).exit_code == 2
+
+
+def test_events_as_they_happen(two: Cluster) -> None:
+    words = ["from tokenlake_operator.events import events; events()", "--json", *at(two)]
+    with subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        prompt = Prompt(30, 2)
+        with two.connect(0, LAYOUT) as pool:
+            # Changes before the stream began are no changes: prompts are stored until one is seen.
+            seen: list[str] = []
+            reading = threading.Thread(target=lambda: seen.append(process.stdout.readline()))  # type: ignore[union-attr]
+            reading.start()
+            number = 100
+            while reading.is_alive():
+                store(pool, Prompt(number, 1))
+                number += 1
+                reading.join(0.2)
+            store(pool, prompt)
+            wanted = {key.hex() for key in pool.prefix(prompt.tokens).keys}
+            lines = [json.loads(seen[0])]
+            while not wanted <= {each.get("key") for each in lines}:
+                lines.append(json.loads(process.stdout.readline()))
+            cursor = lines[-1]["cursor"]
+            process.send_signal(signal.SIGINT)
+            assert all(each["what"] == "stored" and each["node"] == "node0" for each in lines)
+            snapshot = run(events, "--snapshot", "--json", *at(two)).stdout.splitlines()
+            assert wanted <= {json.loads(line)["key"] for line in snapshot}
+            told(evict, "--segment", next(iter(wanted)), *at(two))
+            (gone,) = run(events, "--after", cursor, "--count", "1", "--json", *at(two)).stdout.splitlines()
+            assert (json.loads(gone)["what"], json.loads(gone)["key"] in wanted) == ("gone", True)
+            plain = run(events, "--after", cursor, "--count", "1", *at(two)).stdout
+            assert plain.startswith("gone ")
+        assert process.wait(10) in (1, -signal.SIGINT)
+    assert run(events, "--after", "x", *at(two)).exit_code == 2
+    lost = run(events, "--after", "1.1", *at(two))
+    assert (lost.exit_code, "take a snapshot" in lost.stderr) == (1, True)
+
+
+def test_explain_as_the_operator(two: Cluster) -> None:
+    prompt = Prompt(40, 2)
+    with two.connect(0, LAYOUT) as pool:
+        pool.match(pool.prefix(prompt.tokens).keys, MatchOptions(request="asked-1")).release()
+    by_operator = told(explain, "asked-1", "--tenant", "default", *at(two))
+    by_user = told(explain, "asked-1", "--socket", two.nodes[0].socket)
+    for each in (by_operator, by_user):
+        each.pop("age_s")
+    assert by_operator == by_user
+    assert by_operator["ideal"] == 2 * SEGMENT_TOKENS
+    assert run(explain, "nothing", "--tenant", "default", *at(two)).exit_code == 1
+
+
+def test_names_control_no_terminal(two: Cluster) -> None:
+    with two.connect(0, LAYOUT) as pool:
+        for number in range(3):
+            name = f"\x1b]0;title\x07-{number}"
+            pool.match(pool.prefix(Prompt(50, 1).tokens).keys, MatchOptions(request=name)).release()
+    shown = run(top, "--once", "--interval", "0.2", *at(two)).stdout
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
+def test_a_terminal_gets_one_screen_that_is_refreshed(two: Cluster) -> None:
+    """In a pseudo-terminal `top` uses the other screen, draws more than once, and leaves at Ctrl-C."""
+    import pty
+
+    main, child = pty.openpty()
+    words = ["from tokenlake_operator.top import top; top()", "--interval", "0.2", *at(two)]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
+    with subprocess.Popen(
+        [sys.executable, "-c", *words], stdin=child, stdout=child, stderr=child, env=environ
+    ) as process:
+        os.close(child)
+        drawn = b""
+        until = time.monotonic() + 30
+        while drawn.count(b"hot prefixes") < 3:
+            assert time.monotonic() < until, drawn
+            drawn += os.read(main, 65536)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                more = os.read(main, 65536)
+            except OSError:
+                break
+            if not more:
+                break
+            drawn += more
+        assert process.wait(10) == 0, drawn[-2000:]
+    os.close(main)
+    assert b"\x1b[?1049h" in drawn
+    assert b"\x1b[?1049l" in drawn
+    assert b"Traceback" not in drawn

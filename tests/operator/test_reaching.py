@@ -1,0 +1,244 @@
+"""How commands reach a daemon, and what they say where they do not: one line, no traceback, exit status 1."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+pytest.importorskip("grpc")
+
+import grpc
+
+from tests.operator.scene import control_of, run, told
+from tests.robustness.live import daemons
+from tests.server import certified
+from tests.server.control.scene import served
+from tokenlake_operator.doctor.command import doctor
+from tokenlake_operator.events import events
+from tokenlake_operator.evict import evict
+from tokenlake_operator.explain import explain
+from tokenlake_operator.members import drain, remove
+from tokenlake_operator.status import status
+from tokenlake_operator.top import top
+from tokenlake_proto.v1 import admin_pb2
+from tokenlake_server.ca import issue
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.ports import reserve_port
+
+pytestmark = pytest.mark.live
+
+COMMANDS: dict[str, tuple[click.Command, tuple[str, ...]]] = {
+    "status": (status, ()),
+    "top": (top, ("--once",)),
+    "events": (events, ()),
+    "evict": (evict, ("--all", "--yes")),
+    "drain": (drain, ()),
+    "remove": (remove, ("x",)),
+    "explain": (explain, ("x", "--tenant", "default")),
+}
+each_command = pytest.mark.parametrize("name", COMMANDS)
+
+
+def refused(name: str, *arguments: object, env: dict[str, str] | None = None) -> str:
+    """The one line that a command prints before it ends with status 1."""
+    command, own = COMMANDS[name]
+    result = run(command, *own, *arguments, env=env)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[tuple[Cluster, dict[str, str], Path]]:
+    """Two nodes with a control plane for other machines: the cluster, the addresses, the directory of the CA."""
+    cluster = Cluster(2, "4MiB", "1MiB")
+    addresses = served(cluster)
+    ca = cluster.directory / "ca"
+    issue(ca, "alice", role="admin")
+    issue(ca, "bob", role="reader")
+    with cluster:
+        yield cluster, addresses, ca
+
+
+def files(ca: Path, name: str, trusted: Path | None = None) -> list[object]:
+    certificate, key = ca / f"{name}.pem", ca / f"{name}-key.pem"
+    return ["--certificate", certificate, "--key", key, "--ca", trusted or ca / "ca.pem"]
+
+
+# -- no daemon
+
+
+@each_command
+def test_no_daemon(name: str, tmp_path: Path) -> None:
+    assert "no daemon with a control plane at" in refused(name, "--socket", tmp_path / "nothing.control")
+
+
+def test_the_socket_of_a_dead_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "dead.control"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(path))
+    assert "the one that made it has ended" in refused("status", "--socket", path)
+
+
+def test_a_file_that_is_no_socket(tmp_path: Path) -> None:
+    path = tmp_path / "file.control"
+    path.write_text("")
+    assert "is no socket" in refused("status", "--socket", path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another user need root")
+def test_the_socket_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.control"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        os.chown(path, 65534, 65534)
+        line = refused("status", "--socket", path)
+    assert "belongs to uid 65534" in line
+
+
+# -- daemons that do not answer as they should
+
+
+@pytest.mark.parametrize("name", ["status", "top", "evict", "drain"])
+def test_a_stopped_daemon(name: str, monkeypatch: pytest.MonkeyPatch, remote: tuple[Cluster, Any, Path]) -> None:
+    monkeypatch.setattr("tokenlake_operator.reaching.CALL_S", 0.5)
+    node = remote[0].nodes[0]
+    node.freeze()
+    try:
+        assert "did not answer within" in refused(name, "--socket", control_of(node))
+    finally:
+        node.thaw()
+
+
+class Other(grpc.GenericRpcHandler):
+    """A daemon of a version that has two methods."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        answers = {
+            "GetStatus": admin_pb2.GetStatusResponse(
+                node="old", version="0.0.1", membership=admin_pb2.Membership(source="peers", known=True)
+            ),
+            "GetCluster": admin_pb2.GetClusterResponse(members=[admin_pb2.Member(node="old", usable=True)]),
+        }
+        answer = answers.get(handler_call_details.method.rpartition("/")[2])
+        if answer is None:
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda body, context: answer.SerializeToString())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "old.control"
+    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[Other()])
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    yield path
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("name", ["evict", "drain", "remove", "events"])
+def test_a_daemon_of_another_version(name: str, old: Path) -> None:
+    assert "the daemon is of another version" in refused(name, "--socket", old)
+
+
+def test_the_doctor_of_a_daemon_of_another_version(old: Path) -> None:
+    report = told(doctor, "--socket", old)
+    assert report["findings"] == []
+    assert any("old is of version 0.0.1" in each for each in report["not_checked"])
+    assert told(status, "--socket", old)["nodes"]["old"]["version"] == "0.0.1"
+
+
+# -- other machines
+
+
+def test_a_daemon_of_another_machine(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    _, addresses, ca = remote
+    for node in (addresses["node1"], f"node1={addresses['node1']}"):
+        answer = told(status, "--node", node, *files(ca, "alice"))
+        assert sorted(answer["nodes"]) == ["node0", "node1"]
+        assert answer["findings"] == []
+    environ = {"TOKENLAKE_OPERATOR_NODE": addresses["node0"]}
+    for setting, file in (("CERTIFICATE", "alice.pem"), ("KEY", "alice-key.pem"), ("CA", "ca.pem")):
+        environ[f"TOKENLAKE_OPERATOR_{setting}"] = str(ca / file)
+    assert sorted(told(status, env=environ)["nodes"]) == ["node0", "node1"]
+
+
+@pytest.mark.parametrize("name", ["evict", "drain", "remove"])
+def test_a_certificate_without_the_role(name: str, remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    _, addresses, ca = remote
+    line = refused(name, "--node", addresses["node0"], *files(ca, "bob"))
+    assert "needs the role admin, which 'bob' does not have" in line
+    assert "needs the role admin" not in run(status, "--node", addresses["node0"], *files(ca, "bob")).output
+
+
+def test_certificates_that_are_refused(tmp_path: Path, remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    _, addresses, ca = remote
+    address = addresses["node0"]
+    assert "asks for a certificate with a role" in refused("status", "--node", address)
+    assert "the certificate is for spiffe" in refused("status", "--node", address, *files(ca, "node1"))
+    other = certified.authority(tmp_path / "other")
+    issue(other, "mallory", role="admin")
+    foreign = refused("status", "--node", address, *files(other, "mallory", ca / "ca.pem"))
+    assert "refuses this certificate" in foreign
+    untrusted = refused("status", "--node", address, *files(ca, "alice", other / "ca.pem"))
+    assert "refused by this side" in untrusted
+    named = refused("status", "--node", f"node1={address}", *files(ca, "alice"))
+    assert "is not one of node 'node1', but that of node 'node0'" in named
+    assert "--ca" in refused("status", "--node", address, *files(ca, "alice", tmp_path / "none.pem"))
+    shutil.copy(ca / "alice.pem", tmp_path / "mixed.pem")
+    shutil.copy(ca / "bob-key.pem", tmp_path / "mixed-key.pem")
+    assert "--certificate" in refused("status", "--node", address, *files(tmp_path, "mixed", ca / "ca.pem"))
+
+
+def test_addresses_where_no_daemon_is(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    ca = remote[2]
+    line = refused("status", "--node", f"127.0.0.1:{reserve_port()}", *files(ca, "alice"))
+    assert "is this the setting 'control' of a daemon that runs?" in line
+    assert "NAME=HOST:PORT" in refused("status", "--node", "no:port:here", *files(ca, "alice"))
+    result = run(status, "--certificate", ca / "alice.pem")
+    assert (result.exit_code, "belong together" in result.stderr) == (2, True)
+
+
+# -- the daemons of this machine
+
+
+def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+
+    def places(environ: object, node: str, uid: int) -> tuple[str, ...]:
+        return (str(runtime / f"tokenlake-{node}.sock"),)
+
+    monkeypatch.setattr("tokenlake_operator.reaching.sockets_to_try", places)
+    cluster = Cluster(2, "4MiB", "1MiB")
+    for node in cluster.nodes:
+        node.settings["socket"] = str(runtime / f"tokenlake-{node.name}.sock")
+    with cluster:
+        line = refused("status")
+        assert line == "Error: several daemons run here: name one with --node (node0, node1)"
+        answer = told(status, "--node", "node1")
+        assert sorted(answer["nodes"]) == ["node0", "node1"]
+        assert "there are daemons here with --node node0" in refused("status", "--node", "node2")
+        # The socket of a daemon that was killed stays, and is no daemon.
+        cluster.nodes[0].kill()
+        assert list(told(status)["nodes"]) == ["node1"]
+        assert "has ended" in refused("status", "--node", "node0")
+
+
+def test_the_socket_of_a_configuration_file(tmp_path: Path) -> None:
+    with daemons(1) as cluster:
+        file = tmp_path / "n.toml"
+        file.write_text(f'node = "node0"\nsocket = "{cluster.nodes[0].socket}"\n')
+        assert list(told(status, "--config", file)["nodes"]) == ["node0"]
+        file.write_text('memroy = "1GiB"\n')
+        assert "did you mean 'memory'" in refused("status", "--config", file)
