@@ -2,8 +2,8 @@
 
 The order of precedence is flag, environment (`TOKENLAKE_MEMORY`), TOML file, default. Every source is checked, also
 where another one overrides it. Every variable that starts with `TOKENLAKE_` is taken for a setting, so that a misspelt
-one is refused, except for the settings of engines and routers and for those that Kubernetes sets for a Service named
-`tokenlake`.
+one is refused, except for the settings of engines, routers and operators, and for those that Kubernetes sets for a
+Service named `tokenlake`.
 """
 
 from __future__ import annotations

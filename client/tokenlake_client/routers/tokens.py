@@ -117,11 +117,11 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 class RemoteTokenizer:
-    """Asks `/tokenize` of the instances in turn; one that failed is left out for a while. For one event loop at a
+    """Asks `/tokenize` of the instances in rotation; one that failed is left out for a while. For one event loop at a
     time."""
 
     def __init__(self) -> None:
-        self._turns = itertools.count()
+        self._asked = itertools.count()
         self._paused: dict[str, float] = {}
         """By address, the time until which an instance is left out."""
         self._session: Any = None
@@ -135,10 +135,10 @@ class RemoteTokenizer:
         able = [each for each in instances if self._paused.get(each.base, 0.0) <= now]
         if not able:
             raise TokenizerFailed("no instance answers /tokenize")
-        turn = next(self._turns)
+        first = next(self._asked)
         problem = ""
         for at in range(len(able)):
-            instance = able[(turn + at) % len(able)]
+            instance = able[(first + at) % len(able)]
             try:
                 return await self._ask(prompt, instance)
             except TokenizerFailed as error:
