@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenlake_server.daemon  # noqa: F401  imports every module that declares a metric
+import tokenlake_server.daemon  # noqa: F401  with the next line: every module that declares a metric
+import tokenlake_server.kv_events  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.routers.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +74,7 @@ PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
+    Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
 )

@@ -33,6 +33,7 @@ __all__ = [
     "address",
     "endpoints",
     "cluster",
+    "controls",
     "is_loopback",
     "is_own_address",
     "kv_events",
@@ -296,6 +297,26 @@ def peers() -> Kind:
         if len({peer.memory is None for peer in found}) > 1:
             raise ValueError("a /SIZE for every peer or for none, because nodes must agree on their weights")
         return found
+
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
+
+
+def controls() -> Kind:
+    """The kind of a setting whose value lists control planes of daemons: paths of sockets, and `NODE=HOST:PORT`."""
+    expected = "a list of paths of sockets and of NODE=HOST:PORT"
+
+    def parse(value: object) -> tuple[str | Peer, ...]:
+        found: list[str | Peer] = []
+        for item in _items(value, expected):
+            if isinstance(item, str) and item.startswith("/"):
+                found.append(item)
+                continue
+            peer = _peer(item)
+            if peer.memory is not None:
+                raise ValueError(expected)
+            found.append(peer)
+        _require_unique(map(str, found), "each control plane once; given twice:")
+        return tuple(found)
 
     return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 

@@ -2,7 +2,8 @@
 
 The order of precedence is flag, environment (`TOKENLAKE_MEMORY`), TOML file, default. Every source is checked, also
 where another one overrides it. Every variable that starts with `TOKENLAKE_` is taken for a setting, so that a misspelt
-one is refused, except for the engines' settings and for those that Kubernetes sets for a Service named `tokenlake`.
+one is refused, except for the settings of engines, routers and operators, and for those that Kubernetes sets for a
+Service named `tokenlake`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
 
-__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "Settings", "load_config"]
+__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 MAX_SOCKET_PATH = 107
@@ -30,6 +31,8 @@ ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
 OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 """Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
+ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
+"""Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ def load_config(
     """
     given = [
         *of_toml(toml_text or "", file),
-        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX)),
+        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX)),
         *of_flags(flags),
     ]
     values, origin = read(ServerConfig, given)
