@@ -110,8 +110,8 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
-# LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests and
-# `tokenlake bench router` start them as processes; without them these tests are skipped by name.
+# LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start
+# them as processes; without them these tests are skipped by name.
 install-routers:
 	@$(MAKE) --no-print-directory $(ROUTERS_VENV)/.installed || \
 		echo "the routers are not installed and cannot be: their tests are skipped" >&2

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenlake_server.daemon  # noqa: F401  with the next line: every module that declares a metric
+import tokenlake_server.daemon
 import tokenlake_server.kv_events  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
