@@ -23,14 +23,19 @@ VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
 VLLM_TESTS := tests/engines/vllm
 LMCACHE := .lmcache
 
-.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd
+# Routers pin much as well.
+ROUTERS_VENV := .venv-routers
+ROUTERS_PIP := $(ROUTERS_VENV)/bin/python -m pip --quiet
+
+.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd \
+	install-promtool install-routers
 .NOTPARALLEL:
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
 # Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
-test: install-dev install-engines install-etcd lint
+test: install-dev install-engines install-etcd install-promtool install-routers lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
@@ -76,6 +81,17 @@ install-etcd:
 		{ systemctl disable --now etcd >/dev/null 2>&1 || true; }; } || \
 		echo "etcd is not installed and cannot be (that needs root and apt-get): its tests are skipped" >&2
 
+# The tests of the rules for Prometheus run promtool, which is taken out of Debian's package: nothing is installed, and no
+# service starts. Without it they are skipped by name.
+install-promtool:
+	@command -v promtool >/dev/null || test -x $(BIN)/promtool || { \
+		package=$$(mktemp -d) && trap 'rm -rf $$package' EXIT && chmod 755 $$package && \
+		{ [ "$$(id -u)" != 0 ] || apt-get update --quiet=2; } && \
+		(cd $$package && apt-get download --quiet=2 prometheus >/dev/null 2>&1) && \
+		dpkg-deb --fsys-tarfile $$package/*.deb | \
+			tar --extract --directory $(BIN) --strip-components=3 ./usr/bin/promtool; } || \
+		echo "promtool is not installed and cannot be (that needs apt-get): its tests are skipped" >&2
+
 install-vllm: $(VLLM_VENV)/.installed
 
 # torch comes first, since vLLM's metadata names a build of it that not every index has. The three packages that go
@@ -92,6 +108,22 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
 		pytest pytest-timeout iniconfig hypothesis sortedcontainers
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
+	@touch $@
+
+# LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start
+# them as processes; without them these tests are skipped by name.
+install-routers:
+	@$(MAKE) --no-print-directory $(ROUTERS_VENV)/.installed || \
+		echo "the routers are not installed and cannot be: their tests are skipped" >&2
+
+$(ROUTERS_VENV)/.installed: pyproject.toml constraints-routers.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "the routers are about 300 MB to download"
+	$(PYTHON) -m venv $(ROUTERS_VENV)
+	$(ROUTERS_PIP) install --constraint constraints-routers.txt hatchling
+	$(ROUTERS_PIP) install --constraint constraints-routers.txt --no-build-isolation --editable ".[litellm]" \
+		"litellm[proxy]" vllm-router pyzmq
+	$(ROUTERS_PIP) install --constraint constraints-routers.txt --no-deps ai-dynamo-runtime
 	@touch $@
 
 # The peer of `tokenlake bench engine --against lmcache`. It lies outside vLLM's environment, because some of its pinned

@@ -7,6 +7,11 @@
 
 So a key depends on the tenant, the layout, the adapter, the salt and every token up to the segment's end.
 
+The tail of a prompt, the tokens behind its last full segment, has a key of its own kind. It is stored for the engine
+that decodes the prompt, and no other request looks it up::
+
+    tail   = blake2b-256(person = "tail", key[last] | number of tokens | token ids of the tail | extras)
+
 The keys of segments with an opaque layout are independent of each other. The engine's own key, a 32-byte hash, stands
 for the tokens::
 
@@ -136,6 +141,20 @@ class Prefix:
             self.keys.append(parent)
         tail.release()
         del self._tail[: whole * size]
+
+    def tail_key(self, index: int, tokens: TokenIds) -> SegmentKey:
+        """The key of the tail of a prompt: `tokens`, fewer than a segment has, behind the first `index` segments of
+        this chain. Raises the errors of `extend`."""
+        packed = encode_tokens(tokens)
+        count = len(packed) // 4
+        if not 0 < count < self.segment_tokens:
+            raise ValueError(f"a tail has 1 to {self.segment_tokens - 1} tokens, and got {count}")
+        parent = self.keys[index - 1] if index else self.root
+        digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"tail")
+        digest.update(count.to_bytes(4, "little"))
+        digest.update(packed)
+        digest.update(self._extras.get(index, b""))
+        return SegmentKey(digest.digest())
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:

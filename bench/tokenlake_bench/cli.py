@@ -155,6 +155,28 @@ def engine(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("handover")
+@click.option("--handovers", default=100, show_default=True, help="Prompts that are handed over at once.")
+@click.option("--tokens", default=700, show_default=True, help="Length of the first of these prompts, in tokens.")
+@click.option("--long-tokens", default=4000, show_default=True, help="Length of the prompts that are timed.")
+@click.option("--repeats", default=5, show_default=True, help="Prompts that are timed, and requests that move.")
+@click.option("--nodes", default=2, show_default=True, help="1: both engines on one node; 2: each on its own.")
+@click.option("--python", type=_FILE, help="Interpreter with vLLM. [default: .venv-vllm's]")
+@_json
+def handover(**arguments: object) -> None:
+    """Let one engine compute prompts and another one generate their tokens.
+
+    Counts the hand-overs after which the second engine computed one token, times its first token against a bare copy
+    of the same bytes, and counts what an engine computes of requests that were aborted at another one.
+    """
+    from tokenlake_bench.handover import HandoverArguments, run_handover
+
+    try:
+        run_handover(HandoverArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("transfer")
 @click.option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis,lmcache.")
 @click.option("--sizes", default="1MiB,32MiB", show_default=True, help="Sizes of the segments.")

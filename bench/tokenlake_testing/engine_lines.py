@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -46,6 +46,8 @@ class Timed:
     seconds: float
     cached: int
     """Prompt tokens that the engine did not compute, of all prompts together: from its own cache or a connector's."""
+    params: list[Any] = field(default_factory=list)
+    """The `kv_transfer_params` of each answer."""
 
 
 class Child(Protocol):
@@ -121,11 +123,13 @@ class Engine:
         salt: str | None = None,
         adapter: Path | None = None,
         image: tuple[int, str | None] | None = None,
+        params: dict[str, Any] | list[Any] | None = None,
     ) -> Timed:
         """As `generate`, with the seconds that the engine took. With one new token that is the time to the first
-        token."""
+        token. `params`: the `kv_transfer_params` of all requests, or a list with those of each."""
         lora = None if adapter is None else str(adapter)
-        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt, adapter=lora, image=image))
+        asked = {"prompts": prompts, "tokens": tokens, "salt": salt, "adapter": lora, "image": image, "params": params}
+        return Timed(**self.call("generate", **asked))
 
     def call(self, command: str, **arguments: Any) -> Any:
         """Send one command to the engine process and return its reply. Raises Unreachable when the process has
@@ -159,6 +163,8 @@ class _Answers(NamedTuple):
 
     tokens: list[list[int]]
     cached: int
+    params: Sequence[Any] = ()
+    """The `kv_transfer_params` of each answer."""
 
 
 class _Loaded(Protocol):
@@ -173,6 +179,8 @@ class _Loaded(Protocol):
         params: Any = None,
         image: Any = None,
     ) -> _Answers: ...
+
+    def aborted(self, prompt: list[int], tokens: int) -> list[int]: ...
 
     def load_adapter(self, directory: str) -> bool: ...
 
@@ -202,6 +210,10 @@ class _Loaded(Protocol):
 
     def slow_loads(self, seconds: float) -> None: ...
 
+    def slow_saves(self, seconds: float) -> None: ...
+
+    def bare_copy(self, segments: int) -> dict[str, float]: ...
+
     def expect_prefill(self, token_s: float) -> None: ...
 
     def hook_ms(self, tokens: int) -> float | None: ...
@@ -230,6 +242,10 @@ class _Vllm:
             "skip_tokenizer_init": True,
             **arguments,
         }
+        if events := settings.pop("kv_events", None):
+            from vllm.config.kv_events import KVEventsConfig
+
+            settings["kv_events_config"] = KVEventsConfig(**events)
         transfer = (transfer_of(pool) if pool is not None else {}) | transfer
         if transfer and pool is None:
             _accept_cffi_libraries()
@@ -250,16 +266,20 @@ class _Vllm:
         params: Any = None,
         image: Any = None,
     ) -> _Answers:
-        """`params`: the requests' `kv_transfer_params`."""
+        """`params`: the `kv_transfer_params` of all requests, or a list with those of each, which are objects."""
         from vllm import SamplingParams
 
-        greedy = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
+        each = isinstance(params, list) and [isinstance(one, dict | None) for one in params] == [True] * len(prompts)
+        greedy = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if fields is None else {"kv_transfer_params": fields},
+            )
+            for fields in (params if each else [params] * len(prompts))
+        ]
         extra: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
         if image is not None:
             seed, name = image
@@ -270,7 +290,22 @@ class _Vllm:
         lora = None if adapter is None else self._lora(adapter)
         outputs = self._llm.generate(asked, greedy, use_tqdm=False, lora_request=lora)
         tokens_of_each = [list(output.outputs[0].token_ids) for output in outputs]
-        return _Answers(tokens_of_each, sum(output.num_cached_tokens or 0 for output in outputs))
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        return _Answers(tokens_of_each, cached, [output.kv_transfer_params for output in outputs])
+
+    def aborted(self, prompt: list[int], tokens: int) -> list[int]:
+        """Generate greedily for one request, and abort it when it has `tokens` tokens, which are returned."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=2 * tokens, ignore_eos=True, detokenize=False)
+        engine.add_request("moves", {"prompt_token_ids": prompt}, greedy)
+        answer: list[int] = []
+        while len(answer) < tokens:
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+        engine.abort_request(["moves"])
+        return answer
 
     def load_adapter(self, directory: str) -> bool:
         """Load a LoRA adapter, in place if it was loaded before, as vLLM's server does on request."""
@@ -386,13 +421,37 @@ class _Vllm:
             self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._pages, seconds)
 
     def _slow_loads(self, copy: Any, seconds: float) -> None:
-        load = type(copy).from_slot
+        copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
 
-        def slow(*args: Any) -> Any:
-            time.sleep(seconds)
-            return load(copy, *args)
+    def slow_saves(self, seconds: float) -> None:
+        """Make every copy of a segment out of the engine's blocks take `seconds` longer from now on. Only for the
+        connector of models whose layout the pool knows."""
+        for rank in _ours(self._rank()):
+            copy = rank._worker._copy
+            copy.to_slot = _after(seconds, type(copy).to_slot.__get__(copy))
 
-        copy.from_slot = slow
+    def bare_copy(self, segments: int) -> dict[str, float]:
+        """Seconds in which `segments` segments are copied from host memory into the engine's blocks, by the functions
+        that a load uses and without anything else; and seconds of a copy of as many bytes within host memory. The
+        blocks must be free; vLLM's own cache is reset."""
+        import numpy as np
+
+        from tokenlake.layout import Layout
+
+        worker = _ours(self._rank())[0]._worker
+        layout = Layout.decode(bytes.fromhex(self.layout()))
+        source = np.ones((segments, layout.segment_bytes), np.uint8)
+        target = np.ones_like(source)
+        each = layout.segment_tokens // worker._block
+        began = time.perf_counter()
+        for index, slot in enumerate(source):
+            worker._copy.from_slot(slot, range(1 + index * each, 1 + (index + 1) * each), 0)
+        worker._copy.finish()
+        copied = time.perf_counter()
+        np.copyto(target, source)
+        ended = time.perf_counter()
+        self.forget()
+        return {"cache_copy_ms": copied - began, "memory_copy_ms": ended - copied}
 
     def expect_prefill(self, token_s: float) -> None:
         """Make the planner expect `token_s` seconds per computed token, by replacing all measurements of prefills that
@@ -533,6 +592,14 @@ def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*args: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args)
+
+    return late
+
+
 def _ours(connector: Any) -> list[Any]:
     """The TokenLake connectors in this process: `connector` itself, or those within a `MultiConnector`."""
     return list(getattr(connector, "sub_connectors", [connector]))
@@ -566,6 +633,9 @@ class _Transformers:
             output = generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)
             rows.append(output[0, len(prompt) :].tolist())
         return _Answers(rows, 0)
+
+    def aborted(self, prompt: list[int], tokens: int) -> list[int]:
+        raise NotImplementedError
 
     def load_adapter(self, directory: str) -> bool:
         raise NotImplementedError
@@ -604,6 +674,12 @@ class _Transformers:
         raise NotImplementedError
 
     def slow_loads(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def slow_saves(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def bare_copy(self, segments: int) -> dict[str, float]:
         raise NotImplementedError
 
     def expect_prefill(self, token_s: float) -> None:
@@ -659,6 +735,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
                 request.get("image"),
             )
             return {**answers._asdict(), "seconds": time.perf_counter() - started}
+        case "aborted":
+            return engine.aborted(request["prompt"], request["tokens"])
         case "load adapter":
             return engine.load_adapter(request["directory"])
         case "forget":
@@ -689,6 +767,10 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.plant(request["call"], request["error"])
         case "slow loads":
             return engine.slow_loads(request["seconds"])
+        case "bare copy":
+            return engine.bare_copy(request["segments"])
+        case "slow saves":
+            return engine.slow_saves(request["seconds"])
         case "expect prefill":
             return engine.expect_prefill(request["token_s"])
         case "hook":

@@ -71,6 +71,8 @@ class Link:
         self.node = welcome.node
         self.tenant = TenantId(welcome.tenant)
         self.secret = welcome.secret
+        self.published = welcome.published
+        """The names of the models whose segments the daemon publishes to routers."""
         self.heartbeat_s = welcome.heartbeat_s
         self.deadlines = deadlines
         self._lock = lock

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tokenlake.content import MAX_CONTENT_BYTES, contents_of
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
@@ -140,6 +141,15 @@ class Pool:
         secret, fingerprint = self.link.secret, self._fingerprint(weights_digest)
         return opaque_keys(secret, fingerprint, engine_keys, adapter, salt)
 
+    def contents(
+        self, prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = ""
+    ) -> tuple[bytes, ...]:
+        """The contents of `segments` of a prompt, for the argument `contents` of `store`: routers are told of segments
+        by them. Empty unless the daemon publishes the segments of `model`, the name under which the engine serves it.
+        `tokens`: those of the prompt from the first one on. `adapter`: the name that requests use. Only for a prompt
+        that its tokens and the adapter determine: one without `salt` and `extras` of its own."""
+        return contents_of(prefix, tokens, segments, model, adapter) if model in self.link.published else ()
+
     def _fingerprint(self, weights_digest: str | None) -> Fingerprint:
         layout = self._state.layout
         if weights_digest is not None:
@@ -200,10 +210,12 @@ class Pool:
         *,
         request: str | None = None,
         hints: Hints | None = None,
+        contents: Sequence[bytes] = (),
     ) -> Write:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit them. A
         segment that the pool has already, or refuses, gets no slot. `patience`: seconds to try again while the write
-        budget alone prevents the store. `request`, `hints`: as of `MatchOptions`. Raises `Unreachable`."""
+        budget alone prevents the store. `request`, `hints`: as of `MatchOptions`. `contents`: those of `keys`, from
+        the method `contents`. Raises `Unreachable`."""
         index("first", first)
         until = time.monotonic() + check_seconds("patience", patience)
         self._grants.sweep()
@@ -211,17 +223,18 @@ class Pool:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: store of %d segments", name, len(keys))
         pause = RETRY_S
-        packed = join_keys(keys[:MAX_KEYS])
+        sent = _that_fit(keys, contents)
+        packed, told = join_keys(keys[:sent]), tuple(contents[:sent])
         while True:
             link = self.link
             reply = link.call(
-                lambda number: engine.Prepare(number, packed, first, name, hints),
+                lambda number: engine.Prepare(number, packed, first, name, hints, told),
                 engine.Prepared,
                 self.deadlines.store_s,
             )
             over_budget = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not over_budget or time.monotonic() + pause > until:
-                return Write(self._state, link, keys, _for_all(reply, keys))
+                return Write(self._state, link, keys, _for_all(reply, len(keys) - sent))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_RETRY_S)
 
@@ -234,20 +247,23 @@ class Pool:
         *,
         request: str | None = None,
         hints: Hints | None = None,
+        contents: Sequence[bytes] = (),
     ) -> bytes:
         """Store consecutive segments of one prompt, the first at index `first`, `STORE_WINDOW` at a time; returns one
         `Code` per key.
 
         `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. While the write budget
-        is used up, tries again for at most `patience` seconds without progress. `request`, `hints`: as of
-        `MatchOptions`. Raises `Unreachable` and the errors of `fill`.
+        is used up, tries again for at most `patience` seconds without progress. `request`, `hints`, `contents`: as of
+        `store`. Raises `Unreachable` and the errors of `fill`.
         """
         check_seconds("patience", patience)
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
-            window = keys[start : start + STORE_WINDOW]
-            with self.store(window, first + start, patience, request=request, hints=hints) as write:
+            told = contents[start : start + STORE_WINDOW]
+            window = keys[start : start + min(STORE_WINDOW, _that_fit(keys[start:], told))]
+            told = told[: len(window)]
+            with self.store(window, first + start, patience, request=request, hints=hints, contents=told) as write:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
@@ -265,17 +281,20 @@ class Pool:
         deadline_s: float | None = None,
         request: str | None = None,
         hints: Hints | None = None,
+        contents: Sequence[bytes] = (),
     ) -> Reservation:
         """Reserve slots, as `store` does, that other processes of this session fill. `deadline_s`: by default
         `Deadlines.call_s`. Raises `Unreachable`."""
         index("first", first)
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._grants.sweep()
-        link, packed, name = self.link, join_keys(keys[:MAX_KEYS]), self._request_name(request)
+        sent = _that_fit(keys, contents)
+        link, packed, name = self.link, join_keys(keys[:sent]), self._request_name(request)
+        told = tuple(contents[:sent])
         reply = link.call(
-            lambda number: engine.Prepare(number, packed, first, name, hints), engine.Prepared, deadline_s
+            lambda number: engine.Prepare(number, packed, first, name, hints, told), engine.Prepared, deadline_s
         )
-        return Reservation(self._state, link, _for_all(reply, keys))
+        return Reservation(self._state, link, _for_all(reply, len(keys) - sent))
 
     def attach_write(self, write: WriteId) -> Write:
         """Fill a write that another process of this session began; each process fills its own shards. The keys of the
@@ -423,10 +442,20 @@ class Pool:
         return self._heartbeat.expired
 
 
-def _for_all(reply: engine.Prepared, keys: Sequence[SegmentKey]) -> engine.Prepared:
-    """The daemon's answer for the first `MAX_KEYS` of `keys`, with the code of the others: one request reserves far
-    fewer slots than these."""
-    beyond = len(keys) - MAX_KEYS
+def _that_fit(keys: Sequence[SegmentKey], contents: Sequence[bytes]) -> int:
+    """The number of segments that one request names: at most `MAX_KEYS`, with contents of `MAX_CONTENT_BYTES`, and at
+    least one."""
+    left, count = MAX_CONTENT_BYTES, min(len(keys), MAX_KEYS)
+    for at, content in enumerate(contents[:count]):
+        left -= len(content)
+        if left < 0 and at:
+            return at
+    return count
+
+
+def _for_all(reply: engine.Prepared, beyond: int) -> engine.Prepared:
+    """The daemon's answer, with the code of `beyond` further keys that the request did not name: one request reserves
+    far fewer slots than these."""
     return msgspec.structs.replace(reply, codes=reply.codes + _NOT_RESERVED * beyond) if beyond > 0 else reply
 
 

@@ -28,11 +28,12 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
-from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
+from tokenlake.wire.slots import SLOT_BYTES, split_keys, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import NewKeys, ended, introduce, limit_wait, no_keys, size_buffer
 from tokenlake_server.bulk_paths import BulkPaths
 from tokenlake_server.bulk_stream import BulkStream, is_length
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
@@ -170,6 +171,8 @@ class BulkReceiver:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
         self._idle: dict[tuple[str, Endpoint], list[BulkStream]] = {}
         self._idle_lock = threading.Lock()
+        self.contents = Contents()
+        """Takes the contents of the segments that come."""
         driver.carry_out(StartFetch, self._start)
         driver.carry_out(AbortFetch, self._abort)
 
@@ -304,6 +307,9 @@ class BulkReceiver:
             raise ProtocolRefused(
                 f"node {instruction.node} sends segments of {reply.slot_bytes} bytes; expected {instruction.slot_bytes}"
             )
+        if reply.contents:
+            own = split_keys(instruction.keys)
+            self.contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
         places = unpack_slots(instruction.slots[part.start * SLOT_BYTES : part.stop * SLOT_BYTES])
         views = self._arena.slots(places, instruction.slot_bytes)
         for position, index in enumerate(sent):

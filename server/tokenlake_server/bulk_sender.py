@@ -19,14 +19,15 @@ from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import LEAST_RATE
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import peer
+from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import split_keys, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import limit_wait, size_buffer
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS
 from tokenlake_server.bulk_stream import ROOM_BYTES, BulkStream
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 
 __all__ = ["BulkSender"]
@@ -44,6 +45,8 @@ the bandwidth."""
 ZEROS = memoryview(bytes(1 << 20))
 """Bytes that answer probes."""
 MAX_IOVEC = 64
+MAX_CONTENTS = 1 << 20
+"""Limit of the bytes of the contents of segments in one answer."""
 
 
 class _Stream(NamedTuple):
@@ -73,6 +76,8 @@ class BulkSender:
         self._last = 0
         self._rooms: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
+        self.contents = Contents()
+        """Knows the contents of the segments, which are sent with their bytes."""
         driver.carry_out(SendBulk, self._hand_over)
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
@@ -143,7 +148,7 @@ class BulkSender:
                     instruction = instructions.get()
                     if instruction is None:
                         return
-                    self._send(stream, instruction, request.probe_bytes)
+                    self._send(stream, instruction, request)
                 finally:
                     self._driver.post(events.SendDone(number))
         except (OSError, TokenLakeError) as error:
@@ -154,16 +159,20 @@ class BulkSender:
             self._streams.pop(number, None)
             stream.sock.close()
 
-    def _send(self, stream: BulkStream, instruction: SendBulk, probe_bytes: int) -> None:
+    def _send(self, stream: BulkStream, instruction: SendBulk, request: peer.Pull) -> None:
         if instruction.codes:
             size, views = (
                 instruction.slot_bytes,
                 self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
             )
         else:
-            size, step = probe_bytes, len(ZEROS)
+            step = len(ZEROS)
+            size = request.probe_bytes
             views = [ZEROS[: min(step, size - at)] for at in range(0, size, step)]
-        header = peer.Pulled(size, instruction.codes, instruction.checksums)
+        keys = zip(split_keys(request.keys), instruction.codes, strict=False)
+        present = [key for key, code in keys if code == Code.LOCAL]
+        contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
+        header = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)
         until = time.monotonic() + limit_s

@@ -21,6 +21,7 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.metrics import Level
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
@@ -35,12 +36,13 @@ from tokenlake_server.bulk_receiver import BulkReceiver
 from tokenlake_server.bulk_sender import BulkSender
 from tokenlake_server.certificates import CertificateFiles, Certificates
 from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.membership import Members, Membership, open_membership, static_members
-from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
@@ -112,6 +114,7 @@ class Daemon:
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
+        self._started = time.time()
         self._closing = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
         self.driver = Driver(core, loop, self._failed, speed)
@@ -130,7 +133,7 @@ class Daemon:
         self._working: set[asyncio.Task[None]] = set()
         self.drain_s = rules.drain_s
         """Limit of the seconds of a drain."""
-        certificates = _certificates(config)
+        certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(
             config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)), _reached(config)
@@ -167,6 +170,8 @@ class Daemon:
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
         )
+        self.contents = _contents(config, self._admin, loop, self.driver)
+        self.senders.contents = self.receivers.contents = self.contents
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -183,6 +188,7 @@ class Daemon:
             loop,
             self._connect_query,
         )
+        self.engines.contents = self.contents
         log.info(
             "this kernel shows the end of every engine (SO_PEERPIDFD)"
             if kernel_has_pidfds()
@@ -271,7 +277,13 @@ class Daemon:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         peers, membership = self.peers.states.all(), self.membership.state
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
-        snapshot.gauges += self.watchdog.gauges()
+        snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
+        snapshot.gauges += self.engines.gauges()
+        snapshot.gauges.append(Level(STARTED, (), self._started))
+        if self._certificates is not None:
+            valid = self._certificates.current
+            snapshot.gauges.append(Level(CERTIFICATE_BEGIN, (), valid.begin.timestamp()))
+            snapshot.gauges.append(Level(CERTIFICATE_END, (), valid.end.timestamp()))
         return snapshot
 
     def _controls(self) -> dict[str, str]:
@@ -348,6 +360,7 @@ class Daemon:
         await asyncio.gather(*self._working, return_exceptions=True)
         if self.control is not None:
             await self.control.close()
+        await self.contents.close()
         await self.membership.close()
         await asyncio.to_thread(self._admin.close)
         self.engines.close()
@@ -414,6 +427,19 @@ def _control(
     return ControlServer(
         config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
     )
+
+
+def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
+    """The streams of KV events; where none is set, the daemon wants no contents."""
+    if not config.kv_events:
+        return Contents()
+    try:
+        from tokenlake_server.kv_events import KvEvents  # pyzmq is an extra
+    except ModuleNotFoundError as error:
+        shown = ", ".join(map(str, config.kv_events))
+        missing = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[kv-events]'"
+        raise ConfigurationError("kv_events", shown, missing) from error
+    return KvEvents(config, thread, loop, driver)
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:

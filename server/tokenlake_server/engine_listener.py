@@ -18,11 +18,14 @@ from tokenlake.core.pieces import LONG, LongRequest
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
+from tokenlake.metrics import OTHERS, Level, Metric
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
+from tokenlake.wire.slots import split_keys
 from tokenlake_server.arena import Arena
 from tokenlake_server.connected_process import LOCK_S
+from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
 from tokenlake_server.frame_connection import SLICE_S
@@ -49,6 +52,14 @@ MAX_LAYOUTS = 64
 """Layouts of a tenant that are remembered for schedulers."""
 MAX_RETIRED = 1024
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
+
+LAYOUT_PROCESSES = Metric(
+    "tokenlake_layout_processes",
+    "Connected processes of engines, by tenant and layout: the first eight digits of its fingerprint",
+    "tenant",
+    "layout",
+    kind="gauge",
+)
 
 ConnectQuery = Callable[[str, bytes], socket.socket]
 
@@ -90,11 +101,15 @@ class EngineListener:
         which they were accepted."""
         self._processes: Counter[str] = Counter()
         """Number of connections of each tenant whose `Hello` was accepted."""
+        self._of_layout: Counter[tuple[str, str]] = Counter()
+        """The same by tenant and layout (the first eight digits of its fingerprint), without the zeros."""
         self._kept = KeptBytes(tenants.count)
         self._last = 0
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Called with answers to askers that are no connection of this listener; their numbers are negative."""
+        self.contents = Contents()
+        """Takes the contents of the segments that engines write."""
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -161,7 +176,7 @@ class EngineListener:
         if self._connections.pop(connection.number, None) is None:
             return False
         if not self._no_longer_unproven(connection):
-            self._processes[connection.tenant] -= 1
+            self._count(connection, -1)
         connection.joined = False
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
@@ -248,6 +263,10 @@ class EngineListener:
                 return None
         if isinstance(message, LONG):
             return self._in_pieces(connection, message)
+        if isinstance(message, engine.Prepare) and message.contents:
+            # The rules do not know the contents, so that the event log has no tokens.
+            self.contents.offer(connection.tenant, split_keys(message.keys), message.contents)
+            message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
         return None
 
@@ -279,7 +298,7 @@ class EngineListener:
             return
         self._remember(connection.tenant, layout)
         self._no_longer_unproven(connection)
-        self._processes[connection.tenant] += 1
+        self._count(connection, 1)
         resumed = self._resumed(connection)
         if resumed is None and connection.process.pidfd is None:
             connection.process.make_lock()
@@ -298,6 +317,15 @@ class EngineListener:
             )
         )
 
+    def _count(self, connection: EngineConnection, more: int) -> None:
+        """Count `more` processes like that of the connection, whose `Hello` was accepted."""
+        assert connection.layout is not None
+        self._processes[connection.tenant] += more
+        at = connection.tenant, connection.layout.fingerprint()[:4].hex()
+        self._of_layout[at] += more
+        if not self._of_layout[at]:
+            del self._of_layout[at]
+
     def _remember(self, tenant: str, layout: AnyLayout) -> None:
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
@@ -310,6 +338,15 @@ class EngineListener:
         """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
         last."""
         return list(self._layouts.get(tenant, {}).values())
+
+    def gauges(self) -> list[Level]:
+        """The connected processes by tenant and layout, for the metrics page."""
+        sums: Counter[tuple[str, str]] = Counter()
+        layouts: Counter[str] = Counter()
+        for (tenant, layout), count in self._of_layout.items():
+            layouts[tenant] += 1
+            sums[tenant, layout if layouts[tenant] <= MAX_LAYOUTS else OTHERS] += count
+        return [Level(LAYOUT_PROCESSES, at, count) for at, count in sums.items()]
 
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with
@@ -462,6 +499,7 @@ class EngineListener:
                 heartbeat_s=self._settings.lease_s / 3,
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
+                published=self.contents.models(connection.tenant),
             ),
             [] if lock is None else [lock],
         )

@@ -3,8 +3,8 @@
 `/health` says whether the daemon works, and names the state of its membership and its peers; `/ready` says whether the
 node serves as a member of its cluster. A node that lost its membership is healthy, and a restart would cost its cache.
 
-Counters are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state of the rules on
-the control loop, all at one moment, when a page is requested.
+Counters and histograms are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state
+of the rules on the control loop, all at one moment, when a page is requested.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ import asyncio
 import concurrent.futures
 import contextlib
 import io
+import itertools
 import json
 import logging
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from tokenlake.config import Address
 from tokenlake.core import NodeCore
 from tokenlake.errors import ConfigurationError
-from tokenlake.metrics import Metric
+from tokenlake.identity import TenantId
+from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.store import Kind
 from tokenlake.wire import supervision
 from tokenlake_server.membership import MembershipState
@@ -48,17 +51,67 @@ REQUEST_S = 10.0
 MAX_THREADS = 32
 """Limit of the requests for pages that are served at the same time; further connections are closed without a reply."""
 
-_QUERY_ENGINE_HELP = {
-    "starts": "Processes of the query engine that were started",
-    "ready": "1 while the query engine serves",
-    "connections": "Connections of engines and of other query engines",
-    "views": "Views that are open: sequences of segments that engines send queries to",
-    "answers": "Queries of engines that were answered, one per step and layer",
-    "lost_parts": "Parts of those answers that were LOST",
-    "results": "Answers to other query engines",
-    "result_bytes": "Bytes of partial attention in those answers",
-    "result_seconds": "Seconds in which attention for other query engines was computed",
-    "late_results": "Answers of other query engines that arrived too late",
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"tokenlake_{name}", help, *labels, kind="gauge")
+
+
+STARTED = _gauge("start_time_seconds", "Time of the daemon's start, in seconds since 1970")
+PROCESSES = _gauge("processes", "Processes of engines that may access the arena")
+PEERS_CONNECTED = _gauge("peers_connected", "Other nodes that are connected")
+PEER_STATE = _gauge(
+    "peer_state",
+    "1 for the state of a peer, which is `connected`, `refused`, `unreachable` or `other ring`; 0 for the others",
+    "peer",
+    "state",
+)
+KNOWN = _gauge("membership_known", "1 while this node is a member of its cluster")
+PROBLEM = _gauge("membership_problem", "1 while the members cannot be read, or not be followed")
+ABSENT = _gauge("members_absent", "Members whose daemons are not registered in etcd")
+EPOCH = _gauge("ring_epoch", "Epoch of the ring record that this node knows; equal on all nodes within a second")
+CERTIFICATE_BEGIN = _gauge("certificate_begin_seconds", "Begin of the certificate's validity, in seconds since 1970")
+CERTIFICATE_END = _gauge("certificate_end_seconds", "End of the certificate's validity, in seconds since 1970")
+MEMORY = _gauge("memory_bytes", "Memory of this node for segments")
+SPARE = _gauge("spare_regions", "Regions that no tenant has")
+FREE = _gauge("free_share", "Share of this node's memory that holds no segment, 0 to 1")
+VICTIM_AGE = _gauge(
+    "victim_age_seconds",
+    "Seconds since the last access of the primary copy that would be evicted next: the time for which memory keeps "
+    "segments without an access, once it is full",
+)
+QUOTA = _gauge("quota_bytes", "Memory that the tenant may have at most", "tenant")
+TAKEN = _gauge("taken_bytes", "Memory of the regions that the tenant has", "tenant")
+USED = _gauge("used_bytes", "Memory of the tenant's slots that hold a segment, or are in quarantine", "tenant")
+REGIONS = _gauge("regions", "Regions of a tenant and slot size", "tenant", "slot_bytes")
+SLOTS = _gauge("slots", "Slots of a tenant and slot size", "tenant", "slot_bytes")
+FREE_SLOTS = _gauge("free_slots", "Slots that hold no segment", "tenant", "slot_bytes")
+QUARANTINED = _gauge(
+    "quarantined_slots", "Slots without a segment that a process may still access", "tenant", "slot_bytes"
+)
+SEGMENTS = _gauge(
+    "segments", "Segments by kind: `dirty` (being written), `cached`, `primary`", "tenant", "slot_bytes", "kind"
+)
+MAP_ENTRIES = _gauge(
+    "map_entries",
+    "Entries of each map in the state of the rules (`sessions`, `leases`, `directory` and others); one that only grows "
+    "is a leak",
+    "map",
+)
+_QUERY_ENGINE = {
+    name: _gauge(f"query_engine_{name}", help)
+    for name, help in {
+        "starts": "Processes of the query engine that were started",
+        "ready": "1 while the query engine serves",
+        "connections": "Connections of engines and of other query engines",
+        "views": "Views that are open: sequences of segments that engines send queries to",
+        "answers": "Queries of engines that were answered, one per step and layer",
+        "lost_parts": "Parts of those answers that were LOST",
+        "results": "Answers to other query engines",
+        "result_bytes": "Bytes of partial attention in those answers",
+        "result_seconds": "Seconds in which attention for other query engines was computed. The time of a batch is "
+        "divided among its requests by queries times segments",
+        "late_results": "Answers of other query engines that arrived too late",
+    }.items()
 }
 
 
@@ -76,7 +129,7 @@ class PoolState(NamedTuple):
 
 
 class Snapshot:
-    """All counters and gauges of the daemon at one moment. Made on the control loop."""
+    """All counters, histograms and gauges of the daemon at one moment. Made on the control loop."""
 
     def __init__(
         self,
@@ -89,7 +142,8 @@ class Snapshot:
         self.peers = peers
         self.membership = membership
         self.processes = processes
-        self.spare_regions = core.store.regions.spare
+        regions = core.store.regions
+        self.spare_regions = regions.spare
         self.pools = [
             PoolState(
                 pool.tenant,
@@ -102,57 +156,62 @@ class Snapshot:
             )
             for pool in core.store.pools()
         ]
+        self.counters = {metric: core.counters[metric] for metric in Metric.all()}
+        """Each counter; of one with labels the sum over their values."""
+        self.labelled = {metric: core.counters.by_labels(metric) for metric in Metric.all() if metric.labels}
+        histograms = ((metric, core.counters.histogram(metric)) for metric in Metric.all("histogram"))
+        self.histograms = {metric: (tuple(each.counts), each.total_s) for metric, each in histograms}
+        """The durations of each histogram by bucket, and their sum in seconds."""
         connected = sum(each.state in ("connected", "other ring") for each in peers.values())
-        self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
-        self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
-        self.gauges: list[tuple[str, str, dict[str, str], float]] = [
-            ("tokenlake_processes", "Processes of engines that may access the arena", {}, processes),
-            ("tokenlake_peers_connected", "Other nodes that are connected", {}, connected),
-            ("tokenlake_spare_regions", "Regions that no tenant has", {}, self.spare_regions),
-            ("tokenlake_membership_known", "1 while this node is a member of its cluster", {}, membership.known),
-            ("tokenlake_membership_problem", "1 while the members cannot be read", {}, bool(membership.problem)),
-            ("tokenlake_members_absent", "Members that are not registered in etcd", {}, len(membership.absent)),
-            ("tokenlake_ring_epoch", "Epoch of the ring record", {}, membership.epoch),
+        vacancy = core.vacancy()
+        self.gauges = [
+            Level(PROCESSES, (), processes),
+            Level(PEERS_CONNECTED, (), connected),
+            Level(MEMORY, (), regions.total * core.store.region_bytes),
+            Level(SPARE, (), self.spare_regions),
+            Level(FREE, (), vacancy.free_share),
+            Level(VICTIM_AGE, (), vacancy.victim_age_s),
+            Level(KNOWN, (), membership.known),
+            Level(PROBLEM, (), bool(membership.problem)),
+            Level(ABSENT, (), len(membership.absent)),
+            Level(EPOCH, (), membership.epoch),
         ]
         for name, peer in peers.items():
-            for state in PEER_STATES:
-                labels = {"peer": name, "state": state}
-                self._gauge("tokenlake_peer_state", "1 for the state of a peer", labels, peer.state == state)
+            self.gauges += (Level(PEER_STATE, (name, state), peer.state == state) for state in PEER_STATES)
+        self.gauges += (Level(MAP_ENTRIES, (name,), entries) for name, entries in core.census().items())
         if query_engine is not None:
             self._add_query_engine(query_engine)
-        for name, entries in core.census().items():
-            self._gauge(
-                "tokenlake_map_entries", "Entries of each map in the state of the rules", {"map": name}, entries
-            )
+        self._add_tenants(core)
         for pool in self.pools:
-            labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
-            self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, pool.regions)
-            self._gauge("tokenlake_slots", "Slots of a tenant and slot size", labels, pool.slots)
-            self._gauge("tokenlake_free_slots", "Slots that hold no segment", labels, pool.free)
-            self._gauge(
-                "tokenlake_quarantined_slots",
-                "Slots without a segment that a process may still access",
-                labels,
-                pool.quarantined,
-            )
-            for kind in Kind:
-                at = labels | {"kind": kind.name.lower()}
-                self._gauge(
-                    "tokenlake_segments",
-                    "Segments by kind, including those that are being written",
-                    at,
-                    pool.counts[kind],
-                )
+            self._add_pool(pool)
 
     def _add_query_engine(self, engine: QueryEngine) -> None:
         report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0, 0, 0)
         values: dict[str, float] = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
         values["result_seconds"] = values.pop("result_ns") / 1e9
-        for name, value in values.items():
-            self._gauge(f"tokenlake_query_engine_{name}", _QUERY_ENGINE_HELP[name], {}, value)
+        self.gauges += (Level(_QUERY_ENGINE[name], (), value) for name, value in values.items())
 
-    def _gauge(self, name: str, help: str, labels: dict[str, str], value: float) -> None:
-        self.gauges.append((name, help, labels, value))
+    def _add_tenants(self, core: NodeCore) -> None:
+        regions, size = core.store.regions, core.store.region_bytes
+        used: Counter[str] = Counter()
+        for pool in self.pools:
+            used[pool.tenant] += (sum(pool.counts.values()) + pool.quarantined) * pool.slot_bytes
+        for tenant in map(TenantId, dict.fromkeys([*core.config.quotas, *used])):
+            self.gauges += (
+                Level(QUOTA, (tenant,), regions.quota(tenant) * size),
+                Level(TAKEN, (tenant,), regions.taken(tenant) * size),
+                Level(USED, (tenant,), used[tenant]),
+            )
+
+    def _add_pool(self, pool: PoolState) -> None:
+        at = pool.tenant, str(pool.slot_bytes)
+        self.gauges += (
+            Level(REGIONS, at, pool.regions),
+            Level(SLOTS, at, pool.slots),
+            Level(FREE_SLOTS, at, pool.free),
+            Level(QUARANTINED, at, pool.quarantined),
+            *(Level(SEGMENTS, (*at, kind.name.lower()), pool.counts[kind]) for kind in Kind),
+        )
 
 
 class _Collector:
@@ -161,8 +220,12 @@ class _Collector:
         self._take = take
         self._aliases = aliases
 
-    def _shown(self, label: str, value: str) -> str:
-        return self._aliases.get(value, "other") if label == "tenant" and self._aliases else value
+    def _shown(self, metric: Metric, values: Sequence[str]) -> list[str]:
+        """The values of the metric's labels, with an alias in place of a tenant's name."""
+        return [
+            self._aliases.get(value, "other") if label == "tenant" and self._aliases else value
+            for label, value in zip(metric.labels, values, strict=True)
+        ]
 
     def describe(self) -> Iterable[Any]:
         return []
@@ -170,17 +233,20 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         snapshot = self._take()
         for metric, value in snapshot.counters.items():
-            yield CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, value=value)
-        for metric, counted in snapshot.labelled.items():
-            labelled = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=[metric.label])
-            for label, value in counted.items():
-                labelled.add_metric([self._shown(metric.label, label)], value)
-            yield labelled
-        families: dict[str, Any] = {}
-        for name, help, labels, level in snapshot.gauges:
-            family = families.setdefault(name, GaugeMetricFamily(name, help, labels=list(labels)))
-            family.add_metric([self._shown(label, value) for label, value in labels.items()], level)
-        yield from families.values()
+            family = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
+            for values, count in snapshot.labelled[metric].items() if metric.labels else [((), value)]:
+                family.add_metric(self._shown(metric, values), count)
+            yield family
+        for metric, (counts, total_s) in snapshot.histograms.items():
+            bounds = [*map(str, BOUNDS_S), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+            yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total_s)
+        gauges: dict[Metric, Any] = {}
+        for metric, values, level in snapshot.gauges:
+            if metric not in gauges:
+                gauges[metric] = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            gauges[metric].add_metric(self._shown(metric, values), level)
+        yield from gauges.values()
 
 
 class MetricsServer:
@@ -251,7 +317,7 @@ class MetricsServer:
         return "200 OK" if good else "503 Service Unavailable", {"node": self._node, **body}
 
     def _health(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
-        gauges = {name: value for name, _, labels, value in snapshot.gauges if not labels}
+        gauges = {metric.name: value for metric, values, value in snapshot.gauges if not values}
         now = self._loop.time()
         peers = {
             name: {"state": state, "for_s": round(now - since, 1)} | ({"reason": reason} if reason else {})

@@ -11,12 +11,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.events import Event
-from tokenlake.metrics import Counters, Metric
+from tokenlake.metrics import Counters, Level, Metric
 from tokenlake_server.driver import Handle
 
 __all__ = ["LIMIT_S", "Watchdog", "new_event_loop"]
@@ -24,6 +24,16 @@ __all__ = ["LIMIT_S", "Watchdog", "new_event_loop"]
 log = logging.getLogger(__name__)
 
 LONG = Metric("tokenlake_long_callbacks_total", "Callbacks that took over 1 ms of processor time on the control loop")
+BY_KIND = Metric("tokenlake_long_callbacks_by_kind", "These callbacks by kind of event", "kind", kind="gauge")
+LONG_SECONDS = Metric(
+    "tokenlake_long_callback_seconds", "Processor time of these callbacks by kind of event", "kind", kind="gauge"
+)
+LONGEST = Metric(
+    "tokenlake_longest_callback_seconds",
+    "Processor time of the longest of these callbacks by kind of event",
+    "kind",
+    kind="gauge",
+)
 
 LIMIT_S = 0.001
 """Seconds: a callback of the control loop that takes longer is counted."""
@@ -47,6 +57,7 @@ class Watchdog:
         """The event that the current callback of the loop handled last, else `STARTED` or `COLLECTION`, else None."""
         self._stopped = False
         self._counts: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
         self._longest: dict[str, float] = {}
         self._logged_at = -LOG_S
         self._unlogged = 0
@@ -102,6 +113,7 @@ class Watchdog:
         kind = _kind(self._event, callback)
         self._counters.add(LONG)
         self._counts[kind] = self._counts.get(kind, 0) + 1
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
         if seconds <= WARN_S:
             return
@@ -118,15 +130,14 @@ class Watchdog:
             )
             self._logged_at, self._unlogged = now, 0
 
-    def gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
-        """The number and the longest time of long callbacks by kind, for the metrics page: (name, help, labels,
-        value)."""
-        counted = "Callbacks that took over 1 ms of processor time on the control loop, by kind of event"
-        longest = "Processor time of the longest of these callbacks, by kind of event"
-        return [
-            *(("tokenlake_long_callbacks_by_kind", counted, {"kind": kind}, n) for kind, n in self._counts.items()),
-            *(("tokenlake_longest_callback_seconds", longest, {"kind": kind}, s) for kind, s in self._longest.items()),
-        ]
+    def gauges(self) -> list[Level]:
+        """The number, the time and the longest time of long callbacks by kind, for the metrics page."""
+        measured: tuple[tuple[Metric, Mapping[str, float]], ...] = (
+            (BY_KIND, self._counts),
+            (LONG_SECONDS, self._seconds),
+            (LONGEST, self._longest),
+        )
+        return [Level(metric, (kind,), value) for metric, values in measured for kind, value in values.items()]
 
 
 def _kind(event: Event | str | None, callback: Callable[..., Any]) -> str:

@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
-from tokenlake.core.fetch import FETCHED, MISSING
-from tokenlake.core.grants import SKIPPED
-from tokenlake.core.match import ASKED, LOCAL, PENDING
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.misses import MISSED
 from tokenlake.core.serve import SENT, SENT_BYTES, SENT_TO_READERS
 from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
@@ -85,7 +85,7 @@ def test_hit_tokens_equal_the_nodes_counters() -> None:
     simulation = simulate(accesses, options(4))
     asked = sum(len(prompt.chain) for prompt in accesses.prompts) * TOKENS
     assert counted(simulation, ASKED) == asked
-    assert asked == sum(counted(simulation, metric) for metric in (LOCAL, FETCHED, MISSING, PENDING, SKIPPED))
+    assert asked == sum(counted(simulation, metric) for metric in (LOCAL, FETCHED, MISSED))
     hits = hit_tokens(simulation, accesses)
     assert 0 < hits == counted(simulation, LOCAL) + counted(simulation, FETCHED)
     assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tokenlake.content import contents_of
 from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
@@ -134,6 +135,9 @@ class FakePool:
     """The index in a reservation from which segments are refused."""
     segment_tokens: int = 8
     hashed: int = 0
+    published: tuple[str, ...] = ()
+    """The models whose segments the daemon publishes to routers."""
+    contents_sent: list[bytes] = field(default_factory=list)
 
     def prefix(
         self,
@@ -149,6 +153,11 @@ class FakePool:
         chain = Prefix(SegmentKey(root.ljust(32, b"\0")), self.segment_tokens, extras)
         chain.extend(tokens)
         return chain
+
+    def contents(
+        self, prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = ""
+    ) -> tuple[bytes, ...]:
+        return contents_of(prefix, tokens, segments, model, adapter) if model in self.published else ()
 
     def begin_match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
@@ -170,11 +179,13 @@ class FakePool:
         deadline_s: float = 0.02,
         request: str | None = None,
         hints: Hints | None = None,
+        contents: Sequence[bytes] = (),
     ) -> FakeReservation:
         if not self.reachable:
             raise Unreachable("gone")
         codes = bytes(Code.RESERVED if at < self.refuse_from else Code.WRITE_BUDGET for at in range(len(keys)))
         number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
+        self.contents_sent += contents
         self.reservations.append(FakeReservation(WriteId(number), codes, request, hints=hints))
         return self.reservations[-1]
 

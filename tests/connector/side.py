@@ -11,6 +11,7 @@ from tokenlake_client.engines.vllm.step_plan import LoadTime, StepPlan, StepRepo
 
 SEGMENT, BLOCK = 8, 4
 SEGMENT_BYTES = 1 << 20
+MODEL = "served-name"
 TOKEN_S = 1e-3
 """The prefill time per token."""
 CHEAP = LoadTime(0.1e-3, 0.1e-3)
@@ -45,6 +46,7 @@ class Bench:
             lambda what, error: self.reported.append(what),
             segment_bytes=SEGMENT_BYTES,
             shared=shared,
+            model=MODEL,
             clock=lambda: self.now,
         )
 

@@ -305,7 +305,7 @@ class TestRequests:
         assert bench.side.matched(one, 0) == 0
         bench.side.allocated(one, blocks_of(one), 0)
         assert bench.step(one, 0, one.num_tokens).saves == ()
-        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))
+        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))[0]
         assert bench.counters.read().requests_not_served == 1
         assert bench.reported == []
 
@@ -333,7 +333,7 @@ class TestRequests:
 
     def test_an_end_before_the_digest_is_known(self, bench: Bench) -> None:
         one = self.arrive(bench, self.unknown())
-        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=False))
+        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=False))[0]
         assert bench.reported == []
 
 

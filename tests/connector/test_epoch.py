@@ -68,7 +68,7 @@ def test_a_running_request_stores_nothing_after_new_weights() -> None:
     bench.side.new_weights(NEW)
     assert not bench.step(asked, 16, 16).saves
     bench.step(asked, 32, 8)
-    assert not bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
+    assert not bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
     assert not bench.side.step([], lambda name: []).saves
 
 
@@ -90,7 +90,7 @@ def test_planned_saves_keep_keys_of_the_old_weights() -> None:
     bench.step(asked, 0, 23)
     asked.all_token_ids += [7, 8]
     asked.num_computed_tokens = 25
-    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
+    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
     bench.side.new_weights(NEW)
     (save,) = bench.side.step([], lambda name: []).saves
     assert set(save.keys) <= set(bench.pool.prefix(asked.all_token_ids).keys)

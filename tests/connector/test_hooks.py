@@ -52,7 +52,7 @@ def test_saves_of_finished_requests_outlast_a_failed_step(monkeypatch: pytest.Mo
     bench, one = Bench(), request(33)
     bench.place(one)
     one.num_computed_tokens = 33
-    assert bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))
+    assert bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))[0]
     with monkeypatch.context() as patch:
         patch.setattr(FakePool, "connected", property(broken, lambda pool, value: None), raising=False)
         assert bench.side.step([], lambda name: []).saves == ()

@@ -167,7 +167,7 @@ def test_last_segments_are_stored_and_their_blocks_held() -> None:
     bench.place(asked)
     bench.step(asked, 16, 17)
     asked.all_token_ids.append(1)
-    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
+    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
     plan = bench.side.step([], lambda name: [])
     assert [(save.first, len(save.keys)) for save in plan.saves] == [(2, 2)]
     assert plan.held == (("r", plan.saves[0].job),)
@@ -178,7 +178,7 @@ def test_an_aborted_request_releases_its_lease() -> None:
     bench.know(asked.all_token_ids)
     bench.side.new_request(asked)
     assert bench.side.matched(asked, 0) == 32
-    assert not bench.side.finished(asked, [], RequestEnd(complete=False))
+    assert not bench.side.finished(asked, [], RequestEnd(complete=False))[0]
     assert bench.pool.leases[0].released
 
 

@@ -21,7 +21,7 @@ def test_hints_go_with_lookups_and_saves() -> None:
     assert [save.hints for save in saves] == [AGENT]
     assert not bench.side.finished(
         asked, blocks_of(asked), RequestEnd(complete=True, stop_reason="stop", output_tokens=5)
-    )
+    )[0]
     assert bench.pool.hinted == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), AGENT_ENDED)]
 
 
@@ -33,7 +33,7 @@ def test_last_saves_carry_the_end_of_the_request() -> None:
     asked.all_token_ids.append(1)
     assert bench.side.finished(
         asked, blocks_of(asked), RequestEnd(complete=True, stop_reason="length", output_tokens=1)
-    )
+    )[0]
     plan = bench.side.step([], lambda name: [])
     assert [save.hints for save in plan.saves] == [Hints(stop_reason="length", output_tokens=1)]
     # One message has the hints for all segments that are stored already.
@@ -72,5 +72,5 @@ def test_a_failing_hint_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench.pool, "hint", lambda keys, hints: 1 // 0)
     assert not bench.side.finished(
         asked, blocks_of(asked), RequestEnd(complete=True, stop_reason="stop", output_tokens=3)
-    )
+    )[0]
     assert bench.reported == ["sending hints"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -12,7 +13,9 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
+from tokenlake.core.misses import MISSED
 from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.metrics import Counters
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine
 from tokenlake.wire.slots import join_keys
@@ -26,6 +29,7 @@ __all__ = [
     "kinds",
     "match",
     "match_independent",
+    "missed",
     "most_at_once",
     "offer",
     "placed",
@@ -139,6 +143,15 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
 def kinds(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Kind]:
     """The kinds of the copies of a segment, by node."""
     return {index: segment.kind for index, segment in copies(cluster, key, tenant).items()}
+
+
+def missed(counters: Counters, tenant: str = "red") -> dict[str, int]:
+    """The tokens that a tenant missed, by reason, without the zeros."""
+    sums: Counter[str] = Counter()
+    for (owner, reason, _), tokens in counters.by_labels(MISSED).items():
+        if owner == tenant and tokens:
+            sums[reason] += tokens
+    return dict(sums)
 
 
 def most_at_once(cluster: Cluster, node: int, kind: type[Any]) -> int:

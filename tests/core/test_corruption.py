@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, offer, placed, said, store, tell
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, missed, offer, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
-from tokenlake.core.grants import SKIPPED
+from tokenlake.core.fetch import CORRUPT, FETCHED
 from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
@@ -57,7 +56,7 @@ def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     assert fetched(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
     cluster.run_for(0.1)
     assert cluster.core(2).counters[CORRUPT] == 1
-    assert cluster.core(2).counters[MISSING] == SEGMENT_TOKENS
+    assert missed(cluster.core(2).counters) == {"lost": SEGMENT_TOKENS}
     assert cluster.core(0).counters[REPORTED] == cluster.core(0).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {3: Kind.CACHED}, "copies of other nodes stay"
     assert rule_of(cluster, 2, key) == CORRUPT_RULE
@@ -95,7 +94,7 @@ def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     assert set(copies(cluster, key)) == {1 - source, 2}
     counters = cluster.core(2).counters
     assert counters[HEALED] == 1
-    assert (counters[FETCHED], counters[MISSING], counters[SKIPPED]) == (SEGMENT_TOKENS, 0, 0)
+    assert (counters[FETCHED], missed(counters)) == (SEGMENT_TOKENS, {})
 
 
 def test_a_report_of_a_local_engine_drops_the_copy() -> None:

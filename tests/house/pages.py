@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenlake_server.daemon  # noqa: F401  imports every module that declares a counter
+import tokenlake_server.daemon
+import tokenlake_server.kv_events  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.routers.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +30,14 @@ class Part(NamedTuple):
     text: Callable[[], str]
 
 
-def counters() -> str:
-    """All counters as a table in Markdown."""
-    metrics = sorted(Metric.all(), key=lambda metric: metric.name)
-    rows = ["| counter | meaning |", "|---|---|"]
-    return "\n".join(rows + [f"| `{metric.name}` | {metric.help} |" for metric in metrics]) + "\n"
+def metrics() -> str:
+    """All metrics of a daemon as a table in Markdown."""
+    rows = ["| metric | labels | meaning |", "|---|---|---|"]
+    for kind in ("counter", "histogram", "gauge"):
+        for metric in sorted(Metric.all(kind), key=lambda metric: metric.name):
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            rows.append(f"| `{metric.name}`{', a histogram' * (kind == 'histogram')} | {labels} | {metric.help} |")
+    return "\n".join(rows) + "\n"
 
 
 def services() -> str:
@@ -67,8 +72,9 @@ def connector_counts() -> str:
 
 PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
-    Part("docs/reference.md", "counters of a daemon", counters),
+    Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
+    Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
 )

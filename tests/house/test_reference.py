@@ -41,9 +41,14 @@ def test_every_command(command: str) -> None:
     assert f"`tokenlake {command}" in REFERENCE
 
 
-def test_every_setting_but_the_secrets_has_a_flag() -> None:
+def test_every_setting_but_the_secrets_and_tables_has_a_flag() -> None:
     serve = pytest.importorskip("tokenlake_server.cli").serve
-    assert set(ServerConfig.__struct_fields__) - set(FLAGS) == {"tenants", "cluster_secret", "etcd_password"}
+    assert set(ServerConfig.__struct_fields__) - set(FLAGS) == {
+        "tenants",
+        "kv_events",
+        "cluster_secret",
+        "etcd_password",
+    }
     given = {parameter.name: parameter for parameter in serve.params}
     assert list(given) == ["file", *FLAGS]
     assert all(parameter.help for parameter in given.values())

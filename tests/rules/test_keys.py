@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -200,3 +201,27 @@ def test_extras_that_are_not_bytes_are_refused_before_anything_is_hashed() -> No
 def test_a_secret_longer_than_the_hash_takes_is_refused(secret: bytes) -> None:
     with pytest.raises(ValueError, match="64"):
         root_key(secret, FINGERPRINT)
+
+
+@pytest.mark.parametrize("full", [0, 1, 2])
+def test_the_tail_key_is_the_golden_vector(full: int) -> None:
+    chain = Prefix(root_key(SECRET, FINGERPRINT), 4, {1: [b"image"]})
+    chain.extend(TOKENS[: 4 * full])
+    tail = TOKENS[4 * full : 4 * full + 3]
+    parent = chain.keys[full - 1] if full else chain.root
+    extra = len(b"image").to_bytes(4, "little") + b"image" if full == 1 else b""
+    body = parent + (3).to_bytes(4, "little") + array("I", tail).tobytes() + extra
+    assert chain.tail_key(full, tail) == hashlib.blake2b(body, digest_size=32, person=b"tail").digest()
+    assert chain.keys == keys_of(TOKENS[: 4 * full], extras={1: [b"image"]}), "the chain is unchanged"
+
+
+def test_a_tail_key_is_no_other_key() -> None:
+    """Tails of other lengths, of other prompts and full segments have other keys."""
+    chain = Prefix(root_key(SECRET, FINGERPRINT), 4)
+    chain.extend(TOKENS)
+    found = [chain.tail_key(at, [0] * count) for at in range(4) for count in range(1, 4)]
+    found += [chain.tail_key(2, [0, 0, 1]), *chain.keys]
+    assert len(set(found)) == len(found)
+    for tokens in ([], [1, 2, 3, 4]):
+        with pytest.raises(ValueError, match="1 to 3 tokens"):
+            chain.tail_key(2, tokens)

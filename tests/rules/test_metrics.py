@@ -9,9 +9,13 @@ import re
 import pytest
 
 import tokenlake
-from tokenlake.metrics import MAX_LABELS, OTHERS, Counters, Metric
+from tokenlake.metrics import BOUNDS_S, MAX_LABELS, OTHERS, Counters, Metric
 
-NAME = re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>[a-z]+)_total")
+NAMES = {
+    "counter": re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>[a-z]+)_total"),
+    "histogram": re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>seconds)"),
+    "gauge": re.compile(r"tokenlake(_[a-z]+)+(?<!_total)"),
+}
 UNITS = {
     "bytes",
     "callbacks",
@@ -41,16 +45,16 @@ def declared() -> list[Metric]:
     """Every metric of the rules; importing a module declares its own."""
     for module in pkgutil.walk_packages(tokenlake.__path__, "tokenlake."):
         importlib.import_module(module.name)
-    return list(Metric.all())
+    return list(Metric.all("counter", "histogram", "gauge"))
 
 
 def test_every_name_has_noun_and_unit() -> None:
     metrics = declared()
     assert len(metrics) > 10
     for metric in metrics:
-        found = NAME.fullmatch(metric.name)
-        assert found, f"{metric.name} is not tokenlake_<noun>_<unit>_total"
-        assert found["unit"] in UNITS, f"{metric.name} counts {found['unit']}"
+        found = NAMES[metric.kind].fullmatch(metric.name)
+        assert found, f"{metric.name} is no name of a {metric.kind}, such as tokenlake_<noun>_<unit>_total"
+        assert metric.kind != "counter" or found["unit"] in UNITS, f"{metric.name} counts {found['unit']}"
         assert metric.help
 
 
@@ -61,7 +65,7 @@ def test_a_name_is_declared_once() -> None:
 
 
 def test_a_counter_starts_at_zero_and_grows() -> None:
-    first, second = declared()[:2]
+    first, second = [each for each in declared() if each.kind == "counter" and not each.labels][:2]
     counters = Counters()
     assert counters[first] == 0
     counters.add(first)
@@ -69,14 +73,27 @@ def test_a_counter_starts_at_zero_and_grows() -> None:
     assert (counters[first], counters[second], Counters()[first]) == (6, 0, 0)
 
 
-def test_a_label_has_a_bounded_number_of_values_and_a_sum() -> None:
-    metric = next(each for each in declared() if each.label)
+def test_the_first_label_has_a_bounded_number_of_values_and_a_sum() -> None:
+    metric = next(each for each in declared() if len(each.labels) == 2)
     counters = Counters()
     for number in range(MAX_LABELS + 3):
-        counters.add_for(metric, f"tenant {number}", 10)
-    counters.add_for(metric, "tenant 1", 1)
-    counted = counters.by_label(metric)
+        counters.add_for(metric, 10, f"tenant {number}", "x")
+    counters.add_for(metric, 1, "tenant 1", "x")
+    counters.add_for(metric, 2, "tenant 1", "y")
+    counted = counters.by_first_label(metric)
     assert len(counted) == MAX_LABELS + 1
-    assert (counted["tenant 0"], counted["tenant 1"], counted[OTHERS]) == (10, 11, 30)
+    assert (counted["tenant 0"], counted["tenant 1"], counted[OTHERS]) == (10, 13, 30)
+    assert counters.by_labels(metric)["tenant 1", "y"] == 2
     assert counters[metric] == sum(counted.values())
-    assert Counters().by_label(metric) == {}
+    assert Counters().by_labels(metric) == {}
+
+
+def test_a_histogram_counts_each_duration_in_one_bucket() -> None:
+    metric = next(each for each in declared() if each.kind == "histogram")
+    counters = Counters()
+    observed = counters.histogram(metric)
+    assert counters.histogram(metric) is observed
+    for seconds in (0.0, BOUNDS_S[0], BOUNDS_S[0] * 1.001, BOUNDS_S[-1], BOUNDS_S[-1] + 1):
+        observed.add(seconds)
+    assert observed.counts == [2, 1, *[0] * (len(BOUNDS_S) - 3), 1, 1]
+    assert observed.total_s == pytest.approx(2.001 * BOUNDS_S[0] + 2 * BOUNDS_S[-1] + 1)

@@ -49,13 +49,13 @@ class Watched:
 
     def kinds(self) -> dict[str, float]:
         return {
-            labels["kind"]: value
-            for name, _, labels, value in self.watchdog.gauges()
-            if name == "tokenlake_long_callbacks_by_kind"
+            kind: value
+            for metric, (kind,), value in self.watchdog.gauges()
+            if metric.name == "tokenlake_long_callbacks_by_kind"
         }
 
     def longest(self, kind: str) -> float:
-        return next(v for name, _, at, v in self.watchdog.gauges() if "longest" in name and at["kind"] == kind)
+        return next(v for metric, (at,), v in self.watchdog.gauges() if "longest" in metric.name and at == kind)
 
 
 def test_processor_time_is_counted_and_sleep_is_not() -> None:
@@ -176,7 +176,7 @@ def test_the_loop_watches_every_callback_once(
         loop.run_until_complete(done)
     finally:
         loop.close()
-    found = [(labels["kind"].rpartition(".")[2], value) for _, _, labels, value in watchdog.gauges()]
+    found = [(kind.rpartition(".")[2], value) for _, (kind,), value in watchdog.gauges()]
     assert found[0] == ("callback", 1)
 
 
@@ -209,5 +209,5 @@ def test_the_loop_watches_readers_writers_and_tasks() -> None:
         loop.close()
         near.close()
         far.close()
-    kinds = {labels["kind"].rpartition(".")[2] for _, _, labels, _ in watchdog.gauges()}
+    kinds = {kind.rpartition(".")[2] for _, (kind,), _ in watchdog.gauges()}
     assert {"reader", "writer", "task"} <= kinds

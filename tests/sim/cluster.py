@@ -11,9 +11,10 @@ from tests.sim.link import Link
 from tests.sim.node import SimNode
 from tests.sim.world import World
 from tokenlake.core import NodeCore
-from tokenlake.core.fetch import FETCHED, MISSING
-from tokenlake.core.grants import SKIPPED
-from tokenlake.core.match import ASKED, LOCAL, PENDING
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.grants import SHIPPED
+from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.misses import MISSED
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, State
@@ -172,11 +173,17 @@ class Cluster(World):
             assert census.pop("calls") <= len(self.nodes) - 1
             assert census.pop("timers") <= 8 * len(self.nodes), f"{name}: timers are left"
             # Hints, and records for explanations, stay; their number has a bound of its own.
-            for memory in ("directory", "explained requests", "segments they missed", "segments that went"):
+            for memory in (
+                "directory",
+                "explained requests",
+                "segments they missed",
+                "segments that went",
+                "refused segments",
+            ):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"
             counters = core.counters
-            answered = (LOCAL, FETCHED, SKIPPED, PENDING, MISSING)
+            answered = (LOCAL, FETCHED, SHIPPED, MISSED)
             assert counters[ASKED] == sum(counters[metric] for metric in answered), f"{name}: tokens do not add up"
         keepers = self.keepers()
         assert all(len(names) == 1 for names in keepers.values()), f"two primary copies: {keepers}"

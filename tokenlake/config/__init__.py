@@ -1,12 +1,13 @@
 """The settings of a daemon: `server.py` and `rules.py` declare them, `loading.py` reads them from their sources."""
 
-from tokenlake.config.loading import ENGINE_PREFIX, OPERATOR_PREFIX, Settings, load_config
+from tokenlake.config.loading import ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX, Settings, load_config
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT
 from tokenlake.config.values import (
     MASK,
     Address,
+    KvEventStream,
     Peer,
     Secret,
     Tenant,
@@ -20,7 +21,9 @@ __all__ = [
     "ENGINE_PREFIX",
     "MASK",
     "OPERATOR_PREFIX",
+    "ROUTER_PREFIX",
     "Address",
+    "KvEventStream",
     "Peer",
     "RuleSettings",
     "Secret",

@@ -17,6 +17,7 @@ from tokenlake.config.values import (
     MASK,
     SIZE_EXPECTED,
     Address,
+    KvEventStream,
     Peer,
     Secret,
     Tenant,
@@ -32,8 +33,10 @@ __all__ = [
     "address",
     "endpoints",
     "cluster",
+    "controls",
     "is_loopback",
     "is_own_address",
+    "kv_events",
     "loopback",
     "name",
     "one_of",
@@ -53,6 +56,10 @@ __all__ = [
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+
+MAX_KV_EVENT_STREAMS = 16
+KV_EVENT_MEDIA = ("CPU", "EXTERNAL")
+"""Media of KV events, as routers call them: memory of the host, and a pool outside the engine."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME_EXPECTED = "1 to 64 letters, digits, dots, underscores or hyphens"
@@ -294,6 +301,26 @@ def peers() -> Kind:
     return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 
 
+def controls() -> Kind:
+    """The kind of a setting whose value lists control planes of daemons: paths of sockets, and `NODE=HOST:PORT`."""
+    expected = "a list of paths of sockets and of NODE=HOST:PORT"
+
+    def parse(value: object) -> tuple[str | Peer, ...]:
+        found: list[str | Peer] = []
+        for item in _items(value, expected):
+            if isinstance(item, str) and item.startswith("/"):
+                found.append(item)
+                continue
+            peer = _peer(item)
+            if peer.memory is not None:
+                raise ValueError(expected)
+            found.append(peer)
+        _require_unique(map(str, found), "each control plane once; given twice:")
+        return tuple(found)
+
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
+
+
 def uids() -> Kind:
     """Returns the kind of a list of user ids."""
     return Kind("a list of user ids", _uids, lambda value: ",".join(map(str, value)))
@@ -315,6 +342,22 @@ def tenants() -> Kind:
         return found
 
     return Kind(expected, parse, lambda value: ", ".join(map(repr, value)))
+
+
+def kv_events() -> Kind:
+    """An array of tables, one for each stream of KV events; from TOML only."""
+    expected = "an array of tables [[kv_events]] in the configuration file"
+
+    def parse(value: object) -> tuple[KvEventStream, ...]:
+        if not isinstance(value, list | tuple) or len(value) > MAX_KV_EVENT_STREAMS:
+            raise ValueError(f"{expected}, at most {MAX_KV_EVENT_STREAMS}")
+        found = tuple(_kv_event_stream(item) for item in value)
+        _require_unique((f"{each.tenant}/{each.model}" for each in found), "each tenant and model once; given twice:")
+        addresses = [str(address) for each in found for address in (each.endpoint, each.replay) if address is not None]
+        _require_unique((each for each in addresses if not each.endswith(":0")), "each address once; given twice:")
+        return found
+
+    return Kind(expected, parse, lambda value: ", ".join(map(str, value)))
 
 
 def password() -> Kind:
@@ -369,6 +412,53 @@ def _tenant(item: object) -> Tenant:
     if not isinstance(quota, int | float) or isinstance(quota, bool) or not 0 < quota <= 1:
         raise ValueError(f"a share of memory above 0, at most 1, as the quota of tenant {tenant!r}, not {quota!r}")
     return Tenant(tenant, secret, _uids(item.get("uids", [])), tuple(tokens), float(quota))
+
+
+def _kv_event_stream(item: object) -> KvEventStream:
+    fields = ("model", "endpoint", "replay", "tenant", "topic", "block_tokens", "medium", "encoding", "beyond_loopback")
+    if not isinstance(item, dict) or not {"model", "endpoint"} <= item.keys():
+        raise ValueError("kv_events with a model and an endpoint each")
+    if unknown := sorted(item.keys() - set(fields)):
+        raise ValueError(f"kv_events with the fields {', '.join(fields)} only, not {unknown[0]!r}")
+    for name, longest in (("model", 256), ("topic", 512)):
+        text = item.get(name, "-")
+        if not isinstance(text, str) or not 0 < len(text) <= longest or not text.isprintable():
+            raise ValueError(f"a text of 1 to {longest} printable characters as {name!r} of kv_events")
+    blocks = item.get("block_tokens", 16)
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 1 <= blocks <= 1 << 16:
+        raise ValueError(f"1 to {1 << 16} tokens as 'block_tokens' of kv_events, not {blocks!r}")
+    for name, known in (("medium", KV_EVENT_MEDIA), ("encoding", ("map", "array")), ("beyond_loopback", (False, True))):
+        if item.get(name, known[0]) not in known:
+            raise ValueError(f"one of {', '.join(map(str, known))} as {name!r} of kv_events, not {item[name]!r}")
+    addresses = [_kv_event_address(name, item) for name in ("endpoint", "replay")]
+    assert addresses[0] is not None
+    return KvEventStream(
+        item["model"],
+        addresses[0],
+        addresses[1],
+        _name(item.get("tenant", "default"), f"a tenant's name of {_NAME_EXPECTED}"),
+        item.get("topic", ""),
+        blocks,
+        item.get("medium", KV_EVENT_MEDIA[0]),
+        item.get("encoding", "map"),
+    )
+
+
+def _kv_event_address(name: str, item: dict[str, object]) -> Address | None:
+    if name not in item:
+        return None
+    value = item[name]
+    try:
+        found = parse_address(value.removeprefix("tcp://") if isinstance(value, str) else value)
+        ipaddress.ip_address(found.host)
+    except ValueError:
+        raise ValueError(f"IP:PORT as {name!r} of kv_events, not {value!r}") from None
+    if not is_loopback(found.host) and item.get("beyond_loopback") is not True:
+        raise ValueError(
+            f"a loopback address as {name!r} of kv_events, or also 'beyond_loopback = true': the events contain the "
+            "tokens of prompts, and everyone who reaches the address can read them"
+        )
+    return found
 
 
 def _secret(value: object, expected: str) -> bytes:

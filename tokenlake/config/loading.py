@@ -2,7 +2,8 @@
 
 The order of precedence is flag, environment (`TOKENLAKE_MEMORY`), TOML file, default. Every source is checked, also
 where another one overrides it. Every variable that starts with `TOKENLAKE_` is taken for a setting, so that a misspelt
-one is refused, except for the engines' settings and for those that Kubernetes sets for a Service named `tokenlake`.
+one is refused, except for the settings of engines, routers and operators, and for those that Kubernetes sets for a
+Service named `tokenlake`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
 
-__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "Settings", "load_config"]
+__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 MAX_SOCKET_PATH = 107
@@ -30,6 +31,8 @@ ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
 OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 """Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
+ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
+"""Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ def load_config(
     """
     given = [
         *of_toml(toml_text or "", file),
-        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX)),
+        *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX)),
         *of_flags(flags),
     ]
     values, origin = read(ServerConfig, given)
@@ -89,6 +92,11 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
         beside = values["socket"].removesuffix(".sock") + ".control"
         # A path that is too long for a socket turns the control socket off.
         values["control_socket"] = beside if len(beside.encode()) <= MAX_SOCKET_PATH else ""
+    node = values.get("node", plain.node)
+    values["kv_events"] = tuple(
+        stream if stream.topic else msgspec.structs.replace(stream, topic=f"kv@node:{node}@{stream.model}")
+        for stream in values.get("kv_events", ())
+    )
     if "region_size" not in values:
         values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
 
@@ -108,6 +116,9 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         # A tenant can punch a hole into a region that it writes, and use up the huge pages that this frees: the daemon
         # would end by SIGBUS at its next access. Ordinary pages are allocated again.
         raise refuse("huge_pages", "false, because with several tenants one of them could end the daemon")
+    tenants = {tenant.name for tenant in config.tenants} or {"default"}
+    if unknown := sorted({stream.tenant for stream in config.kv_events} - tenants):
+        raise refuse("kv_events", f"tenants of this daemon ({', '.join(sorted(tenants))}), not {unknown[0]!r}")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     own = parse_address(config.advertise or config.listen)

@@ -5,7 +5,7 @@ from typing import Annotated
 from tokenlake.config import kinds
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.setting import Setting
-from tokenlake.config.values import Address, Peer, Secret, Tenant
+from tokenlake.config.values import Address, KvEventStream, Peer, Secret, Tenant
 from tokenlake.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
 
 __all__ = ["ServerConfig"]
@@ -231,6 +231,18 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             "at least one); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
             why="all allowed users belong to one tenant",
             default="one, `default`",
+            secret=True,
+        ),
+    ] = ()
+    kv_events: Annotated[
+        tuple[KvEventStream, ...],
+        Setting(
+            kinds.kv_events(),
+            "streams of KV events for routers, each with `model`, `endpoint`, `replay`, `tenant`, `topic`, "
+            "`block_tokens`, `medium`, `encoding` and `beyond_loopback`: they show the tokens of prompts; from the "
+            "file only ([example](operations.md#routers-see-the-pool)); needs `pip install 'tokenlake[kv-events]'`",
+            why="the tokens of prompts stay in the pool",
+            default="none",
             secret=True,
         ),
     ] = ()

@@ -68,6 +68,26 @@ class Tenant(msgspec.Struct, frozen=True):
         return f"Tenant(name={self.name!r}, secret={MASK}, {held})"
 
 
+class KvEventStream(msgspec.Struct, frozen=True):
+    """A stream of KV events: the segments of one tenant and model on this node, for routers."""
+
+    model: str
+    """The name under which the engines of the tenant serve the model."""
+    endpoint: Address
+    """Where routers subscribe."""
+    replay: Address | None = None
+    """Where routers ask for messages that they missed; None: nowhere."""
+    tenant: str = "default"
+    topic: str = ""
+    block_tokens: int = 16
+    """Tokens of a block of the routers."""
+    medium: str = "CPU"
+    encoding: str = "map"
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.model} at {self.endpoint}"
+
+
 def parse_size(value: object) -> int:
     """Bytes from `64MiB`, `1GiB`, `4096` or an int: binary units, no fractions. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:

@@ -268,7 +268,7 @@ class DirectoryNode:
         knows = [known or owner == node for known, owner in zip(candidate, message.nodes, strict=True)]
         if all(knows):
             return message
-        self._context.counters.add_for(REFUSED_CLAIMS, node, knows.count(False))
+        self._context.counters.add_for(REFUSED_CLAIMS, knows.count(False), node)
         some = list(compress(keys, knows))
         return wire.Redundant(message.tenant, join_keys(some), tuple(compress(message.nodes, knows)))
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
+from tokenlake.core.misses import Away, only_other_layouts, reason_of
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
@@ -68,7 +69,6 @@ class Trail:
         "refused",
         "segment_tokens",
         "silent",
-        "skipped",
         "slot_bytes",
         "tokens",
         "unconnected",
@@ -99,9 +99,9 @@ class Trail:
         """Nodes that did not answer the match or a fetch within the deadline."""
         self.unconnected: frozenset[NodeId] = frozenset()
         """Those silent nodes that were not connected when they were needed."""
-        self.fetched = self.useful = self.skipped = 0
+        self.fetched = self.useful = 0
         self.lost: dict[tuple[MissReason, str], int] = {}
-        """Number of hits that could not be fetched, by (reason, detail)."""
+        """Number of hits that were not used, by (reason, detail)."""
         self.refused: Code | None = None
         """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
 
@@ -110,30 +110,34 @@ class Trail:
         """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its codes at one key per 32."""
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
-    def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
+    def given_back(self, read: int, shipped: int, unfetched: Sequence[NodeId]) -> list[MissReason]:
         """Count hits that no process holds any more: `read` were on this node, `shipped` were attended to at their
-        owners. `unfetched`: the owners of the other hits, which were given back without being fetched."""
+        owners. `unfetched`: the owners of the other hits, which were given back without being fetched. Returns the
+        reason of each of these."""
         self.useful += read + shipped
-        for node in unfetched:
-            if node in self.unconnected:
-                self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
-            elif node in self.silent:
-                self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
-            elif node is not None:
-                self.skipped += 1
+        return [self._not_fetched(node) for node in unfetched]
 
-    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> None:
+    def _not_fetched(self, node: NodeId) -> MissReason:
+        if node in self.unconnected:
+            return self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
+        if node in self.silent:
+            return self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
+        if self.refused is not None:
+            return self._lose(MissReason.LIMIT, self.refused.name)
+        return self._lose(MissReason.SKIPPED, "")
+
+    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> MissReason:
         """Count a hit whose fetch from `node` failed. `late`: it missed the deadline. `wrong`: its bytes had a wrong
-        checksum."""
+        checksum. Returns the reason."""
         if wrong:
-            self._lose(MissReason.LOST, f"{node} sent wrong bytes")
-        elif late:
-            self._lose(MissReason.TOO_SLOW, f"{node} did not send it in time")
-        else:
-            self._lose(MissReason.LOST, f"{node} did not have it any more")
+            return self._lose(MissReason.LOST, f"{node} sent wrong bytes")
+        if late:
+            return self._lose(MissReason.TOO_SLOW, f"{node} did not send it in time")
+        return self._lose(MissReason.LOST, f"{node} did not have it any more")
 
-    def _lose(self, reason: MissReason, detail: str) -> None:
+    def _lose(self, reason: MissReason, detail: str) -> MissReason:
         self.lost[reason, detail] = self.lost.get((reason, detail), 0) + 1
+        return reason
 
 
 class RecentRequest(NamedTuple):
@@ -177,8 +181,6 @@ class Explain:
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
         """Remember a request of whose match the segments `keys` are no hits, for the reasons in `codes`; its hits are
         in `trail`, which replaces an earlier record of the same name."""
-        if trail.silent:
-            trail.unconnected = frozenset(node for node in trail.silent if not self._peers.connected(node))
         trail.beyond = codes
         missing = Code.MISSING
         for key, code in zip(keys, codes, strict=True):
@@ -283,11 +285,7 @@ class Explain:
         asked = trail.hits + len(trail.beyond)
         missed = [*self._not_usable(question), *self._evicted(question), *self._not_remembered(question)]
         missed += [(*reason, count) for reason, count in trail.lost.items()]
-        if trail.skipped and trail.refused is None:
-            missed.append((MissReason.SKIPPED, "", trail.skipped))
-        elif trail.skipped and trail.refused is not None:
-            missed.append((MissReason.LIMIT, trail.refused.name, trail.skipped))
-        ended = trail.useful + trail.skipped + sum(trail.lost.values())
+        ended = trail.useful + sum(trail.lost.values())
         reasons = [Missed(reason, count * size, detail) for reason, detail, count in missed]
         ideal = max(trail.tokens, asked * size)
         if ideal > asked * size:
@@ -309,27 +307,24 @@ class Explain:
 
     def _not_usable(self, question: _Question) -> list[Count]:
         """Returns why segments behind the hits were not used although they are not missing, from their codes."""
-        codes = Counter(question.trail.beyond)
+        beyond, unconnected = question.trail.beyond, question.trail.unconnected
+        codes = Counter(beyond)
         del codes[Code.MISSING]
-        unconnected = question.trail.unconnected
         silent = _names(node for node in question.trail.silent if node not in unconnected)
+        unknown = Away(question.trail.silent, unconnected).reason
         reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
-            code = Code(number)
-            if code in (Code.LOCAL, Code.REMOTE):
-                reasons[MissReason.BEHIND_A_GAP, ""] += count
-            elif code is Code.PENDING:
-                reasons[MissReason.PENDING, ""] += count
-            elif code is Code.DEFERRED:
-                reasons[MissReason.TOO_SLOW, "its owner was sending it to other nodes"] += count
-            elif code is Code.UNKNOWN and silent:
-                reasons[MissReason.TOO_SLOW, f"no answer from {silent}"] += count
-            elif code is Code.UNKNOWN and unconnected:
-                reasons[MissReason.UNREACHABLE, f"no connection with {_names(sorted(unconnected))}"] += count
-            elif code is Code.UNKNOWN:
-                reasons[MissReason.UNKNOWN, ""] += count
-            else:
-                reasons[MissReason.LIMIT, code.name] += count
+            detail = ""
+            reason = reason_of(number, beyond[0], unknown)
+            if reason is MissReason.TOO_SLOW and number == Code.DEFERRED:
+                detail = "its owner was sending it to other nodes"
+            elif reason is MissReason.TOO_SLOW:
+                detail = f"no answer from {silent}"
+            elif reason is MissReason.UNREACHABLE:
+                detail = f"no connection with {_names(sorted(unconnected))}"
+            elif reason is MissReason.LIMIT:
+                detail = Code(number if number not in (Code.LOCAL, Code.REMOTE) else beyond[0]).name
+            reasons[reason, detail] += count
         return [(*reason, count) for reason, count in reasons.items()]
 
     def _evicted(self, question: _Question) -> list[Count]:
@@ -353,7 +348,8 @@ class Explain:
         silent = {node: counts.pop(node) for node in question.silent if node in counts}
         reasons: list[Count] = []
         if counts:
-            reason = MissReason.OTHER_LAYOUT if self._only_other_layouts(question) else MissReason.NEVER_STORED
+            other = only_other_layouts(self._context.store, question.tenant, trail.slot_bytes)
+            reason = MissReason.OTHER_LAYOUT if other else MissReason.NEVER_STORED
             reasons.append((reason, f"not known to {_names(counts)}", sum(counts.values())))
         if silent:
             reasons.append((MissReason.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
@@ -361,16 +357,6 @@ class Explain:
         if unlisted:
             reasons.append((MissReason.UNKNOWN, f"behind the first {len(trail.missing)}", unlisted))
         return reasons
-
-    def _only_other_layouts(self, question: _Question) -> bool:
-        """Returns True if the tenant has segments on this node, but none of the size that the request looked for, so
-        that it probably uses another layout."""
-        sizes = {
-            pool.slot_bytes
-            for pool in self._context.store.pools()
-            if pool.tenant == question.tenant and any(pool.counts)
-        }
-        return bool(sizes) and question.trail.slot_bytes not in sizes
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""

@@ -32,6 +32,7 @@ from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
+from tokenlake.core.misses import count_missed
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
@@ -48,7 +49,6 @@ from tokenlake.wire.slots import join_keys, split_keys
 __all__ = [
     "FETCHED",
     "MAX_DEADLINE_S",
-    "MISSING",
     "BackgroundLimit",
     "CopiesOf",
     "LeaseReads",
@@ -58,8 +58,10 @@ __all__ = [
 ]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
-MISSING = Metric(
-    "tokenlake_missing_tokens_total", "Tokens whose segments no node had, or that were lost before a fetch brought them"
+FETCH_SECONDS = Metric(
+    "tokenlake_fetch_seconds",
+    "Time from a fetch request to its answer, of fetches of segments at other nodes",
+    kind="histogram",
 )
 ARRIVED = Metric("tokenlake_received_segments_total", "Segments received whole from other nodes")
 ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from other nodes")
@@ -510,7 +512,8 @@ class _Fetch:
         """Number of items that are requested from each node and have not come."""
         self.timer: Timer | None = None
         self.answered = False
-        self.until = 0.0
+        self.began = self.until = 0.0
+        """Times in seconds of the request and of its deadline, while other nodes are asked."""
         self.tried: dict[int, list[NodeId]] = {}
         """The nodes that did not bring an item, by index of the item; the first one is the node that leased it."""
         self.wrong: set[int] = set()
@@ -544,6 +547,7 @@ class LeaseReads:
         self._transfers = transfers
         self._touches = touches
         self._copies_of = copies_of
+        self._seconds = context.counters.histogram(FETCH_SECONDS)
 
     # -- the lease
 
@@ -620,6 +624,7 @@ class LeaseReads:
         by_node = self._items_by_node(fetch)
         limit_s = self._limit_s(fetch, by_node)
         if by_node:
+            fetch.began = self._context.now
             fetch.until = self._context.now + limit_s
             fetch.timer = self._context.after(limit_s, lambda: self._answer(fetch))
         self._bring(fetch, by_node, limit_s)
@@ -728,10 +733,11 @@ class LeaseReads:
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
         """Record that an item leased at `node` cannot be fetched from any node."""
         self._grants.item_lost(fetch.lease, index)
-        self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
         if fetch.lease.trail is not None:
             late = fetch.answered or not self._peers.answers(node)
-            fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong)
+            reason = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong)
+            session = fetch.process.session
+            count_missed(self._context.counters, session.tenant, reason, session.segment_tokens)
 
     def _ask_other_copies(self, fetch: _Fetch) -> None:
         """Request each item that did not come from the next node that may have a copy and can send it before the
@@ -762,6 +768,7 @@ class LeaseReads:
         fetch.answered = True
         if fetch.timer is not None:
             fetch.timer.cancel()
+            self._seconds.add(self._context.now - fetch.began)
         lease, request = fetch.lease, fetch.request
         if lease.trail is not None:
             lease.trail.fetch_s = max(lease.trail.fetch_s, self._context.now - fetch.began)

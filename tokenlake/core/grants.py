@@ -14,6 +14,7 @@ from typing import TypeVar
 from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
+from tokenlake.core.misses import count_missed
 from tokenlake.core.peers import Peers
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
@@ -23,6 +24,7 @@ from tokenlake.timers import Timer
 from tokenlake.wire import Code, peer
 from tokenlake.wire.engine import MAX_GRANTS
 from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import NO_SLOT_BYTES
 
 __all__ = ["PIECE", "Grants", "Lease", "SessionGrants", "Write", "pack"]
@@ -30,9 +32,6 @@ __all__ = ["PIECE", "Grants", "Lease", "SessionGrants", "Write", "pack"]
 T = TypeVar("T")
 
 SHIPPED = Metric("tokenlake_shipped_tokens_total", "Tokens found at another node and attended to there")
-SKIPPED = Metric(
-    "tokenlake_skipped_by_cost_tokens_total", "Tokens found at another node and released without being fetched"
-)
 
 PIECE = 128
 """Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
@@ -142,6 +141,8 @@ class Write:
         """Indices of the open segments of which each process committed its shards and which it does not write again."""
         self.expired = False
         self.timer: Timer | None = None
+        self.began = 0.0
+        """Time in seconds at which the slots were reserved."""
         self.request = ""
         """Name of the engine's request, for the logs."""
 
@@ -380,12 +381,17 @@ class Grants:
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         session.pinned -= len(dropped)
         boundary = max(start, min(stop, lease.shipped))
-        for metric, first, last in ((SHIPPED, start, boundary), (SKIPPED, boundary, stop)):
-            unfetched = last - first - lease.remotes[first:last].count(None)
-            self._context.counters.add(metric, unfetched * session.segment_tokens)
+        shipped = boundary - start - lease.remotes[start:boundary].count(None)
+        unfetched = [node for node in lease.remotes[boundary:stop] if node is not None]
+        if shipped:
+            self._context.counters.add(SHIPPED, shipped * session.segment_tokens)
         if lease.trail is not None:
-            shipped = boundary - start - lease.remotes[start:boundary].count(None)
-            lease.trail.given_back(len(dropped), shipped, lease.remotes[boundary:stop])
+            reasons = lease.trail.given_back(len(dropped), shipped, unfetched)
+        else:
+            reasons = [MissReason.SKIPPED] * len(unfetched)
+        for reason in dict.fromkeys(reasons):
+            missed = reasons.count(reason) * session.segment_tokens
+            count_missed(self._context.counters, session.tenant, reason, missed)
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
@@ -398,6 +404,7 @@ class Grants:
         """Add a write to the session and start its deadline. The write takes over the pin that the reservation set on
         each of its segments."""
         session.writes[write.id] = write
+        write.began = self._context.now
         write.nbytes = GRANT_BYTES + ITEM_BYTES * len(write.open)
         self._charge(session, write.nbytes)
         session.reserved += len(write.open)

@@ -47,9 +47,10 @@ from tokenlake.core.access import access_of_match, with_access
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
-from tokenlake.core.fetch import MISSING, CopiesOf
+from tokenlake.core.fetch import CopiesOf
 from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
+from tokenlake.core.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
@@ -59,21 +60,32 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
+from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["ASKED", "LOCAL", "PENDING", "MatchResult", "Matches"]
+__all__ = ["ASKED", "LOCAL", "MatchResult", "Matches"]
 
-ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that engines asked for")
-LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
-PENDING = Metric(
-    "tokenlake_pending_timeout_tokens_total",
-    "Tokens of the first missing segment of matches, or of all missing independent segments, that ended while the "
-    "segment was being computed, or sent to others",
+ASKED = Metric(
+    "tokenlake_asked_tokens_total",
+    "Tokens that engines asked for: those of full segments and, where the engine gives the length of the prompt, those "
+    "behind the last full segment",
+    "tenant",
 )
+LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
 READ_BYTES = Metric(
     "tokenlake_read_bytes_total", "Bytes of segments that engines of this node read from its arena", "tenant"
 )
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
+MATCH_SECONDS = Metric(
+    "tokenlake_match_seconds",
+    "Time from a match request to its answer, of matches that did not wait for a segment in flight",
+    kind="histogram",
+)
+WAIT_SECONDS = Metric(
+    "tokenlake_in_flight_wait_seconds",
+    "Time from a match request to its answer, of matches that waited for a segment in flight",
+    kind="histogram",
+)
 
 PART_OF_DEADLINE = 0.25
 """Fraction of a match's deadline. For that time the match waits for the answers to all lookups that it sent together;
@@ -85,6 +97,7 @@ _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.
 _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """Codes by which a node answers a lookup of a segment of which it has no copy."""
 _GONE = State.GONE
+_NO_KEYS: list[SegmentKey] = []
 
 
 class MatchResult(NamedTuple):
@@ -178,8 +191,11 @@ class _Match:
     keys: list[SegmentKey]
     found: _Found
     began: float
+    """Time in seconds of the request."""
     search: _Search | None = None
     """The lookups at other nodes; None when this node has every segment of the prompt."""
+    waited: bool = False
+    """True if the match waited for a segment in flight."""
 
 
 @dataclass(eq=False, slots=True)
@@ -265,15 +281,15 @@ class Matches:
         self._explain = explain
         self._copies_of = copies_of
         self._under_way: dict[_Match, None] = {}
+        self._match_seconds = context.counters.histogram(MATCH_SECONDS)
+        self._wait_seconds = context.counters.histogram(WAIT_SECONDS)
 
     def match(self, process: Process, request: engine.Match) -> None:
         """Answer an engine's `Match`: at once when this node has every segment of the prompt, otherwise at the latest
         at the deadline of the lookups or after the wait for a segment in flight."""
         keys = split_keys(request.keys)
-        session = process.session
         self._context.counters.add(MATCHES)
-        self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
-        segments = self._context.ready(session.tenant, keys)
+        segments = self._context.ready(process.session.tenant, keys)
         match = _Match(process, request, keys, _Found(segments), self._context.now)
         self._under_way[match] = None
         here = [segment for segment in segments if segment is not None]
@@ -542,6 +558,7 @@ class Matches:
         if not self._waiting.has_room(search.tenant):
             self._finish(match)
             return
+        match.waited = True
 
         def sound() -> bool:
             return match.process.alive and all(self._peers.delivers(node) for node in found.leases)
@@ -617,9 +634,12 @@ class Matches:
             places = result.segments, result.owners, result.leases
             lease = Lease(number, keys, process.connection, hints, *places)
             self._grants.add_lease(session, lease)
-        self._count(match, result)
-        if match.request.request and session.segment_tokens:
-            self._leave_trail(match, result, lease)
+        (self._wait_seconds if match.waited else self._match_seconds).add(self._context.now - match.began)
+        local = hits - result.segments.count(None) if result.owners else hits
+        self._context.counters.add_for(READ_BYTES, local * session.slot_bytes, session.tenant)
+        if session.segment_tokens:
+            self._context.counters.add(LOCAL, local * session.segment_tokens)
+            self._count(match, result, lease)
         if process.alive:
             packed = pack(result.segments, session.shards, checksums=match.request.checksums)
             lease_id = lease.id if lease is not None else 0
@@ -690,31 +710,49 @@ class Matches:
             else:
                 self._peers.tell(directory_node, wire.Unfound(search.tenant, join_keys(keys), owner))
 
-    def _count(self, match: _Match, result: MatchResult) -> None:
-        """Count the tokens of the match that this node has or no node has. Tokens leased at other nodes are counted
-        later: when they are fetched, attended to in place, or released unread."""
-        session, hits, keys = match.process.session, result.hits, len(match.keys)
-        counters, size = self._context.counters, session.segment_tokens
-        local = hits - result.segments.count(None) if result.owners else hits
-        if result.places is None:
-            pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
-        else:
-            pending = sum(map(result.codes.count, (Code.PENDING, Code.DEFERRED)))
-        counters.add(LOCAL, local * size)
-        counters.add_for(READ_BYTES, session.tenant, local * session.slot_bytes)
-        counters.add(PENDING, pending * size)
-        counters.add(MISSING, (keys - hits - pending) * size)
+    def _count(self, match: _Match, result: MatchResult, lease: Lease | None) -> None:
+        """Count the tokens that the engine asked for, and those that the match missed, and leave its trail. Tokens
+        leased at other nodes are counted later: when they are fetched, attended to in place, or released unread."""
+        session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
+        counters, size, tenant = self._context.counters, session.segment_tokens, session.tenant
+        asked, beyond, missed, gone = keys * size, b"", _NO_KEYS, NO_NODES
+        if 0 < request.tokens - asked < size and not request.independent:
+            count_missed(counters, tenant, MissReason.TOO_SHORT, request.tokens - asked)
+            asked = request.tokens
+        counters.add_for(ASKED, asked, tenant)
+        if hits < keys and not match.process.alive:
+            count_missed(counters, tenant, MissReason.SKIPPED, (keys - hits) * size)
+        elif hits < keys:
+            beyond, missed = result.missed(match.keys)
+            gone = away(self._peers, result.silent, beyond)
+            known = result.access.known - hits
+            other_layout = known < len(beyond) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
+            count_beyond(counters, tenant, size, beyond, known, gone.reason, other_layout)
+        elif result.silent:
+            gone = away(self._peers, result.silent, beyond)
+        if request.request or result.owners:
+            self._leave_trail(match, result, lease, gone, beyond, missed)
 
-    def _leave_trail(self, match: _Match, result: MatchResult, lease: Lease | None) -> None:
+    def _leave_trail(
+        self,
+        match: _Match,
+        result: MatchResult,
+        lease: Lease | None,
+        gone: Away,
+        beyond: bytes,
+        missed: list[SegmentKey],
+    ) -> None:
+        """Leave a record of the match for `explain`, and for the reasons of misses where hits are at other nodes."""
         session = match.process.session
         trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
         trail.match_s = self._context.now - match.began
         trail.hits = result.hits
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
-        trail.silent = dict.fromkeys(result.silent)
+        trail.silent, trail.unconnected = dict(gone.silent), gone.unconnected
         if lease is not None:
             lease.trail = trail
-        self._explain.begin(session.tenant, trail, *result.missed(match.keys))
+        if match.request.request:
+            self._explain.begin(session.tenant, trail, beyond, missed)
 
     @property
     def matching(self) -> int:

@@ -25,10 +25,12 @@ from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
+from tokenlake.core.misses import begin_tenant
 from tokenlake.core.orders import Orders
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
+from tokenlake.core.refusals import Refusals
 from tokenlake.core.regions import Regions
 from tokenlake.core.ring_change import RingChange
 from tokenlake.core.serve import Serving
@@ -42,6 +44,7 @@ from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment, SegmentStore, State
+from tokenlake.vacancy import Vacancy
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
 
@@ -108,8 +111,15 @@ class NodeCore:
         )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
+        self._refusals = Refusals(context)
         self._writes = Writes(
-            context, self._grants, self._directory_node, self._ownership, self._handover, self._touches
+            context,
+            self._grants,
+            self._directory_node,
+            self._ownership,
+            self._handover,
+            self._touches,
+            self._refusals,
         )
         self._survey = Survey(context, self._peers, self._directory_node)
         self._orders = Orders(context)
@@ -207,6 +217,10 @@ class NodeCore:
     def record(self) -> RingRecord:
         """The newest record of the members that the rules have."""
         return self._context.record
+
+    def vacancy(self) -> Vacancy:
+        """How much room the memory of this node has, for the metrics page."""
+        return self._context.vacancy()
 
     def ring_states(self) -> dict[str, str]:
         """How the ring of each peer compares with that of this node, for gauges: "same", "older", "newer", "differs"
@@ -307,6 +321,8 @@ class NodeCore:
             ConnectionId(event.resume),
         )
         if isinstance(joined, Session):
+            begin_tenant(self._context.counters, joined.tenant)
+            self._refusals.begin_tenant(joined.tenant)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
             self._regions.look()
         else:
@@ -428,6 +444,7 @@ class NodeCore:
             self._corruption,
             self._survey,
             self._orders,
+            self._refusals,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}

@@ -13,6 +13,7 @@ from tokenlake.core.grants import PIECE, Grants, Write
 from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership import Ownership
+from tokenlake.core.refusals import Refusals
 from tokenlake.core.sessions import Process, Session
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, WriteId
@@ -27,7 +28,11 @@ __all__ = ["Writes"]
 
 STORED = Metric("tokenlake_stored_segments_total", "Segments committed by engines of this node")
 WRITTEN_BYTES = Metric("tokenlake_written_bytes_total", "Bytes of segments committed by engines of this node", "tenant")
-REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which an engine of this node got no slot")
+STORE_SECONDS = Metric(
+    "tokenlake_store_seconds",
+    "Time from the reservation of slots to the commit of the last of them, of writes that were committed",
+    kind="histogram",
+)
 
 
 class Writes:
@@ -41,8 +46,11 @@ class Writes:
         ownership: Ownership,
         handover: Handover,
         touches: Touches,
+        refusals: Refusals,
     ) -> None:
         self._context = context
+        self._refusals = refusals
+        self._seconds = context.counters.histogram(STORE_SECONDS)
         self._grants = grants
         self._directory_node = directory_node
         self._ownership = ownership
@@ -81,9 +89,12 @@ class Writes:
                 slots.append(NO_SLOT_BYTES)
                 if outcome.refused:
                     refusal = outcome
-                    self._context.counters.add(REFUSED)
+                    self._refusals.refused(session.tenant, key, outcome)
+                    continue
+            self._refusals.served(session.tenant, key)
         beyond = len(everything) - len(keys)
-        self._context.counters.add(REFUSED, beyond)
+        for key in everything[PIECE:]:
+            self._refusals.refused(session.tenant, key, Code.SESSION_LIMIT)
         # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
         # up anew, since the reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
@@ -163,8 +174,10 @@ class Writes:
                 self._context.store.publish(segment, segment.checksums, self._context.now)
                 self._grants.committed(session, write, index)
                 whole.append(segment)
+        if whole and not write.open:
+            self._seconds.add(self._context.now - write.began)
         self._context.counters.add(STORED, len(whole))
-        self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
+        self._context.counters.add_for(WRITTEN_BYTES, len(whole) * session.slot_bytes, session.tenant)
         self._ownership.committed(session.tenant, whole)
         self._handover.committed(whole)
         return bytes(codes)

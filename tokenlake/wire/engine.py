@@ -119,6 +119,9 @@ class Welcome(_Message, frozen=True, tag=2):
     lock: bool = False
     """Does a descriptor travel beside the frame? The process must hold a POSIX record lock on that file before it opens
     a region, and until it maps none any more: the daemon has no other way to notice its death."""
+    published: tuple[str, ...] = ()
+    """The names of the models of the tenant whose segments the daemon publishes to routers: for them the process sends
+    `Prepare.contents`."""
 
 
 class Failed(_Message, frozen=True, tag=3):
@@ -222,6 +225,9 @@ class Prepare(_Message, frozen=True, tag=10):
     request: RequestName = ""
     hints: Hints | None = None
     """Hints about the request that computed the segments."""
+    contents: Annotated[tuple[bytes, ...], Meta(max_length=MAX_KEYS)] = ()
+    """The encoded `tokenlake.content.Content` of the segments, for routers, in the order of the keys; of the first
+    segments only, or of none."""
 
 
 class Prepared(_Message, frozen=True, tag=11):

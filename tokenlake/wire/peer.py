@@ -406,6 +406,9 @@ class Pulled(_Message, frozen=True, tag=21):
     checksums: bytes
     """The checksums that the writers of the segments computed, 8 bytes per shard of each segment whose code is LOCAL,
     in order."""
+    contents: tuple[bytes, ...] = ()
+    """The encoded `tokenlake.content.Content` of the segments whose code is LOCAL, in order, empty where the sender has
+    none; of the first segments only, or of none."""
 
 
 MAX_KEYS = 1024

@@ -312,9 +312,10 @@ class Admin:
 def _by_tenant(snapshot: Snapshot) -> list[pb.TenantCounters]:
     counted: dict[str, dict[str, int]] = {}
     for metric, values in snapshot.labelled.items():
-        if metric.label == "tenant":
-            for tenant, value in values.items():
-                counted.setdefault(tenant, {})[metric.name] = value
+        if metric.labels[0] == "tenant":
+            for (tenant, *_), value in values.items():
+                of_tenant = counted.setdefault(tenant, {})
+                of_tenant[metric.name] = of_tenant.get(metric.name, 0) + value
     return [pb.TenantCounters(tenant=tenant, counters=values) for tenant, values in sorted(counted.items())]
 
 

@@ -29,14 +29,24 @@ def tracebacks(engine: Engine) -> list[str]:
     return [line for line in lines if "Traceback" in line and "[base.py:" not in line]
 
 
-def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int], segments: int | None = None, **identity: Any) -> int:
-    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. `identity`:
-    arguments of `Pool.prefix`, which are part of the keys. Returns the number of segments."""
+def spoil(
+    cluster: Cluster,
+    engine: Engine,
+    tokens: Sequence[int],
+    segments: int | None = None,
+    *,
+    tail: bool = False,
+    **identity: Any,
+) -> int:
+    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. `tail`: the
+    last one is the tail of the prompt. `identity`: arguments of `Pool.prefix`, which are part of the keys. Returns the
+    number of segments."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))
-    with (
-        Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool,
-        pool.match(pool.prefix(tokens, **identity).keys) as lease,
-    ):
+    with Pool.connect(cluster.nodes[0].socket, layout, deadlines=DEADLINES) as pool, contextlib.ExitStack() as stack:
+        chain = pool.prefix(tokens, **identity)
+        full = len(chain.keys)
+        end = [chain.tail_key(full, tokens[full * layout.segment_tokens :])] if tail else []
+        lease = stack.enter_context(pool.match([*chain.keys, *end]))
         count = len(lease.fetch())
         first = 0 if segments is None else count - segments
         for region, slot, _ in lease.places[first:count].tolist():

@@ -29,7 +29,10 @@ def ended(bench: Bench, status: RequestStatus, hints: Hints | None, *, stored: b
     bench.side.allocated(asked, blocks_of(asked), 0)
     if stored:
         bench.step(asked, 0, 33)
-    assert not bench.side.finished(asked, blocks_of(asked), end_of(status.name, 5))
+    keep, offer = bench.side.finished(asked, blocks_of(asked), end_of(status.name, 5))
+    # The segments of an aborted request are stored, because another engine may go on with it.
+    assert keep == (stored and status is RequestStatus.FINISHED_ABORTED)
+    assert offer is None
     assert bench.reported == []
 
 

@@ -78,6 +78,13 @@ def test_one_connector_loads_and_all_store(multi: Engine, alone: Engine, plain: 
     assert here == page['vllm:prompt_tokens_cached_by_source_total{source="host"}']
 
 
+def test_no_connector_answers_for_another_engine(multi: Engine, plain: Engine) -> None:
+    """vLLM's engine ends if two connectors give the same field of an answer."""
+    tokens = prompt(700, 5)
+    answer = multi.timed([tokens], params={"do_remote_decode": True})
+    assert (answer.tokens, answer.params) == (plain.generate([tokens]), [None])
+
+
 def test_many_at_once(multi: Engine, plain: Engine) -> None:
     many = [prompt(600 + 37 * seed, 10 + seed) for seed in range(6)]
     expected = [plain.generate([tokens], 20)[0] for tokens in many]

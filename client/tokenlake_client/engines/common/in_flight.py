@@ -26,11 +26,11 @@ class InFlightWait(NamedTuple):
     total_s: float
     """Seconds that the match may wait, for any number of missing segments; 0: the match does not wait."""
     segment_s: float
-    """Seconds that the match may wait per missing segment."""
+    """Seconds that the match may wait per missing segment; 0: only `total_s` limits the wait."""
 
     def seconds(self, missing: int) -> float:
         """Seconds that the match may wait for another engine when `missing` segments are missing."""
-        return min(self.total_s, missing * self.segment_s)
+        return min(self.total_s, missing * self.segment_s) if self.segment_s else self.total_s
 
 
 NO_WAIT = InFlightWait(0.0, 0.0)

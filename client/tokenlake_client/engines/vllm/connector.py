@@ -6,9 +6,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from vllm.config import get_current_vllm_config_or_none
@@ -33,6 +35,7 @@ from tokenlake_client.engines.common.slots import SLOT_DTYPES
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, split_of
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -111,6 +114,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self.settings = _settings_of(transfer.kv_connector_extra_config)
+        self._engine_id = str(transfer.engine_id)
+        self._inner = self._is_inner()
         _send_client_log_to_vllm()
         # vLLM's load-failure policy is set to recomputation: the tokens of a lost segment are recomputed, and its
         # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
@@ -178,7 +183,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if reason is None:
             adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
             extras = media_digests(request.mm_features, self.settings.segment_tokens)
-            self._scheduler.new_request(request, self._hints(request), adapter, extras)
+            self._scheduler.new_request(request, self._hints(request), adapter, extras, self._split(request))
         else:
             self.counters.add(requests_not_served=1)
             self._reports.warn(f"served without the pool: {reason}")
@@ -237,18 +242,18 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM's hook for a request that has finished. Returns (True while the ranks still have to read its blocks,
-        None)."""
+        the `kv_transfer_params` of the answer: for the engine that decodes the request, None where there is none)."""
         if self._scheduler is None:
             return False, None
         end = end_of(request.status.name, request.num_output_tokens)
-        keep = self._scheduler.finished(request, block_ids, end)
-        return keep, None
+        keep, offer = self._scheduler.finished(request, block_ids, end)
+        return keep, None if offer is None else offer.fields(request.request_id, self._engine_id)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """vLLM's hook for a request that has finished, called instead of `request_finished` with the blocks of each
-        group of layers. Returns (True while the ranks still have to read its blocks, None)."""
+        group of layers. Returns as `request_finished`."""
         # The first group is enough: for a model with several groups, which the pool does not serve, `_scheduler` is
         # None.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
@@ -296,6 +301,19 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 f"request {request.request_id[:100]!r} is served without its hints: {error}", kind="hints"
             )
             return None
+
+    def _split(self, request: Any) -> Split:
+        # vLLM accepts each field of an answer from one connector only, and another one may hand the prompt over too.
+        if self._inner:
+            return NOT_SPLIT
+        try:
+            return split_of(request.kv_transfer_params)
+        except ValueError as error:
+            self._reports.warn(
+                f"request {request.request_id[:100]!r} is served as if no other engine had computed it: {error}",
+                kind="remote prefill",
+            )
+            return NOT_SPLIT
 
     # -- hooks of the ranks
 
@@ -374,6 +392,16 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._reports.failure("finding the layout", error)
         return None
 
+    def _is_inner(self) -> bool:
+        """Does another connector, such as `MultiConnector`, make this one? vLLM's configuration does not tell that;
+        the callers of the constructor do."""
+        frame: FrameType | None = sys._getframe(1)
+        callers = []
+        while frame is not None:
+            callers.append(frame.f_locals.get("self"))
+            frame = frame.f_back
+        return any(isinstance(caller, KVConnectorBase_V1) and caller is not self for caller in callers)
+
     def _refuse(self, error: LayoutRefused) -> None:
         self.layout = None
         _log_refusal(str(error))
@@ -410,6 +438,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._reports.failure,
             segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
+            model=str(self._vllm_config.model_config.served_model_name),
         )
         self._log_status()
 

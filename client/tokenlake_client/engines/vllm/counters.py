@@ -142,6 +142,20 @@ class Counts:
             sides=FIRST_RANK,
         ),
     ] = 0
+    prefills_offered: Annotated[
+        int,
+        Count("prompts that this engine computed and stores for another engine to decode", "prefills_offered"),
+    ] = 0
+    prefills_taken: Annotated[
+        int,
+        Count(
+            "requests computed by another engine, of which this engine computed only the last token", "prefills_taken"
+        ),
+    ] = 0
+    prefills_recomputed: Annotated[
+        int,
+        Count("requests computed by another engine, of which this engine computed more tokens", "prefills_recomputed"),
+    ] = 0
     failures: Annotated[int, Count("errors of the pool; none of them reached vLLM", "failures", sides=ALL)] = 0
     hook_seconds: Annotated[
         float, Count("seconds that vLLM spent in the connector's hooks", "hook_seconds", sides=BOTH)

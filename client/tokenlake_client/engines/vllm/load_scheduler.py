@@ -21,6 +21,7 @@ class _Load:
     """The number of the step in which the ranks got the plan of the load; 0 before that."""
     time: LoadTime | None = None
     """The longest duration that a rank has reported for the load; None before the first report."""
+    ended: Callable[[], None] | None = None
 
 
 class ScheduledLoads:
@@ -44,13 +45,19 @@ class ScheduledLoads:
     def __contains__(self, request: str) -> bool:
         return request in self._loads
 
-    def add(self, plan: LoadPlan, lease: MatchedLease | None = None, owners: tuple[str, ...] = ()) -> None:
-        """Add a load that was promised to vLLM. `lease` is released when the load ends. `owners`: the node that has
-        each segment that the load reads."""
+    def add(
+        self,
+        plan: LoadPlan,
+        lease: MatchedLease | None = None,
+        owners: tuple[str, ...] = (),
+        ended: Callable[[], None] | None = None,
+    ) -> None:
+        """Add a load that was promised to vLLM. `lease` is released when the load ends, and then `ended` is called,
+        which must not raise. `owners`: the node that has each segment that the load reads."""
         # End the request's previous load: the request may have lost its blocks in the step that loaded them, and may be
         # given new blocks before the outcome of that step is known.
         self.end(plan.request)
-        self._loads[plan.request] = _Load(plan, lease, owners)
+        self._loads[plan.request] = _Load(plan, lease, owners, ended=ended)
 
     def hand_out(self, step: int) -> tuple[LoadPlan, ...]:
         """The plans of the loads that the ranks do not have yet. The caller passes them to the ranks in `step`."""
@@ -83,6 +90,8 @@ class ScheduledLoads:
                 load.lease.release()
             except Exception as error:
                 self._report("releasing a lease", error)
+            if load.ended is not None:
+                load.ended()
             if load.time is not None:
                 self._measured(load.owners, load.time)
 

@@ -65,7 +65,7 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
                 fetch_s += time.perf_counter() - fetch_began
                 for index, array in enumerate(arrays, start):
                     skip = max(0, plan.start - index * segment)
-                    count = (min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block
+                    count = -(-(min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block)
                     copy.from_slot(array, plan.blocks[filled : filled + count], skip)
                     filled += count
                 copy.finish()

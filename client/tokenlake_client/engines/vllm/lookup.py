@@ -7,6 +7,9 @@ A lookup may itself wait in the daemon for another engine that is computing the 
                                      computes them while other engines wait. Where that takes several steps, the
                                      scheduler's side sets the markers of the remaining segments
     a request of this engine does    the lookup does not wait: vLLM's own cache has the tokens before they are stored
+
+A lookup of a prompt that another engine has computed for this one (`disaggregated`) always waits: neither costs nor
+other requests of this engine keep it from that.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from collections.abc import Callable, Sequence
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait, wait_for
+from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 from tokenlake_client.engines.common.pool import RequestInfo
+from tokenlake_client.engines.vllm.disaggregated import LEAST_WAIT_S, RemotePrefill
 from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
@@ -244,6 +248,12 @@ class InFlightWaits:
         if wait.total_s:
             self._waiting[request] = None
         return wait
+
+    def for_prefill(self, prefill: RemotePrefill, total: int) -> InFlightWait:
+        """How long a lookup may wait for a prompt of `total` tokens that another engine has computed and is storing."""
+        seconds = self._costs.prefill_s(total, 0)
+        predicted_s = prefill.seconds if seconds is None else seconds
+        return InFlightWait(min(max(LEAST_WAIT_S, FACTOR * predicted_s), LONGEST_S), 0.0)
 
     def answered(self, request: str) -> None:
         """Record that the lookup of `request` does not wait for another engine any more."""

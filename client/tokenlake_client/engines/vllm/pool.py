@@ -156,6 +156,13 @@ class SchedulerPool(Protocol):
         place."""
         ...
 
+    def contents(
+        self, prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = ""
+    ) -> tuple[bytes, ...]:
+        """The contents of `segments` of a prompt for routers; empty unless the daemon publishes segments of `model`.
+        `tokens`: those of the prompt from the first one on. `adapter`: the name of its LoRA adapter."""
+        ...
+
     def begin_match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = ..., *, deadline_s: float | None = None
     ) -> PendingMatch:
@@ -175,6 +182,7 @@ class SchedulerPool(Protocol):
         deadline_s: float = ...,
         request: str | None = None,
         hints: Hints | None = None,
+        contents: Sequence[bytes] = (),
     ) -> Reservation:
         """Reserve slots that other processes of the session fill."""
         ...

@@ -15,6 +15,7 @@ from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 
@@ -116,6 +117,20 @@ class RequestState:
     """The request's LoRA adapter."""
     extras: Mapping[int, Sequence[bytes]] | None = None
     """By the index of a segment, digests of the images and other inputs in it."""
+    split: Split = NOT_SPLIT
+    """The part of the request that this engine serves, where prefill and decode have different engines."""
+    prompt: int = 0
+    """The number of the request's tokens when it arrived."""
+    tail: SegmentKey | None = None
+    """The key of the tail of the prompt, if the lookup asks for it."""
+    offered: tuple[SegmentKey, ...] = ()
+    """The segments of the prompt that are stored for the engine that decodes it; empty until all their tokens are
+    planned to be computed."""
+    taken: bool | None = None
+    """Of a prompt that another engine has computed: is all of it but the last token loaded? None before that is known,
+    and for other requests."""
+    last_job: int = 0
+    """The number of the newest save job of the request; 0 before the first."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
@@ -167,6 +182,25 @@ class RequestState:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
         return self.prefix.keys
 
+    def contents(self, pool: SchedulerPool, segments: range, model: str) -> tuple[bytes, ...]:
+        """The contents of `segments`, whose keys are known, for routers. `model`: the name under which vLLM serves it.
+        Empty where the daemon does not publish them, and for a prompt that a router does not know by its tokens: one
+        with a salt of its own or with media."""
+        if not model or self.prefix is None or self.extras or self.request.cache_salt is not None:
+            return ()
+        adapter = self.adapter.name if self.adapter is not None else ""
+        return pool.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
+
+    def tail_key(self, pool: SchedulerPool, salt: str | None, segment: int) -> SegmentKey | None:
+        """The key of the tail of the prompt; None where the prompt has no tail that the engine that decodes it needs.
+        Arguments as of `keys`. `segment`: the number of tokens of a segment."""
+        if not has_tail(self.prompt, segment):
+            return None
+        self.keys(pool, salt)
+        full = self.prompt // segment
+        assert self.prefix is not None
+        return self.prefix.tail_key(full, self.request.all_token_ids[full * segment : self.prompt])
+
     def drop_lookup(self) -> None:
         """Give up the request's lookup: the segments that it found or will find are released."""
         if self.lookup is not None:
@@ -215,11 +249,15 @@ class SavedTokens:
         self._steps.clear()
         self._confirmed = 0
 
+    def computed(self, *, certain: bool) -> int:
+        """The number of the request's tokens that are computed from a correct prefix when this step ends. `certain`: no
+        step that waits for loads is under way."""
+        return self._steps[-1][1] if certain and self._steps else self._confirmed
+
     def take(self, known: int, *, certain: bool) -> range:
         """The indices of the segments to store now, which count as handed out afterwards. `known`: the number of the
-        request's tokens whose ids are known. `certain`: no step that waits for loads is under way."""
-        computed = self._steps[-1][1] if certain and self._steps else self._confirmed
-        end = max(min(computed, known) // self._segment, self.segments)
+        request's tokens whose ids are known. `certain`: as of `computed`."""
+        end = max(min(self.computed(certain=certain), known) // self._segment, self.segments)
         segments = range(self.segments, end)
         self.segments = end
         return segments
@@ -243,9 +281,9 @@ def end_of(status: str, output_tokens: int) -> RequestEnd:
 
 
 def loadable_until(hits: int, total: int, segment: int, block: int) -> int:
-    """The token at which a load ends, of a request of `total` tokens whose first `hits` segments the pool has. It is a
-    multiple of the block size, and leaves at least one token to compute, because vLLM needs the logits of the last
-    token::
+    """The token at which a load ends, of a request of `total` tokens whose first `hits` segments the pool has; the last
+    one of them may be the tail of the prompt. It is a multiple of `block`, and leaves at least one token to compute,
+    because vLLM needs the logits of the last token. `block`: the block size, or 1 where a load may end within a block::
 
         0      local hit            hits * segment      total
         |------|---------------------|------------------|

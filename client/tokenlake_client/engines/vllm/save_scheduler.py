@@ -4,8 +4,12 @@ Imports no engine."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.disaggregated import UNREAD
 from tokenlake_client.engines.vllm.pool import Reservation, SchedulerPool
 from tokenlake_client.engines.vllm.request import RequestState
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -17,12 +21,14 @@ __all__ = ["ScheduledSaves"]
 class ScheduledSaves:
     """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""
 
-    def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool) -> None:
-        """`shared`: several ranks fill one segment, so this object reserves its slot for all of them. Otherwise the one
-        rank reserves the slot itself, in the background."""
+    def __init__(self, settings: EngineSettings, block_tokens: int, *, shared: bool, model: str = "") -> None:
+        """`model`: the name under which vLLM serves it. `shared`: several ranks fill one segment, so this object
+        reserves its slot for all of them. Otherwise the one rank reserves the slot itself, in the background."""
         self._settings = settings
+        self._block = block_tokens
         self._blocks_per_segment = settings.segment_tokens // block_tokens
         self._shared = shared
+        self._model = model
         self._last_job = 0
         self._blocks: dict[int, frozenset[int]] = {}
         """By the number of a save job, the blocks that the job reads, until all ranks have finished it."""
@@ -36,32 +42,61 @@ class ScheduledSaves:
         granted. `table` returns the blocks of a request, by its name. Raises the errors of the pool and of `table`."""
         name = state.request.request_id
         keys = state.keys(pool, self._settings.salt)[segments.start : segments.stop]
-        reservation = None
+        first = segments.start * self._blocks_per_segment
+        blocks = table(name)[first : first + len(keys) * self._blocks_per_segment]
+        contents = state.contents(pool, segments, self._model)
+        job = SavePlan(0, name, segments.start, tuple(keys), tuple(blocks), contents=contents)
+        save, granted = self._complete(pool, state, job, state.hints)
+        # The segments from the first one that the pool refused on are offered again in the request's next step.
+        state.saved.segments = segments.start + granted
+        return save
+
+    def plan_tail(
+        self, pool: SchedulerPool, state: RequestState, key: SegmentKey, table: Callable[[str], Sequence[int]]
+    ) -> tuple[list[SavePlan], bool]:
+        """Plan the job that stores the tail of a request's prompt, which has this key. Returns and raises as `plan`,
+        and also returns False if the pool has refused the tail."""
+        name = state.request.request_id
+        index, tokens = divmod(state.prompt, self._settings.segment_tokens)
+        first = index * self._blocks_per_segment
+        blocks = table(name)[first : first - (-tokens // self._block)]
+        save, granted = self._complete(
+            pool, state, SavePlan(0, name, index, (key,), tuple(blocks), tail=tokens), UNREAD
+        )
+        return save, granted > 0
+
+    def _complete(
+        self, pool: SchedulerPool, state: RequestState, save: SavePlan, hints: Hints | None
+    ) -> tuple[list[SavePlan], int]:
+        """Complete the plan `save` of a job, whose keys and blocks are known. Returns a list of it, or an empty list if
+        no slot was granted; and the number of its segments, from the first on, that the pool did not refuse."""
+        granted = len(save.keys)
         if self._shared:
             deadline_s = self._settings.match_ms / 1e3
-            reservation = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, hints=state.hints)
+            keys = [SegmentKey(key) for key in save.keys]
+            reservation = pool.reserve(
+                keys, save.first, deadline_s=deadline_s, request=save.request, hints=hints, contents=save.contents
+            )
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))
-            # The segments from the first one that the pool refused on are offered again in the request's next step.
-            state.saved.segments = segments.start + granted
-            keys = keys[:granted]
             if not reservation.id:
-                return []
-        first = segments.start * self._blocks_per_segment
-        blocks = tuple(table(name)[first : first + len(keys) * self._blocks_per_segment])
-        use = state.adapter.use if state.adapter is not None else None
+                return [], granted
+            per_segment = len(save.blocks) // len(keys)
+            self._reservations[self._last_job + 1] = reservation
+            save = replace(
+                save,
+                keys=save.keys[:granted],
+                blocks=save.blocks[: granted * per_segment],
+                write=int(reservation.id),
+                incarnation=reservation.incarnation,
+                contents=(),
+            )
+        else:
+            save = replace(save, hints=hints, marked=state.gap is not None or state.split.decodes_elsewhere)
         self._last_job += 1
-        self._blocks[self._last_job] = frozenset(blocks)
-        if reservation is None:
-            marked = state.gap is not None
-            hints = state.hints
-            return [
-                SavePlan(
-                    self._last_job, name, segments.start, tuple(keys), blocks, hints=hints, marked=marked, adapter=use
-                )
-            ]
-        self._reservations[self._last_job] = reservation
-        write = int(reservation.id), reservation.incarnation
-        return [SavePlan(self._last_job, name, segments.start, tuple(keys), blocks, *write, adapter=use)]
+        self._blocks[self._last_job] = frozenset(save.blocks)
+        state.last_job = self._last_job
+        use = state.adapter.use if state.adapter is not None else None
+        return [replace(save, job=self._last_job, adapter=use)], granted
 
     @property
     def jobs(self) -> tuple[int, ...]:

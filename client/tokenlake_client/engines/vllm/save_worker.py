@@ -134,10 +134,11 @@ class SaveWriter:
 
         codes = self._store(pool, plan, fill)
         stored = sum(code in (Code.COMMITTED, Code.RESERVED) for code in codes)
-        self._counters.add(tokens_stored=stored * self._tokens, tokens_not_stored=(len(codes) - stored) * self._tokens)
+        tokens = plan.tail or self._tokens
+        self._counters.add(tokens_stored=stored * tokens, tokens_not_stored=(len(codes) - stored) * tokens)
         refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.marked and Code(code).refused]
         if refused:
             pool.claim(refused, 0.0)
 
     def _count_lost(self, plan: SavePlan) -> None:
-        self._counters.add(tokens_not_stored=len(plan.keys) * self._tokens)
+        self._counters.add(tokens_not_stored=len(plan.keys) * (plan.tail or self._tokens))

@@ -8,7 +8,7 @@ No method waits for the daemon. vLLM calls the methods for a request in this ord
     allocated        the blocks to load into
     step             the loads and saves of the ranks in this step
     worker_output    the outcome of a step: leases are released, or loaded tokens turn out to be missing
-    finished         the last segments to store
+    finished         the last segments to store, and the segments that another engine is to wait for
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.identity import SegmentKey
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.in_flight import NO_WAIT
+from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
@@ -61,10 +64,11 @@ class SchedulerSide:
         *,
         segment_bytes: int,
         shared: bool = False,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pool` returns the pool or None, and must not wait. `segment_bytes`: the size of a segment. `shared`: several
-        ranks fill one segment."""
+        ranks fill one segment. `model`: the name under which vLLM serves it."""
         self._pool = pool
         self._settings = settings
         self._segment = settings.segment_tokens
@@ -80,7 +84,7 @@ class SchedulerSide:
         self._waits = InFlightWaits(self._costs, self._segment, stores=settings.save)
         self._requests: dict[str, RequestState] = {}
         self._loads = ScheduledLoads(self._add_load_time, report)
-        self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
+        self._saves = ScheduledSaves(settings, block_tokens, shared=shared, model=model)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
         ranks."""
@@ -110,11 +114,12 @@ class SchedulerSide:
         hints: Hints | None = None,
         adapter: RequestAdapter | None = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
+        split: Split = NOT_SPLIT,
     ) -> None:
         """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it.
-        `adapter`: its LoRA adapter, whose digest may become known later. `extras`: as of `RequestState`."""
+        `adapter`: its LoRA adapter, whose digest may become known later. `extras`, `split`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
-            request, SavedTokens(self._segment), hints, self._weights, adapter, extras
+            request, SavedTokens(self._segment), hints, self._weights, adapter, extras, split, request.num_tokens
         )
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
@@ -130,6 +135,7 @@ class SchedulerSide:
         # vLLM's own cache begin anew.
         if state.placed:
             state.placed = False
+            state.split = replace(state.split, prefill=None)
             state.waits_since, state.waited = None, False
             state.may_store = True
             state.saved.restart()
@@ -159,10 +165,21 @@ class SchedulerSide:
         self._waits.answered(request.request_id)
         self._end_wait(state)
         if lookup.hits < len(lookup.keys):
-            self._waits.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
-            if lookup.wait.total_s:
-                state.gap, state.marker_s = lookup.hits, lookup.marker_s
+            self._computes(state, lookup)
         return self._choose_load(state, lookup)
+
+    def _computes(self, state: RequestState, lookup: Lookup) -> None:
+        """Record that this engine computes the segments that the lookup has not found. If the lookup could wait, the
+        daemon has set the in-flight marker of the first one for this engine."""
+        first = lookup.keys[lookup.hits]
+        self._waits.computes(state.request.request_id, lookup.hits, first)
+        if lookup.wait.total_s and (first == state.tail or not self._settings.save):
+            # This engine does not store the segment.
+            pool = self._pool()
+            if pool is not None:
+                pool.claim([first], 0.0)
+        elif lookup.wait.total_s:
+            state.gap, state.marker_s = lookup.hits, lookup.marker_s
 
     def _unidentified(self, state: RequestState) -> int | None:
         """The result of `matched` while the digest of the request's adapter is not known: a request waits for it no
@@ -178,7 +195,7 @@ class SchedulerSide:
 
     def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
         """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or waits in vain."""
-        if lookup.waiting and self._wait_is_useless(state, lookup):
+        if lookup.waiting and state.split.prefill is None and self._wait_is_useless(state, lookup):
             state.drop_lookup()
             self._begin_lookup(state, may_wait=False)
             return None if state.lookup is not None else 0
@@ -213,12 +230,16 @@ class SchedulerSide:
     def _choose_load(self, state: RequestState, lookup: Lookup) -> int:
         """The number of tokens to load of the hit. The lease of the remaining segments is released. The tokens that are
         not loaded are counted when the request gets its blocks, because vLLM may ask again until then."""
-        total, start = state.request.num_tokens, state.local
-        found = max(start, loadable_until(lookup.hits, total, self._segment, self._block))
+        total, start, prefill = state.request.num_tokens, state.local, state.split.prefill
+        # What another engine has computed for this one is loaded to the last token but one, whatever computing costs.
+        block = self._block if prefill is None else 1
+        found = max(start, loadable_until(lookup.hits, total, self._segment, block))
         # `lookup.hits` still counts the segments that an earlier call of this method released (vLLM may ask again);
         # `lookup.owners` has only those that are still leased, so it limits the load.
         until = max(start, min(found, len(lookup.owners) * self._segment))
-        stop = self._costs.cheapest_stop(lookup.owners, start, until, total) if self._settings.weigh_loads else until
+        stop = until
+        if self._settings.weigh_loads and prefill is None:
+            stop = self._costs.cheapest_stop(lookup.owners, start, until, total)
         if stop < found:
             lookup.keep(-(-stop // self._segment) if stop > start else 0)
         state.skipped = found - stop
@@ -234,7 +255,7 @@ class SchedulerSide:
             self._report("preparing a load", error)
             if external and request.request_id not in self._loads:
                 start = self._requests[request.request_id].local
-                targets = tuple(blocks[start // self._block : (start + external) // self._block])
+                targets = tuple(blocks[start // self._block : -(-(start + external) // self._block)])
                 self._loads.add(LoadPlan(request.request_id, (), 0, start, start + external, targets, local=False))
 
     def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
@@ -247,6 +268,8 @@ class SchedulerSide:
             state.may_store = state.may_store and known
         lookup, state.lookup = state.lookup, None
         start, stop = state.local, state.local + external
+        if state.split.prefill is not None:
+            state.taken = stop == state.prompt - 1
         lease = lookup.lease if lookup is not None else None
         if lookup is None or lease is None or not external:
             asked = lookup is not None and lookup.answered
@@ -259,14 +282,21 @@ class SchedulerSide:
         self._counters.add_request(
             request.num_tokens, start, here=external - state.remote, remote=state.remote, skipped=state.skipped
         )
-        targets = tuple(blocks[start // self._block : stop // self._block])
+        targets = tuple(blocks[start // self._block : -(-stop // self._block)])
         local = all_local(owners)
         at_most_s = self._costs.fetch_limit_s(start, stop)
         use = state.adapter.use if state.adapter is not None else None
         ids = tuple(map(int, lease.ids))
         plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)
-        self._loads.add(plan, lease, owners)
+        tail = state.tail if stop > state.prompt // self._segment * self._segment else None
+        self._loads.add(plan, lease, owners, None if tail is None else lambda: self._tail_read(tail))
         state.saved.segments = stop // self._segment
+
+    def _tail_read(self, tail: SegmentKey) -> None:
+        """A load has read the tail of a prompt, which no other request needs."""
+        pool = self._pool()
+        if pool is not None:
+            pool.hint([tail], READ)
 
     def remote_tokens(self, request: str) -> int:
         """The number of tokens in segments of other nodes, in the load that was planned when vLLM last gave `request`
@@ -365,24 +395,46 @@ class SchedulerSide:
                 state.saved.confirm(report.step)
         self._saves.done(report.done)
 
-    def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> bool:
-        """To be called when `request` has finished. True: vLLM must keep its blocks until the ranks report that its
-        saves are done."""
+    def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:
+        """To be called when `request` has finished. Returns (True: vLLM must keep its blocks until the ranks report
+        that its saves are done; the segments that the engine that decodes the request is to wait for)."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return False
+            return False, None
         self._waits.ended(request.request_id)
         state.drop_lookup()
         self._send_hints(state, (state.hints or NO_HINTS).ended(end.stop_reason, end.output_tokens))
+        if state.taken is not None:
+            self._counters.add(prefills_taken=state.taken, prefills_recomputed=not state.taken)
         if not end.complete:
             self._mark_in_flight(state, 0.0)
-            return False
+            return self._moves(state, end), None
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         state.saved.add_step(self._step, computed)
         saves = self._plan_saves(state, computed, lambda _: blocks, certain=True)
         self._last_saves += saves
-        self._held += [(request.request_id, save.job) for save in saves]
-        return bool(saves)
+        if not saves and not state.offered:
+            return False, None
+        keep = state.last_job in self._saves.jobs
+        if keep:
+            self._held.append((request.request_id, state.last_job))
+        if not state.offered:
+            return keep, None
+        self._counters.add(prefills_offered=1)
+        return keep, Offer(state.offered, state.prompt, self._costs.prefill_s(state.prompt, 0))
+
+    def _moves(self, state: RequestState, end: RequestEnd) -> bool:
+        """Let another engine go on with a request that was aborted here: it waits for the segments that are handed out
+        and not stored yet. Returns whether vLLM must keep the request's blocks for that."""
+        pool = self._pool()
+        if end.stop_reason != "abort" or pool is None or state.last_job not in self._saves.jobs:
+            return False
+        try:
+            pool.claim(state.keys(pool, self._settings.salt)[: state.saved.segments], LONGEST_S)
+        except Exception as error:
+            self._report("setting in-flight markers", error)
+        self._held.append((state.request.request_id, state.last_job))
+        return True
 
     def new_weights(self, digest: str) -> None:
         """To be called when the weights have changed: keys are hashed with this digest from now on. Saves that were
@@ -399,6 +451,7 @@ class SchedulerSide:
             state.saved.void()
             state.saved.restart()
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
+            state.offered, state.tail = (), None
             state.may_store = not state.placed
 
     def cache_emptied(self) -> None:
@@ -419,13 +472,37 @@ class SchedulerSide:
         pool = None if self._stopped else self._pool()
         total = state.request.num_tokens
         count = loadable_segments(total, self._segment, self._block)
-        if pool is None or not count or not state.identified:
+        prefill = state.split.prefill
+        if pool is None or not state.identified or not (count or prefill):
             return
         keys = state.keys(pool, self._settings.salt)[:count]
         name = state.request.request_id
         self._waits.answered(name)
-        wait = self._waits.begin(name, keys, total, state.local) if may_wait else NO_WAIT
-        state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
+        if prefill is not None:
+            keys, wait = self._computed_elsewhere(pool, state, prefill)
+        elif may_wait:
+            wait = self._waits.begin(name, keys, total, state.local)
+        else:
+            wait = NO_WAIT
+        if keys:
+            state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
+
+    def _computed_elsewhere(
+        self, pool: SchedulerPool, state: RequestState, prefill: RemotePrefill
+    ) -> tuple[Sequence[SegmentKey], InFlightWait]:
+        """The keys to look up of a prompt that another engine has computed, and how long the lookup may wait for them.
+        If that engine has other keys (another model, salt or prompt), the request is served as any other."""
+        full = state.prompt // self._segment
+        keys = list(state.keys(pool, self._settings.salt)[:full])
+        tail = state.tail_key(pool, self._settings.salt, self._segment) if prefill.keys else None
+        own = keys if tail is None else [*keys, tail]
+        if prefill.keys != tuple(key.hex() for key in own[: len(prefill.keys)]):
+            self._report("a prefill of another engine", ValueError("its segments have other keys than this engine's"))
+            state.split = NOT_SPLIT
+            return keys, NO_WAIT
+        keys = own[: len(prefill.keys)] if prefill.keys else keys
+        state.tail = tail if tail in keys else None
+        return keys, self._waits.for_prefill(prefill, state.prompt)
 
     def _mark_in_flight(self, state: RequestState, seconds: float) -> None:
         """Set in-flight markers, which last for `seconds`, for the segments of the prompt that the pool lacks. 0
@@ -461,17 +538,40 @@ class SchedulerSide:
         if not state.may_store or not state.identified:
             return []
         segments = state.saved.take(known, certain=certain)
-        if not segments or not self._settings.save or self._stopped:
+        computed = state.saved.computed(certain=certain) >= state.prompt
+        offers = state.split.decodes_elsewhere and computed and not state.offered
+        if not (segments or offers) or not self._settings.save or self._stopped:
             return []
+        saves: list[SavePlan] = []
         try:
             pool = self._pool()
-            if pool is None or not pool.connected:
-                return []
-            return self._saves.plan(pool, state, segments, table)
+            if pool is not None and pool.connected:
+                if segments:
+                    saves += self._saves.plan(pool, state, segments, table)
+                if offers:
+                    saves += self._plan_offer(pool, state, table)
         except Exception as error:
             self._report("planning which segments to store", error)
-            state.saved.segments = segments.start
-            return []
+            if not saves:
+                state.saved.segments = segments.start
+        return saves
+
+    def _plan_offer(
+        self, pool: SchedulerPool, state: RequestState, table: Callable[[str], Sequence[int]]
+    ) -> list[SavePlan]:
+        """The plan that stores the tail of a prompt for the engine that decodes it. Sets the in-flight markers of the
+        prompt's segments before that engine can ask for them, and `state.offered`. Raises the errors of the pool."""
+        full = state.prompt // self._segment
+        saves: list[SavePlan] = []
+        count = min(full, state.saved.segments)
+        keys = list(state.keys(pool, self._settings.salt)[:count])
+        tail = state.tail_key(pool, self._settings.salt, self._segment)
+        if tail is not None and count == full:
+            saves, granted = self._saves.plan_tail(pool, state, tail, table)
+            keys += [tail] if granted else []
+        pool.claim(keys, LONGEST_S)
+        state.offered = tuple(keys)
+        return saves
 
     def _blocks_written(self, scheduled: Sequence[ScheduledPart], loads: Sequence[LoadPlan]) -> set[int]:
         """The blocks that the step may write: those that loads fill, and those that requests were given for this step,
@@ -493,8 +593,10 @@ class SchedulerSide:
                 # The request loads nothing more, because a second attempt would read the same segment again.
                 state = self._requests[name]
                 state.may_load = False
+                state.taken = None if state.taken is None else False
                 if state.adapter is not None:
                     self._cached_adapters.load_failed(state.adapter)
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
             state.saved.void()
+            state.offered = ()

@@ -22,8 +22,10 @@ class LoadPlan:
     """The incarnation of the daemon that granted the lease: after a restart the lease's number may name another lease.
     """
     start: int
-    """The index of the first token of the request to load. `start` and `stop` are multiples of the block size."""
+    """The index of the first token of the request to load, a multiple of the block size."""
     stop: int
+    """The load ends before this token. Where that is within a block, the last segment is the tail of the prompt, or
+    has all tokens of that block."""
     blocks: tuple[int, ...]
     """The numbers of vLLM's blocks into which these tokens are copied, in order."""
     local: bool
@@ -58,6 +60,12 @@ class SavePlan:
     segments that the pool refuses."""
     adapter: AdapterUse | None = None
     """The LoRA adapter that the keys name."""
+    contents: tuple[bytes, ...] = ()
+    """The contents of the segments for routers, which a rank that reserves the slots itself sends along; empty where
+    the daemon does not publish them."""
+    tail: int = 0
+    """The number of tokens of the segment, if it is the tail of a prompt, which is the only one of its job; 0: each
+    segment is full."""
 
 
 @dataclass(frozen=True, slots=True)

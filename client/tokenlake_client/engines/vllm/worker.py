@@ -184,7 +184,7 @@ class WorkerSide:
                 self._loaded[load.request] = load_time
         self._counters.add(
             loads_failed=filled < len(load.blocks),
-            tokens_loaded=filled * self._block,
+            tokens_loaded=min(filled * self._block, load.stop - load.start),
             load_seconds=time.perf_counter() - started,
         )
 
@@ -193,7 +193,9 @@ class WorkerSide:
         if not plan.write:
             keys = [SegmentKey(key) for key in plan.keys]
             patience = self._settings.write_patience_s
-            codes = pool.store_all(keys, fill, plan.first, patience, request=plan.request, hints=plan.hints)
+            codes = pool.store_all(
+                keys, fill, plan.first, patience, request=plan.request, hints=plan.hints, contents=plan.contents
+            )
             return codes
         write = pool.attach_write(WriteId(plan.write))
         try:

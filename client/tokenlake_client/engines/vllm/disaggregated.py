@@ -1,0 +1,122 @@
+"""Prefill and decode on different engines: the fields of vLLM's `kv_transfer_params` and the tail of a prompt. Imports
+no engine.
+
+A proxy sends a prompt to one engine, which computes it, and then, with the `kv_transfer_params` of the answer, to
+another engine, which generates the tokens::
+
+    proxy                  engine A, prefill                pool                  engine B, decode
+      | do_remote_decode ---->|
+      |                       | step with the last token of the prompt:
+      |                       |   in-flight markers ------->|
+      |                       |   full segments, tail ----->|
+      |<-- do_remote_prefill, |
+      |    remote_block_ids --|
+      | the same fields ------------------------------------------------------------->|
+      |                                                     |<-- match: segments, tail |  waits for segments in flight
+      |                                                     |--- lease --------------->|  loads all tokens but the last
+      |<------------------------------------------------------------- first token -----|  computes one token
+
+The tail is the part of the prompt behind its last full segment. Its key covers all tokens of the prompt, so no other
+prompt has it, and only a request with the fields of the prefill looks it up. It is kept for `UNREAD.ttl_s`, and is
+among the first segments to be evicted from then on, or from the time it was read.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey
+
+__all__ = ["LEAST_WAIT_S", "NOT_SPLIT", "READ", "UNREAD", "Offer", "RemotePrefill", "Split", "has_tail", "split_of"]
+
+UNREAD = Hints(priority=1, ttl_s=60.0)
+"""Hints for the tail of a prompt until an engine has read it."""
+READ = Hints(priority=-1, ttl_s=0.001)
+"""Hints for the tail of a prompt after an engine has read it."""
+LEAST_WAIT_S = 0.25
+"""Seconds: the least limit of the wait for segments that another engine has computed and is storing, also where this
+engine computes them in less time."""
+UNKNOWN_PREFILL_S = 1.0
+"""Seconds: the assumed time to compute a prompt where neither engine has measured prefills."""
+
+_DECODE, _PREFILL, _KEYS, _SECONDS = "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_prefill_s"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """The statement that another engine has computed the request's tokens and stores them."""
+
+    keys: tuple[str, ...] = ()
+    """The keys of the segments that it stores, in hexadecimal digits, from the first on; empty: not known."""
+    seconds: float = UNKNOWN_PREFILL_S
+    """The predicted time in which that engine computes the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The segments that this engine stores for the engine that decodes a prompt."""
+
+    keys: tuple[SegmentKey, ...]
+    """The keys of the segments of the prompt, from the first on; the last one may be that of the tail."""
+    tokens: int
+    """The number of tokens of the prompt."""
+    seconds: float | None
+    """The predicted time in which this engine computes the prompt; None: not known."""
+
+    def fields(self, request: str, engine: str) -> dict[str, Any]:
+        """The `kv_transfer_params` in the answer to `request`, which proxies pass on to the engine that decodes.
+        `engine`: vLLM's name of this engine."""
+        return {
+            _PREFILL: True,
+            _DECODE: False,
+            "remote_engine_id": engine,
+            "remote_request_id": request,
+            _KEYS: [key.hex() for key in self.keys],
+            "remote_num_tokens": self.tokens,
+            **({} if self.seconds is None else {_SECONDS: self.seconds}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The part of a request that this engine serves, where prefill and decode have different engines."""
+
+    decodes_elsewhere: bool = False
+    """True: the engine computes the prompt for another engine."""
+    prefill: RemotePrefill | None = None
+    """The statement of the engine that has computed the request's tokens; None: there is none."""
+
+
+NOT_SPLIT = Split()
+"""One engine serves the whole request."""
+
+
+def split_of(params: object) -> Split:
+    """The fields of a request's `kv_transfer_params`, which a client of vLLM may set to any value. Raises `ValueError`
+    that names an invalid field."""
+    if not isinstance(params, Mapping):
+        return NOT_SPLIT
+    if params.get(_DECODE):
+        return Split(decodes_elsewhere=True)
+    if not params.get(_PREFILL):
+        return NOT_SPLIT
+    keys, seconds = params.get(_KEYS), params.get(_SECONDS, UNKNOWN_PREFILL_S)
+    if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
+        raise ValueError(f"field {_SECONDS!r} of kv_transfer_params is {reprlib.repr(seconds)}; expected seconds")
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        # Another connector's numbers of blocks, or a proxy that moves a request and states no segments.
+        return Split(prefill=RemotePrefill((), seconds))
+    if not all(map(_KEY.fullmatch, keys)):
+        raise ValueError(f"field {_KEYS!r} of kv_transfer_params is {reprlib.repr(keys)}; expected keys of segments")
+    return Split(prefill=RemotePrefill(tuple(keys), seconds))
+
+
+def has_tail(tokens: int, segment: int) -> bool:
+    """Does an engine that decodes need the tail of a prompt of `tokens` tokens? It computes the last token itself."""
+    return (tokens - 1) % segment > 0 and tokens % segment > 0

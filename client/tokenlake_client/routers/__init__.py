@@ -1,0 +1,1 @@
+"""Plug-ins for request routers: each asks the pool where a request starts soonest."""

@@ -1,0 +1,265 @@
+"""The control planes that a router asks. A thread in the background connects to them and reads the layouts of their
+engines, so that no request waits for a connection; another one sends reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenlake.config import Address, Peer
+from tokenlake.errors import LayoutRefused, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.layout import Layout
+from tokenlake.local_socket import DEFAULT_NODE, sockets_to_try
+from tokenlake_client.control import Certificates, Control
+from tokenlake_client.routers.settings import RouterSettings
+from tokenlake_proto.v1 import scheduling_pb2 as pb
+
+__all__ = ["REFRESH_S", "Door", "Doors", "Place"]
+
+REFRESH_S = 1.0
+"""Seconds between two looks at each control plane, and least seconds for which one is not asked after a failure."""
+MAX_REPORTS = 8192
+"""Reports that wait to be sent; the oldest are dropped. The daemon forgets a request by itself after 15 minutes."""
+AT_ONCE = 2048
+"""Reports of one message; a daemon accepts twice as many."""
+LINGER_S = 0.005
+"""Seconds for which reports are collected before they are sent."""
+
+
+class Place(NamedTuple):
+    """A control plane that answers and knows the layout of a model's engines."""
+
+    door: Door
+    layout: Layout
+    fingerprint: bytes
+
+
+class Door:
+    """One control plane."""
+
+    def __init__(self, name: str, connect: Callable[[], Control]) -> None:
+        """`name`: for the log. `connect`: opens a connection, which this object then owns."""
+        self.name = name
+        self._connect = connect
+        self._control: Control | None = None
+        self.layouts: tuple[tuple[bytes, Layout], ...] = ()
+        """Fingerprint and layout of the engines whose keys follow from tokens, the newest last."""
+        self.usable = False
+        """True: the last look succeeded, and no call has failed since."""
+        self.problem = "it was not asked yet"
+
+    def look(self) -> None:
+        """Connect if there is no connection, and read the layouts. Never raises."""
+        try:
+            if self._control is None:
+                self._control = self._connect()
+            listed = self._control.layouts()
+            self.layouts = tuple((each.fingerprint, Layout.decode(each.encoded)) for each in listed if not each.opaque)
+        except TokenLakeError as error:
+            self.failed(error)
+        else:
+            self.usable = True
+
+    def failed(self, error: Exception) -> None:
+        """Record that a call failed: the control plane is not asked until a look succeeds."""
+        self.problem = str(error) or "it did not answer in time"
+        self.usable = False
+
+    def start(self, message: pb.GetStartRequest) -> pb.GetStartResponse:
+        """Ask where a request starts soonest. Raises `Unreachable` and `Refused`."""
+        control = self._control
+        if control is None:
+            raise Unreachable(f"{self.name}: not connected")
+        return control.start(message)
+
+    def report(self, message: pb.ReportRequest) -> None:
+        """Send reports. Raises `Unreachable` and `Refused`."""
+        control = self._control
+        if control is None:
+            raise Unreachable(f"{self.name}: not connected")
+        control.report(message)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.usable = False
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+
+class _Report(NamedTuple):
+    place: Place
+    happened: pb.Happened
+
+
+class Doors:
+    """All control planes of the settings, and the reports to them. Thread-safe."""
+
+    def __init__(self, settings: RouterSettings, changed: Callable[[Door], None] = lambda door: None) -> None:
+        """Starts the threads. `changed`: called in a thread after a door began or ceased to be usable."""
+        self._fleet = settings.fleet
+        self._lookup_s = settings.deadline_ms / 1e3 / 2
+        self._changed = changed
+        self.doors = tuple(_doors_of(settings))
+        self._reports: deque[_Report] = deque(maxlen=MAX_REPORTS)
+        self._lock = threading.Lock()
+        self._told: dict[Door, bool] = {}
+        self._waiting = threading.Event()
+        self._closed = threading.Event()
+        for work in (self._look, self._send):
+            threading.Thread(target=work, name=f"tokenlake-router{work.__name__}", daemon=True).start()
+
+    def find(self, weights: str | None) -> Place:
+        """The first door that is usable and knows the layout of a model. `weights`: the weights digest of its engines,
+        or the beginning; None: the engines of the pool have one model. Raises `Unreachable` without a usable door,
+        `LayoutRefused` if none of them knows the layout; both messages name the reason."""
+        reason = ""
+        for door in self.doors:
+            if not door.usable:
+                continue
+            known = door.layouts
+            if weights is not None:
+                found = [each for each in known if each[1].weights_digest.startswith(weights)]
+            elif len({layout.weights_digest for _, layout in known}) <= 1:
+                found = list(known)
+            else:
+                names = ", ".join(f"{each.model_id} {each.weights_digest[:12]}" for _, each in known)
+                reason = reason or f"the pool has engines of several models ({names}), and the deployment names none"
+                continue
+            if found:
+                fingerprint, layout = found[-1]
+                return Place(door, layout, fingerprint)
+            reason = reason or f"no engine of this model has connected to the daemon of {door.name}"
+        if reason:
+            raise LayoutRefused(reason)
+        raise Unreachable("; ".join(f"{door.name}: {door.problem}" for door in self.doors))
+
+    def start(
+        self, place: Place, instances: Mapping[str, str], prompt: pb.Prompt, among: Sequence[str]
+    ) -> pb.GetStartResponse:
+        """Ask where a request starts soonest, and count it as sent there. `instances`: the node of each. Blocks for at
+        most the deadline of the settings. Raises `Unreachable`, after which the door is not asked until it is usable
+        again, and `Refused`."""
+        message = pb.GetStartRequest(
+            fleet=self._message(place, instances),
+            prompt=prompt,
+            among=among,
+            send=True,
+            deadline_s=self._lookup_s,
+        )
+        try:
+            return place.door.start(message)
+        except (Unreachable, ProtocolRefused) as error:
+            self.failed(place, error)
+            # The daemon may have counted the request all the same.
+            self.report(place, pb.Happened(finished=prompt.name))
+            raise
+
+    def failed(self, place: Place, error: Exception) -> None:
+        """Record that a call failed: its door is not asked until a look in the background succeeds."""
+        place.door.failed(error)
+        self._tell(place.door)
+
+    def _tell(self, door: Door) -> None:
+        """Call `changed` where the state of the door is not the one that it was told last."""
+        with self._lock:
+            usable = door.usable
+            if self._told.get(door) == usable:
+                return
+            self._told[door] = usable
+        self._changed(door)
+
+    def report(self, place: Place, happened: pb.Happened) -> None:
+        """Tell the daemon what happened, later and in the background. Never blocks."""
+        self._reports.append(_Report(place, happened))
+        self._waiting.set()
+
+    def close(self) -> None:
+        """End the threads and the connections."""
+        self._closed.set()
+        self._waiting.set()
+
+    # -- the threads
+
+    def _look(self) -> None:
+        while not self._closed.is_set():
+            for door in self.doors:
+                door.look()
+                self._tell(door)
+            self._closed.wait(REFRESH_S)
+        for door in self.doors:
+            door.close()
+
+    def _send(self) -> None:
+        while not self._closed.is_set():
+            self._waiting.wait()
+            self._waiting.clear()
+            time.sleep(LINGER_S)
+            late: list[_Report] = []
+            while self._reports and not self._closed.is_set():
+                batch = [self._reports.popleft() for _ in range(min(AT_ONCE, len(self._reports)))]
+                late += self._send_batch(batch)
+            self._reports.extendleft(reversed(late[-MAX_REPORTS:]))
+            if late and not self._closed.wait(REFRESH_S):
+                self._waiting.set()
+
+    def _send_batch(self, batch: Sequence[_Report]) -> list[_Report]:
+        """Send some reports. Returns those whose daemon cannot be reached now."""
+        late: list[_Report] = []
+        by_place: dict[tuple[int, bytes], list[_Report]] = {}
+        for each in batch:
+            by_place.setdefault((id(each.place.door), each.place.fingerprint), []).append(each)
+        for reports in by_place.values():
+            place = reports[0].place
+            if not place.door.usable:
+                late += reports
+                continue
+            message = pb.ReportRequest(fleet=self._message(place, {}), happened=[each.happened for each in reports])
+            try:
+                place.door.report(message)
+            except (Unreachable, ProtocolRefused) as error:
+                self.failed(place, error)
+                late += reports
+            except Refused:
+                # A daemon that was started again knows nothing of these requests.
+                continue
+        return late
+
+    def _message(self, place: Place, instances: Mapping[str, str]) -> pb.Fleet:
+        layout = place.layout
+        return pb.Fleet(
+            name=self._fleet,
+            instances=instances,
+            layers=layout.layers,
+            segment_bytes=layout.segment_bytes,
+            segment_tokens=layout.segment_tokens,
+            # For plans only.
+            query_bytes=1,
+        )
+
+
+def _doors_of(settings: RouterSettings) -> list[Door]:
+    """The doors of the settings, without a connection."""
+    call_s = settings.deadline_ms / 1e3
+    doors = []
+    for at in settings.control or _default_controls():
+        if isinstance(at, Peer):
+            files = Certificates(Path(settings.certificate), Path(settings.key), Path(settings.ca))
+            address = str(Address(at.host, at.port))
+            connect = partial(Control.connect, address, at.name, files, settings.credential, call_s=call_s)
+        else:
+            connect = partial(Control.local, at, settings.credential, daemon_uid=settings.daemon_uid, call_s=call_s)
+        doors.append(Door(str(at), connect))
+    return doors
+
+
+def _default_controls() -> list[str]:
+    """The control sockets of a daemon with the default name, of this user and of the system."""
+    sockets = sockets_to_try(os.environ, DEFAULT_NODE, os.getuid())
+    return [socket.removesuffix(".sock") + ".control" for socket in sockets]

@@ -1,0 +1,216 @@
+"""The tokens of a request's prompt, as the engine will compute them: from `/tokenize` of an instance, or from a
+tokenizer in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from tokenlake.errors import TokenLakeError
+
+__all__ = ["Instance", "LocalTokenizer", "Prompt", "RemoteTokenizer", "TokenizerFailed", "Tokens", "prompt_of"]
+
+PAUSE_S = 5.0
+"""Seconds for which an instance is not asked for tokens after it failed, while others can be asked."""
+MAX_REPLY_BYTES = 64 << 20
+_TEMPLATE_FIELDS = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "mm_processor_kwargs",
+)
+"""Fields of a chat request that `/tokenize` takes as they are."""
+
+
+class TokenizerFailed(TokenLakeError):
+    """No tokens were had; the message names the reason."""
+
+
+class Instance(NamedTuple):
+    """An engine's server."""
+
+    base: str
+    """Its address, as the router's configuration has it."""
+    model: str
+    """The name under which it serves the model."""
+    key: str | None
+    """Its API key."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The prompt of a request: one of the two."""
+
+    body: dict[str, Any] = {}
+    """The fields of a request to `/tokenize`, without the model."""
+    ids: Sequence[int] = ()
+    """The tokens, where the request has them."""
+
+
+class Tokens(Protocol):
+    """A tokenizer."""
+
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
+        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. The caller bounds
+        the time. Raises `TokenizerFailed`."""
+        ...
+
+
+class _Reply(msgspec.Struct):
+    tokens: list[int]
+
+
+def prompt_of(fields: Mapping[str, Any]) -> Prompt | None:
+    """The prompt of an OpenAI request for a chat or a completion, with vLLM's additions at the top level or in
+    `extra_body`. None for one whose tokens text does not give: other endpoints, several prompts, images."""
+    extra = fields.get("extra_body")
+    if isinstance(extra, Mapping):
+        fields = {**fields, **extra}
+    text = fields.get("prompt")
+    if text is not None:
+        if isinstance(text, list) and len(text) == 1 and isinstance(text[0], str | list):
+            text = text[0]
+        if isinstance(text, str):
+            return Prompt({"prompt": text, "add_special_tokens": fields.get("add_special_tokens") is not False})
+        if isinstance(text, list) and text and all(isinstance(each, int) and 0 <= each < 1 << 32 for each in text):
+            return Prompt(ids=text)
+        return None
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages or not all(map(_is_text, messages)):
+        return None
+    body: dict[str, Any] = {"messages": messages}
+    body |= {name: fields[name] for name in _TEMPLATE_FIELDS if fields.get(name) is not None}
+    # vLLM gives these to the chat template of a chat, but `/tokenize` has no fields for them.
+    template: dict[str, Any] = {}
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        template |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if fields.get("documents") is not None:
+        template["documents"] = fields["documents"]
+    template |= fields.get("chat_template_kwargs") or {}
+    if template:
+        body["chat_template_kwargs"] = template
+    return Prompt(body)
+
+
+def _is_text(message: object) -> bool:
+    """False for a message with an image, a sound or a video: its tokens do not follow from text."""
+    if not isinstance(message, Mapping):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(
+            isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text") for part in content
+        )
+    return content is None or isinstance(content, str)
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+class RemoteTokenizer:
+    """Asks `/tokenize` of the instances in rotation; one that failed is left out for a while. For one event loop at a
+    time."""
+
+    def __init__(self) -> None:
+        self._asked = itertools.count()
+        self._paused: dict[str, float] = {}
+        """By address, the time until which an instance is left out."""
+        self._session: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
+        """As `Tokens.tokens`."""
+        if prompt.ids:
+            return _packed(prompt.ids)
+        now = time.monotonic()
+        able = [each for each in instances if self._paused.get(each.base, 0.0) <= now]
+        if not able:
+            raise TokenizerFailed("no instance answers /tokenize")
+        first = next(self._asked)
+        problem = ""
+        for at in range(len(able)):
+            instance = able[(first + at) % len(able)]
+            try:
+                return await self._ask(prompt, instance)
+            except TokenizerFailed as error:
+                problem = str(error)
+            except asyncio.CancelledError:
+                # The caller's deadline ends the wait for an instance that does not answer.
+                self._paused[instance.base] = time.monotonic() + PAUSE_S
+                raise
+            self._paused[instance.base] = time.monotonic() + PAUSE_S
+        raise TokenizerFailed(problem)
+
+    async def _ask(self, prompt: Prompt, instance: Instance) -> bytes:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            self._session, self._loop = aiohttp.ClientSession(), loop
+        url = instance.base.rstrip("/").removesuffix("/v1") + "/tokenize"
+        headers = {"Authorization": f"Bearer {instance.key}"} if instance.key else {}
+        try:
+            body = {"model": instance.model, **prompt.body}
+            async with self._session.post(url, json=body, headers=headers) as answer:
+                if answer.status != 200:
+                    raise TokenizerFailed(f"{url}: status {answer.status}: {(await answer.text())[:200]}")
+                content = await answer.content.read(MAX_REPLY_BYTES)
+                while not answer.content.at_eof() and len(content) < MAX_REPLY_BYTES:
+                    content += await answer.content.read(MAX_REPLY_BYTES)
+            return _packed(msgspec.json.decode(content, type=_Reply).tokens)
+        except (aiohttp.ClientError, OSError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise TokenizerFailed(f"{url}: {type(error).__name__}: {error}") from error
+
+
+class LocalTokenizer:
+    """The tokenizer of a model's directory, in threads of this process."""
+
+    def __init__(self, directory: str) -> None:
+        """Loads the tokenizer with the first prompt."""
+        self._directory = directory
+        self._tokenizer: Any = None
+
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
+        """As `Tokens.tokens`."""
+        if prompt.ids:
+            return _packed(prompt.ids)
+        return await asyncio.to_thread(self._tokens, prompt)
+
+    def _tokens(self, prompt: Prompt) -> bytes:
+        try:
+            if self._tokenizer is None:
+                from transformers import AutoTokenizer
+
+                self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
+            body = prompt.body
+            if "prompt" in body:
+                return _packed(self._tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"]))
+            text = self._tokenizer.apply_chat_template(
+                [_flat(message) for message in body["messages"]],
+                tools=body.get("tools"),
+                chat_template=body.get("chat_template"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                continue_final_message=body.get("continue_final_message", False),
+                tokenize=False,
+                **body.get("chat_template_kwargs", {}),
+            )
+            return _packed(self._tokenizer.encode(text, add_special_tokens=body.get("add_special_tokens", False)))
+        except Exception as error:  # of the tokenizer or of the model's chat template
+            raise TokenizerFailed(f"{self._directory}: {type(error).__name__}: {error}") from error
+
+
+def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose parts of text are joined as vLLM joins them for most templates."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+    return {**message, "content": content}

@@ -1,0 +1,34 @@
+"""The contents of segments (`tokenlake.content`): where they come from, and who asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.identity import SegmentKey
+from tokenlake.metrics import Level
+
+__all__ = ["Contents"]
+
+
+class Contents:
+    """A daemon without streams of KV events: it wants no contents, and keeps none."""
+
+    def models(self, tenant: str) -> tuple[str, ...]:
+        """The models of a tenant whose engines shall send contents."""
+        return ()
+
+    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes]) -> None:
+        """Take the contents of segments that may become READY, in the order of `keys`. Short, and never blocks. May be
+        called from any thread."""
+
+    def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
+        """The contents of READY segments, to be sent to another node with their bytes: of the first of `keys`, or of
+        none; empty where one is not known. `limit`: most bytes in all. May be called from any thread."""
+        return ()
+
+    def gauges(self) -> list[Level]:
+        """Gauges for the metrics page."""
+        return []
+
+    async def close(self) -> None:
+        """Release everything."""

@@ -1,0 +1,321 @@
+"""Publishes the log of changes (`tokenlake/store/changes.py`) to routers, in the admin thread.
+
+::
+
+    control loop, receiving threads        admin thread
+      offer: contents -----> inbox ------> Blocks -> events -> message -> Replay, Sockets
+      store: changes ------> log --------> one round each POLL_S, PART changes at a time
+
+Nothing runs on the control loop but `offer`. A message has the events of at most `PART` changes. Its sequence number
+begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that
+it missed some.
+
+All readers are told all blocks anew, behind an `AllBlocksCleared`, when the daemon starts, when one of them subscribes,
+when one asks for messages that are not kept any more, and when the log has overtaken this thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import zmq
+
+from tokenlake.config import KvEventStream, ServerConfig
+from tokenlake.errors import ConfigurationError
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Level, Metric
+from tokenlake.store import Cursor, State
+from tokenlake_server.admin_thread import AdminThread
+from tokenlake_server.contents import Contents
+from tokenlake_server.driver import Driver
+from tokenlake_server.kv_events.blocks import Blocks
+from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
+from tokenlake_server.kv_events.replay import Replay
+from tokenlake_server.kv_events.sockets import Sockets
+
+__all__ = ["KvEvents"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SEGMENTS = Metric(
+    "tokenlake_kv_event_segments", "Segments of this node that routers were told of", "tenant", "model", kind="gauge"
+)
+MESSAGES = Metric(
+    "tokenlake_kv_event_messages", "Messages with KV events since the start", "tenant", "model", kind="gauge"
+)
+RESTATEMENTS = Metric(
+    "tokenlake_kv_event_restatements",
+    "Times at which routers were told all segments anew, since the start",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+WITHOUT_TOKENS = Metric(
+    "tokenlake_kv_event_without_tokens",
+    "Segments that were not published: their tokens were not known",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+OF_OTHER_LAYOUTS = Metric(
+    "tokenlake_kv_event_of_other_layouts",
+    "Segments that were not published: of another layout",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+
+POLL_S = 0.02
+"""Seconds between two rounds without work."""
+PART = 24
+"""Changes in one message: some 30 KiB, and half a millisecond of this thread."""
+WALK_SLOTS = 512
+RESTATE_S = 0.5
+RESTATE_REST = 20
+"""The readers are told all blocks anew after `RESTATE_S`, and after so many times the seconds that it took last, at
+the earliest."""
+RESTATE_PAUSE_S = 0.001
+"""Seconds between two messages that tell the blocks anew, so that readers keep up."""
+MAX_REPLAY_BYTES = 16 << 20
+"""Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
+MAX_INBOX_BYTES = 32 << 20
+"""Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
+START_S = 20.0
+
+
+class _Stream:
+    """One stream: the segments of a tenant and a model."""
+
+    def __init__(self, config: KvEventStream, sequence: int) -> None:
+        self.config = config
+        self.blocks = Blocks(config.model, config.block_tokens, config.medium)
+        self.replay = Replay(MAX_REPLAY_BYTES)
+        self.sequence = sequence
+        self.messages = 0
+        self.wanted = True
+        """Some reader has to be told all blocks."""
+        self.restated = 0
+        self.next_restatement = float("-inf")
+        self.sockets: Sockets | None = None
+
+    def send(self, events: Sequence[Event], *, clears: bool = False) -> None:
+        payload = encode(events, self.config.encoding)
+        self.replay.add(self.sequence, payload, clears=clears)
+        assert self.sockets is not None
+        self.sockets.publish(self.sequence, payload)
+        self.sequence += 1
+        self.messages += 1
+
+
+class KvEvents(Contents):
+    """The streams of a daemon. Made and closed on the control loop."""
+
+    def __init__(
+        self, config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver
+    ) -> None:
+        """Raises `ConfigurationError` for an address that cannot be opened."""
+        self._thread = thread
+        self._loop = loop
+        self._driver = driver
+        self._log = driver.core.store.changes
+        self._at = self._log.newest
+        first = driver.core.config.incarnation // 1000
+        self._streams: dict[str, list[_Stream]] = {}
+        for stream in config.kv_events:
+            self._streams.setdefault(stream.tenant, []).append(_Stream(stream, first))
+        self._models = {tenant: tuple(each.config.model for each in own) for tenant, own in self._streams.items()}
+        self._inbox: deque[tuple[int, str, list[SegmentKey], Sequence[bytes]]] = deque()
+        """Contents, with the number of the newest change before they were offered."""
+        self._inbox_bytes = 0
+        self._inbox_lock = threading.Lock()
+        self.dropped = 0
+        """Contents that were dropped because too many waited."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.setsockopt(zmq.MAX_SOCKETS, 64)
+        self._run: asyncio.Task[None] | None = None
+        self._thread.submit(self._start()).result(START_S)
+
+    # -- from any thread
+
+    def models(self, tenant: str) -> tuple[str, ...]:
+        """The models of a tenant whose segments are published."""
+        return self._models.get(tenant, ())
+
+    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes]) -> None:
+        """Keep the contents of segments that may become READY, in the order of `keys`. Short, and never blocks."""
+        if tenant not in self._streams or not contents:
+            return
+        size = sum(map(len, contents))
+        with self._inbox_lock:
+            if self._inbox_bytes + size > MAX_INBOX_BYTES:
+                self.dropped += len(contents)
+                return
+            self._inbox_bytes += size
+            self._inbox.append((self._log.newest, tenant, keys, contents))
+
+    def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
+        """The contents of READY segments, to be sent to another node with their bytes; empty where they are not known.
+        `limit`: most bytes in all. May be called from any thread."""
+        found: list[bytes] = []
+        for key in keys if tenant in self._streams else ():
+            content = next((known for each in self._streams[tenant] if (known := each.blocks.content(key))), b"")
+            limit -= len(content)
+            if limit < 0:
+                break
+            found.append(content)
+        return tuple(found) if any(found) else ()
+
+    @property
+    def endpoints(self) -> list[tuple[str, str]]:
+        """Where each stream, in the order of the settings, publishes and answers requests for a replay."""
+        return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
+
+    def gauges(self) -> list[Level]:
+        """See `Contents`."""
+        found: list[Level] = []
+        for stream in self._each():
+            blocks, labels = stream.blocks, (stream.config.tenant, stream.config.model)
+            found += (
+                Level(SEGMENTS, labels, blocks.published),
+                Level(MESSAGES, labels, stream.messages),
+                Level(RESTATEMENTS, labels, stream.restated),
+                Level(WITHOUT_TOKENS, labels, blocks.unknown),
+                Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
+            )
+        return found
+
+    def _each(self) -> Iterator[_Stream]:
+        for own in self._streams.values():
+            yield from own
+
+    # -- in the admin thread
+
+    async def _start(self) -> None:
+        for each in self._each():
+            config = each.config
+            try:
+                each.sockets = Sockets(self._context, config.topic, config.endpoint, config.replay)
+            except zmq.ZMQError as error:
+                self._close_sockets()
+                shown = f"{config.endpoint}, {config.replay}"
+                expected = f"addresses of this machine that are free ({error})"
+                raise ConfigurationError("kv_events", shown, expected) from error
+        self._run = asyncio.get_running_loop().create_task(self._rounds())
+
+    async def _rounds(self) -> None:
+        while True:
+            try:
+                pause_s = await self._round()
+            except Exception:
+                log.exception("KV events could not be published", extra={"kind": "kv_events"})
+                pause_s = RESTATE_S
+                for each in self._each():
+                    each.wanted = True
+            await asyncio.sleep(pause_s)
+
+    async def _round(self) -> float:
+        """One round; returns the seconds until the next one."""
+        changes = self._log.after(self._at, PART)
+        now = time.monotonic()
+        if changes is None:
+            await self._overtaken()
+            changes = []
+        for change in changes:
+            self._take_offers(change.sequence - 1)
+            if change.ring is None:
+                for each in self._streams.get(change.tenant, ()):
+                    if change.stored:
+                        each.blocks.stored(change.key, now)
+                    else:
+                        each.blocks.gone(change.key)
+            self._at = change.sequence
+        self._take_offers(self._at)
+        for each in self._each():
+            await self._tell(each, now)
+        return 0.0 if len(changes) == PART else POLL_S
+
+    def _take_offers(self, at: int) -> None:
+        """Take the contents that were offered before the change behind `at`: whether a segment was READY when its
+        content was offered is known from the changes up to then."""
+        while self._inbox and self._inbox[0][0] <= at:
+            with self._inbox_lock:
+                _, tenant, keys, contents = self._inbox.popleft()
+                self._inbox_bytes -= sum(map(len, contents))
+            for each in self._streams[tenant]:
+                for key, content in zip(keys, contents, strict=False):
+                    each.blocks.offer(key, content)
+
+    async def _tell(self, stream: _Stream, now: float) -> None:
+        sockets = stream.sockets
+        assert sockets is not None
+        stream.wanted |= sockets.joined() or stream.blocks.restate_due
+        events = stream.blocks.take()
+        for start in range(0, len(events), PART):
+            stream.send(events[start : start + PART])
+        if stream.wanted and now >= stream.next_restatement:
+            stream.wanted = False
+            stream.restated += 1
+            for part in stream.blocks.restate(PART):
+                for start in range(0, len(part), PART):
+                    stream.send(part[start : start + PART], clears=isinstance(part[start], AllBlocksCleared))
+                await asyncio.sleep(RESTATE_PAUSE_S)
+            ended = time.monotonic()
+            stream.next_restatement = ended + max(RESTATE_S, RESTATE_REST * (ended - now))
+        for reader, start in sockets.requests():
+            stream.wanted |= not sockets.answer(reader, start, stream.replay)
+
+    async def _overtaken(self) -> None:
+        """The log has overtaken this thread: look at all segments."""
+        at = self._log.newest
+        ready = {tenant: set[SegmentKey]() for tenant in self._streams}
+        cursor: Cursor | None = Cursor()
+        while cursor is not None:
+            start = cursor
+            found, cursor = await self._on_loop(lambda start=start: self._walk(start))  # type: ignore[misc]
+            for owner, key in found:
+                if owner in ready:
+                    ready[owner].add(key)
+        # Changes during the walk follow in the log; each of them leads to the same state from either side of it.
+        self._take_offers(self._log.newest)
+        self._at = at
+        now = time.monotonic()
+        for tenant, own in self._streams.items():
+            for each in own:
+                each.blocks.only(ready[tenant], now)
+        log.warning("KV events: changes were missed, the routers are told all blocks anew")
+
+    def _walk(self, cursor: Cursor) -> tuple[list[tuple[TenantId, SegmentKey]], Cursor | None]:
+        segments, after = self._driver.core.store.walk(cursor, WALK_SLOTS)
+        return [(each.tenant, each.key) for each in segments if each.state is State.READY], after
+
+    async def _on_loop(self, function: Callable[[], T]) -> T:
+        async def call() -> T:
+            return function()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
+
+    # -- the end
+
+    async def close(self) -> None:
+        """End the streams, and close their sockets."""
+        await asyncio.wrap_future(self._thread.submit(self._stop()))
+
+    async def _stop(self) -> None:
+        if self._run is not None:
+            self._run.cancel()
+            await asyncio.gather(self._run, return_exceptions=True)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in self._each():
+            if each.sockets is not None:
+                each.sockets.close()
+        self._context.destroy(linger=0)

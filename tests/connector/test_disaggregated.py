@@ -1,0 +1,407 @@
+"""Prefill and decode on different engines: the fields of the answer, the tail of the prompt, and the wait for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tests.connector.fakes import FakeRequest
+from tests.connector.side import SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
+from tests.rules.test_retention import Scene
+from tokenlake.hints import NO_HINTS
+from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
+from tokenlake_client.engines.vllm.disaggregated import (
+    LEAST_WAIT_S,
+    NOT_SPLIT,
+    READ,
+    UNREAD,
+    Offer,
+    RemotePrefill,
+    Split,
+    has_tail,
+    split_of,
+)
+from tokenlake_client.engines.vllm.request import RequestEnd
+from tokenlake_client.engines.vllm.step_plan import LoadTime, SavePlan, StepReport
+
+PREFILLS = Split(decodes_elsewhere=True)
+LENGTH = RequestEnd(complete=True, stop_reason="length", output_tokens=1)
+ABORT = RequestEnd(complete=False, stop_reason="abort", output_tokens=3)
+PROMPTS = [2, 7, 8, 9, 10, 16, 17, 18, 27, 33, 100]
+
+
+def keys_of(bench: Bench, tokens: list[int]) -> list[SegmentKey]:
+    """The keys of a prompt, with that of its tail."""
+    chain = bench.pool.prefix(tokens)
+    full = len(chain.keys)
+    tail = [chain.tail_key(full, tokens[full * SEGMENT :])] if has_tail(len(tokens), SEGMENT) else []
+    return [*chain.keys, *tail]
+
+
+def offered(
+    bench: Bench, tokens: int, chunk: int = 1000, name: str = "p"
+) -> tuple[FakeRequest, Offer | None, list[Any]]:
+    """Compute a prompt for another engine. Returns the request, the offer and the saves."""
+    one = request(tokens, name)
+    bench.side.new_request(one, split=PREFILLS)
+    assert bench.side.matched(one, 0) == 0
+    bench.side.allocated(one, blocks_of(one), 0)
+    saves: list[SavePlan] = []
+    for computed in range(0, tokens, chunk):
+        saves += bench.step(one, computed, min(chunk, tokens - computed)).saves
+    one.all_token_ids.append(7)
+    keep, offer = bench.side.finished(one, blocks_of(one), LENGTH)
+    assert keep
+    return one, offer, saves
+
+
+def decodes(
+    bench: Bench, tokens: list[int], keys: list[SegmentKey], seconds: float = 1.0, name: str = "d"
+) -> FakeRequest:
+    one = FakeRequest(name, list(tokens))
+    said = RemotePrefill(tuple(key.hex() for key in keys), seconds)
+    bench.side.new_request(one, split=Split(prefill=said))
+    return one
+
+
+# -- the fields
+
+
+def test_the_fields_of_an_answer_are_those_of_a_request() -> None:
+    offer = Offer((SegmentKey(bytes(32)), SegmentKey(bytes(range(32)))), 300, 1.5)
+    fields = json.loads(json.dumps(offer.fields("r", "engine")))
+    assert (fields["do_remote_prefill"], fields["do_remote_decode"], fields["remote_num_tokens"]) == (True, False, 300)
+    assert split_of(fields) == Split(prefill=RemotePrefill(("00" * 32, bytes(range(32)).hex()), 1.5))
+
+
+def test_the_fields_that_proxies_send_to_an_engine_for_prefill() -> None:
+    nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    assert split_of({"do_remote_decode": True, "do_remote_prefill": False, **nothing}) == PREFILLS
+    assert split_of({"do_remote_decode": False, "do_remote_prefill": False, **nothing}) == NOT_SPLIT
+    # A request that moves, and the numbers of another connector's blocks: no segments are named.
+    for blocks in (None, [[1, 2]], [3]):
+        found = split_of({"do_remote_prefill": True, "remote_block_ids": blocks})
+        assert found.prefill is not None
+        assert found.prefill.keys == ()
+
+
+@pytest.mark.parametrize("params", [None, {}, [], "x", 5, {"tokenlake": {}}, {"do_remote_prefill": None}])
+def test_other_requests_are_not_split(params: object) -> None:
+    assert split_of(params) == NOT_SPLIT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("remote_block_ids", ["x"]),
+        ("remote_block_ids", ["00" * 31]),
+        ("remote_block_ids", ["0g" * 32]),
+        ("remote_block_ids", ["é" * 64]),
+        ("remote_prefill_s", "1"),
+        ("remote_prefill_s", -1),
+        ("remote_prefill_s", math.nan),
+        ("remote_prefill_s", math.inf),
+        ("remote_prefill_s", None),
+    ],
+)
+def test_an_invalid_field_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        split_of({"do_remote_prefill": True, field: value})
+
+
+# -- the engine that computes the prompt
+
+
+@pytest.mark.parametrize("tokens", PROMPTS)
+@pytest.mark.parametrize("chunk", [5, 8, 1000])
+def test_the_step_with_the_last_token_stores_the_tail(tokens: int, chunk: int) -> None:
+    bench = Bench()
+    one, offer, saves = offered(bench, tokens, chunk)
+    keys = keys_of(bench, one.all_token_ids[:tokens])
+    assert offer is not None
+    assert (offer.keys, offer.tokens) == (tuple(keys), tokens)
+    assert [key for save in saves for key in save.keys] == keys
+    for save in saves:
+        blocks = -(-(save.tail or len(save.keys) * SEGMENT) // 4)
+        assert save.blocks == tuple(range(100 + 2 * save.first, 100 + 2 * save.first + blocks))
+        assert save.marked
+    tails = [save for save in saves if save.tail]
+    assert [(save.tail, save.hints) for save in tails] == (
+        [(tokens % SEGMENT, UNREAD)] if has_tail(tokens, SEGMENT) else []
+    )
+    # The markers are set in that step, before an answer can reach another engine.
+    assert bench.pool.claimed == [(tuple(keys), LONGEST_S)]
+    assert bench.counters.read().prefills_offered == 1
+
+
+@pytest.mark.parametrize("refuse_from", [0, 1, 4])
+def test_refused_segments_are_not_offered(refuse_from: int) -> None:
+    """With several ranks the scheduler's side reserves the slots."""
+    bench = Bench(shared=True)
+    bench.pool.refuse_from = refuse_from
+    one = request(27)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    saves = bench.step(one, 0, 27).saves
+    one.all_token_ids.append(7)
+    bench.pool.refuse_from = 0
+    keep, offer = bench.side.finished(one, blocks_of(one), LENGTH)
+    keys = keys_of(bench, one.all_token_ids[:27])
+    assert sum(len(save.keys) for save in saves) == min(refuse_from, 4)
+    if refuse_from:
+        assert offer is not None
+        assert offer.keys == tuple(keys[: {1: 1, 4: 4}[refuse_from]])
+    else:
+        assert (keep, offer) == (False, None)
+
+
+def test_nothing_is_offered_without_a_pool_or_stores() -> None:
+    for bench, there in ((Bench(), False), (Bench(save=False), True)):
+        bench.there = there
+        one = request(27)
+        bench.side.new_request(one, split=PREFILLS)
+        bench.side.matched(one, 0)
+        bench.side.allocated(one, blocks_of(one), 0)
+        bench.step(one, 0, 27)
+        one.all_token_ids.append(7)
+        assert bench.side.finished(one, blocks_of(one), LENGTH) == (False, None)
+        assert bench.pool.claimed == []
+
+
+def test_an_aborted_prefill_offers_nothing() -> None:
+    bench, one = Bench(), request(27)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    bench.step(one, 0, 7)
+    assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
+
+
+def test_blocks_are_kept_until_the_prompt_is_stored() -> None:
+    bench = Bench()
+    _, offer, saves = offered(bench, 27)
+    assert offer is not None
+    assert bench.side.step([], lambda name: []).held == (("p", saves[-1].job),)
+    # A prompt that is stored by then needs no blocks.
+    one = request(27, "q", 1000)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    plan = bench.step(one, 0, 27)
+    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    one.all_token_ids.append(7)
+    keep, offer = bench.side.finished(one, blocks_of(one), LENGTH)
+    assert (keep, offer is not None) == (False, True)
+
+
+def test_the_time_of_a_prefill_is_stated_once_it_is_known() -> None:
+    bench = Bench()
+    _, offer, _ = offered(bench, 100)
+    assert offer is not None
+    assert "remote_prefill_s" not in offer.fields("r", "e")
+    prefill(bench)
+    _, offer, _ = offered(bench, 100, name="later")
+    assert offer is not None
+    assert offer.fields("r", "e")["remote_prefill_s"] == pytest.approx(100 * TOKEN_S, rel=0.05)
+
+
+# -- the engine that decodes
+
+
+@pytest.mark.parametrize("tokens", PROMPTS)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_all_tokens_but_the_last_are_loaded(tokens: int, mode: str) -> None:
+    bench = Bench(mode)
+    prompt = request(tokens).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= set(keys)
+    one = decodes(bench, prompt, keys)
+    assert bench.side.matched(one, 0) == tokens - 1
+    bench.side.allocated(one, blocks_of(one), tokens - 1)
+    plan = bench.side.step([], lambda name: [])
+    (load,) = plan.loads
+    assert (load.start, load.stop) == (0, tokens - 1)
+    assert load.blocks == tuple(range(100, 100 + -(-(tokens - 1) // 4)))
+    assert bench.pool.hinted == []
+    bench.side.worker_output(StepReport(plan.step, 0), [] if plan.wait else ["d"], set())
+    # The tail is not needed any more.
+    assert bench.pool.hinted == ([((keys[-1],), READ)] if has_tail(tokens, SEGMENT) else [])
+    bench.step(one, tokens - 1, 1)
+    bench.side.finished(one, blocks_of(one), LENGTH)
+    counts = bench.counters.read()
+    assert (counts.prefills_taken, counts.prefills_recomputed) == (1, 0)
+    assert counts.tokens_hit == tokens - 1
+
+
+def test_a_load_is_not_weighed() -> None:
+    bench = Bench()
+    prefill(bench)
+    load(bench, LoadTime(0.0, 8.0))
+    prompt = request(27).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= set(keys)
+    assert bench.side.matched(decodes(bench, prompt, keys), 0) == 26
+
+
+def test_the_wait_is_bounded_by_what_computing_takes() -> None:
+    bench = Bench()
+    prompt = request(100).all_token_ids
+    keys = keys_of(bench, prompt)
+    for seconds, wait_s in ((2.0, 2.0 * FACTOR), (0.0, LEAST_WAIT_S), (1e6, LONGEST_S)):
+        decodes(bench, prompt, keys, seconds, f"said {seconds}")
+        options = bench.pool.matches[-1].options
+        assert (options.in_flight_wait_s, options.in_flight_wait_per_segment_s) == (wait_s, 0.0)
+    # The own measurements count more.
+    prefill(bench)
+    long = list(range(1000))
+    decodes(bench, long, keys_of(bench, long), 9.0, "measured")
+    assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(1000 * TOKEN_S * FACTOR, rel=0.05)
+
+
+def test_a_wait_for_another_engine_is_not_given_up_for_an_own_request() -> None:
+    bench = Bench()
+    prefill(bench)
+    prompt = request(100).all_token_ids
+    first = FakeRequest("first", list(prompt))
+    bench.side.new_request(first)
+    assert bench.side.matched(first, 0) == 0
+    bench.pool.answers = False
+    for number in range(20):
+        one = decodes(bench, prompt, keys_of(bench, prompt), name=f"d{number}")
+        assert bench.side.matched(one, 0) is None
+        assert bench.pool.matches[-1].options.in_flight_wait_s > 0
+
+
+def test_without_the_tail_the_rest_is_computed() -> None:
+    bench = Bench()
+    prompt = request(27).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= set(keys[:-1])
+    one = decodes(bench, prompt, keys)
+    assert bench.side.matched(one, 0) == 24
+    # This engine does not store the tail, so no other one waits for it.
+    assert bench.pool.claimed == [((keys[-1],), 0.0)]
+    bench.side.allocated(one, blocks_of(one), 24)
+    bench.step(one, 24, 3)
+    bench.side.finished(one, blocks_of(one), LENGTH)
+    counts = bench.counters.read()
+    assert (counts.prefills_taken, counts.prefills_recomputed) == (0, 1)
+    assert bench.pool.hinted[0][0] == tuple(keys[:-1]), "the tail was not read"
+
+
+def test_a_lost_segment_hides_the_tail() -> None:
+    bench = Bench()
+    prompt = request(27).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= {keys[0], keys[2], keys[3]}
+    assert bench.side.matched(decodes(bench, prompt, keys), 0) == 8
+
+
+def test_a_failed_load_is_no_hand_over() -> None:
+    bench = Bench()
+    prompt = request(27).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= set(keys)
+    one = decodes(bench, prompt, keys)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 26)
+    plan = bench.side.step([], lambda name: [])
+    bench.side.worker_output(StepReport(plan.step, 0), ["d"], {plan.loads[0].blocks[-1]})
+    bench.side.finished(one, blocks_of(one), LENGTH)
+    counts = bench.counters.read()
+    assert (counts.prefills_taken, counts.prefills_recomputed) == (0, 1)
+
+
+def test_another_prompt_never_uses_the_tail() -> None:
+    """A request with the keys of another prompt, or of fewer or more tokens, is served as any other."""
+    prompt = request(27).all_token_ids
+    for tokens in ([*prompt[:-1], 99], prompt[:-1], [*prompt, 27]):
+        bench = Bench()
+        keys = keys_of(bench, prompt)
+        bench.pool.known |= set(keys)
+        one = decodes(bench, tokens, keys)
+        assert not set(bench.pool.matches[-1].keys) & {keys[-1]}
+        assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+        assert bench.side.matched(one, 0) == 24
+        assert bench.reported == ["a prefill of another engine"]
+    # A request without the fields does not ask for it.
+    bench = Bench()
+    bench.pool.known |= set(keys_of(bench, prompt))
+    assert bench.place(request(27)) == 24
+    assert len(bench.pool.matches[-1].keys) == 3
+
+
+def test_a_request_that_lost_its_blocks_is_served_as_any_other() -> None:
+    bench = Bench()
+    prompt = request(27).all_token_ids
+    keys = keys_of(bench, prompt)
+    bench.pool.known |= set(keys)
+    one = decodes(bench, prompt, keys)
+    assert bench.side.matched(one, 0) == 26
+    bench.side.allocated(one, blocks_of(one), 26)
+    one.all_token_ids += [1, 2, 3]
+    assert bench.side.matched(one, 0) is not None
+    assert list(bench.pool.matches[-1].keys) == bench.pool.prefix(one.all_token_ids).keys
+
+
+def test_new_weights_withdraw_an_offer() -> None:
+    bench, one = Bench(), request(27)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    bench.step(one, 0, 27)
+    bench.side.new_weights("other")
+    one.all_token_ids.append(7)
+    assert bench.side.finished(one, blocks_of(one), LENGTH)[1] is None
+
+
+def test_an_unread_tail_stays_and_a_read_one_leaves_first() -> None:
+    scene = Scene(slots=8)
+    for number in range(8):
+        scene.add(number, float(number), UNREAD if number in (0, 1) else NO_HINTS)
+    scene.store.hint([scene.segments[1]], READ, 10.0)
+    # A full memory: the tail that was read leaves first; the other one outlives segments that were stored later.
+    for number in range(8, 12):
+        scene.add(number, float(number + 10))
+    assert scene.gone() == [1, 2, 3, 4]
+    # After its time to live it leaves before segments that were stored earlier.
+    scene.add(12, 1.0 + UNREAD.ttl_s)
+    assert scene.gone() == [0, 1, 2, 3, 4]
+
+
+# -- a request that moves
+
+
+def test_an_aborted_request_lets_others_wait_for_its_segments() -> None:
+    bench, one = Bench(), request(27)
+    bench.place(one)
+    plan = bench.step(one, 0, 27)
+    keep, offer = bench.side.finished(one, blocks_of(one), ABORT)
+    keys = tuple(bench.pool.prefix(one.all_token_ids).keys)
+    assert (keep, offer) == (True, None)
+    assert bench.pool.claimed == [(keys, LONGEST_S)]
+    assert bench.side.step([], lambda name: []).held == (("r", plan.saves[-1].job),)
+
+
+def test_an_aborted_request_whose_segments_are_stored_leaves_at_once() -> None:
+    bench, one = Bench(), request(27)
+    bench.place(one)
+    plan = bench.step(one, 0, 27)
+    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
+    assert bench.pool.claimed == []
+
+
+def test_a_request_that_moves_here_waits_without_named_segments() -> None:
+    bench = Bench()
+    prompt = request(30).all_token_ids
+    bench.know(prompt)
+    one = decodes(bench, prompt, [])
+    assert bench.pool.matches[-1].options.in_flight_wait_s > 0
+    assert list(bench.pool.matches[-1].keys) == bench.pool.prefix(prompt).keys
+    assert bench.side.matched(one, 0) == 24

@@ -1,0 +1,255 @@
+"""Each missed token is counted once, for the tenant and the reason that `explain` would give, and with the cause of a
+gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.scenes import answer, calm, copies, fetch, match, missed, placed, prepare, store, tell
+from tests.core.speed import KEYS, SLOT_BYTES, local_core
+from tests.profiles import examples
+from tests.sim.arena import SLOTS
+from tests.sim.cluster import Cluster
+from tests.sim.engine import SEGMENT_TOKENS, Engine, Reading, Storing
+from tests.sim.prompts import PROMPTS, prompt
+from tokenlake.core import events
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.grants import SHIPPED
+from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.misses import GAPS, MISSED
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import engine
+from tokenlake.wire.funnel import MissReason
+from tokenlake.wire.slots import join_keys
+
+ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
+SIZE = SEGMENT_TOKENS
+Scene = Callable[[], tuple[Cluster, int]]
+SCENES: dict[MissReason, Scene] = {}
+
+
+def provokes(reason: MissReason) -> Callable[[Scene], Scene]:
+    """Declares a scene in which a node misses tokens for this reason only; it returns the cluster and the node."""
+
+    def declare(scene: Scene) -> Scene:
+        SCENES[reason] = scene
+        return scene
+
+    return declare
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], tokens: int = 0) -> None:
+    """Match, fetch, give back."""
+    fields = join_keys(list(keys)), 0.0, True, "", None, tokens
+    reply = answer(cluster, reader.processes[0], engine.Match, *fields)
+    if reply.hits:
+        fetch(cluster, reader, reply.lease, reply.hits)
+        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+
+
+def stored_elsewhere() -> tuple[Cluster, Engine, list[SegmentKey]]:
+    """A cluster, a reader at node 2, and the keys of two segments of node 0, which is their directory node."""
+    cluster = calm(3, **ROOMY)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, cluster.join(0), keys)
+    return cluster, cluster.join(2), keys
+
+
+@provokes(MissReason.NEVER_STORED)
+def new_prompt() -> tuple[Cluster, int]:
+    cluster = calm(3, **ROOMY)
+    read(cluster, cluster.join(2), placed(cluster, 0, 1, 2))
+    return cluster, 2
+
+
+@provokes(MissReason.EVICTED)
+def full_memory() -> tuple[Cluster, int]:
+    cluster = calm(1, regions=1, **ROOMY)
+    reader = cluster.join(0)
+    store(cluster, reader, prompt("first", 2))
+    cluster.run_for(10.0)
+    for turn in range(3):
+        store(cluster, reader, prompt(f"next {turn}", SLOTS))
+    read(cluster, reader, prompt("first", 2))
+    return cluster, 0
+
+
+@provokes(MissReason.TOO_SHORT)
+def tail() -> tuple[Cluster, int]:
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    store(cluster, reader, prompt("p", 2))
+    read(cluster, reader, prompt("p", 2), 2 * SIZE + 5)
+    return cluster, 0
+
+
+@provokes(MissReason.PENDING)
+def in_flight() -> tuple[Cluster, int]:
+    cluster = calm(1, **ROOMY)
+    prepare(cluster, cluster.join(0), prompt("p", 2))
+    read(cluster, cluster.join(0), prompt("p", 2))
+    return cluster, 0
+
+
+@provokes(MissReason.TOO_SLOW)
+def frozen_node() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored_elsewhere()
+    cluster.node(0).freeze()
+    read(cluster, reader, keys)
+    cluster.node(0).thaw()
+    return cluster, 2
+
+
+@provokes(MissReason.UNREACHABLE)
+def partition() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored_elsewhere()
+    for node in (0, 1):
+        cluster.link(f"n{node}", "n2").cut(60.0)
+    read(cluster, reader, keys)
+    return cluster, 2
+
+
+@provokes(MissReason.UNKNOWN)
+def incomplete_directory() -> tuple[Cluster, int]:
+    """The directory node restarted, and one node has not told it yet what it owns."""
+    cluster = calm(3, sync_grace_s=60.0, **ROOMY)
+    keys = placed(cluster, 0, 1, 2)
+    cluster.node(0).crash()
+    cluster.link("n0", "n1").cut(60.0)
+    cluster.node(0).start()
+    cluster.run_for(0.3)
+    read(cluster, cluster.join(2), keys)
+    return cluster, 2
+
+
+@provokes(MissReason.BEHIND_A_GAP)
+def gap() -> tuple[Cluster, int]:
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    keys = prompt("p", 3)
+    store(cluster, reader, keys[1:], 1)
+    read(cluster, reader, keys)
+    return cluster, 0
+
+
+@provokes(MissReason.LIMIT)
+def session_limit() -> tuple[Cluster, int]:
+    cluster = calm(1, dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    reader = cluster.join(0)
+    keys = prompt("p", 5)
+    store(cluster, reader, keys)
+    read(cluster, reader, keys)
+    return cluster, 0
+
+
+@provokes(MissReason.LOST)
+def wrong_bytes() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored_elsewhere()
+    for key in keys:
+        cluster.node(0).arena.flip(copies(cluster, key)[0].place, 0)
+    read(cluster, reader, keys)
+    return cluster, 2
+
+
+@provokes(MissReason.SKIPPED)
+def released_unread() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored_elsewhere()
+    reply = match(cluster, reader, keys)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    return cluster, 2
+
+
+def add_up(cluster: Cluster) -> None:
+    """Each token that was asked for was found or missed, at each node."""
+    for node in cluster.nodes.values():
+        if node.core is not None:
+            counters = node.core.counters
+            assert counters[ASKED] == sum(counters[metric] for metric in (LOCAL, FETCHED, SHIPPED, MISSED))
+
+
+@pytest.mark.parametrize("reason", SCENES)
+def test_a_cause_has_its_reason(reason: MissReason) -> None:
+    cluster, node = SCENES[reason]()
+    found = missed(cluster.core(node).counters)
+    assert found.pop(reason, 0) > 0, found
+    assert found.keys() <= ({MissReason.EVICTED} if reason is MissReason.BEHIND_A_GAP else set())
+    add_up(cluster)
+
+
+def test_every_reason_is_provoked() -> None:
+    # The next test provokes the last one.
+    assert set(MissReason) - SCENES.keys() == {MissReason.OTHER_LAYOUT}
+
+
+def test_engines_of_another_layout() -> None:
+    core, _ = local_core()
+    core.handle(events.Joined(2, 1, "red", SLOT_BYTES // 2, 8, 256, 0, 0), 0.0)
+    core.handle(events.Joined(3, 1, "blue", SLOT_BYTES, 8, 256, 0, 0), 0.0)
+    keys = join_keys(prompt("turn 0 of other weights", KEYS))
+    for connection in (1, 2, 3):
+        core.handle(events.Requested(connection, engine.Match(1, keys, 0.0, False)), 10.0)
+    assert missed(core.counters) == {"never_stored": KEYS * 256, "other_layout": KEYS * 256}
+    assert missed(core.counters, "blue") == {"never_stored": KEYS * 256}
+
+
+def test_tokens_behind_a_gap_have_the_cause_of_the_gap() -> None:
+    cluster, _ = gap()
+    counted = {at: tokens for at, tokens in cluster.core(0).counters.by_labels(MISSED).items() if tokens}
+    assert counted == {
+        ("red", "evicted", "evicted"): SIZE,
+        ("red", "behind_a_gap", "evicted"): 2 * SIZE,
+    }
+
+
+def test_the_segments_of_an_owner_that_is_down_are_unreachable() -> None:
+    """Their directory node answers UNKNOWN."""
+    cluster = calm(3, **ROOMY)
+    keys = placed(cluster, 1, 2, 2)
+    store(cluster, cluster.join(0), keys)
+    reader = cluster.join(2)
+    cluster.node(0).crash()
+    cluster.run_for(0.1)
+    read(cluster, reader, keys)
+    assert missed(cluster.core(2).counters) == {"unreachable": 2 * SIZE}
+
+
+def test_all_series_of_a_tenant_exist_from_its_first_session() -> None:
+    cluster = calm(1)
+    cluster.join(0)
+    cluster.run_for(0.05)
+    series = cluster.core(0).counters.by_labels(MISSED)
+    assert set(series.values()) == {0}
+    assert {reason for _, reason, _ in series} == set(MissReason)
+    assert len(series) == len(MissReason) - 1 + len(GAPS)
+
+
+@settings(max_examples=examples(20))
+@given(seed=st.integers(0, 1 << 32))
+def test_hits_and_misses_are_what_was_asked_for(seed: int) -> None:
+    cluster = Cluster(3, seed)
+    random = cluster.clock.random
+    for number in range(4):
+        cluster.join(number % 3, ("red", "blue")[number % 2])
+    cluster.run_for(0.1)
+    for _ in range(40):
+        actor = random.choice(cluster.engines)
+        keys = random.choice(PROMPTS)[: random.randrange(1, 6)]
+        if random.random() < 0.5:
+            actor.store(keys, 0, Storing())
+        else:
+            independent = random.random() < 0.25
+            actor.read(keys, Reading(fetch=random.random() < 0.7, hold_s=0.01, independent=independent))
+        if random.random() < 0.05:
+            cluster.node(random.randrange(3)).freeze()
+        cluster.run_for(random.choice((0.001, 0.02, 0.1)))
+        if random.random() < 0.2:
+            for node in cluster.nodes.values():
+                node.thaw()
+    for node in cluster.nodes.values():
+        node.thaw()
+    cluster.settle()
+    add_up(cluster)

@@ -1,0 +1,217 @@
+"""One engine computes a prompt and another one generates its tokens: the second computes one token, and the tokens are
+those of one engine, whatever happens to the first."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
+from tests.engines.vllm.spoiling import spoil, tracebacks
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""The fields that proxies send to an engine for prefill."""
+LENGTHS = [2, 16, 100, 255, 256, 257, 258, 300, 512, 769, 1000, 1023, 3000]
+SLOW_S = 0.2
+TIMEOUT_S = 60.0
+WAITS = "tokenlake_in_flight_waits_total"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines of one model that were started at once."""
+
+    prefill: Engine
+    slow: Engine
+    """For prefill too; it takes long to store a segment."""
+    near: Engine
+    """On the node of both. Does not verify its reads, and its steps wait for their loads."""
+    far: Engine
+    """On the other node. Verifies its reads."""
+
+    @property
+    def decoders(self) -> tuple[Engine, Engine]:
+        return self.near, self.far
+
+
+@pytest.fixture(scope="module")
+def fleet(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> Fleet:
+    here, there = ({"socket": str(node.socket), **PATIENT} for node in cluster.nodes)
+    fleet = Fleet(start(here), start(here), start({**here, "load": "sync"}), start({**there, "verify": True}))
+    fleet.slow.call("slow saves", seconds=SLOW_S)
+    return fleet
+
+
+def computed(engine: Engine, tokens: Sequence[int], params: Any) -> Any:
+    """Let an engine compute a prompt for another one. Returns the fields for that one."""
+    (found,) = engine.timed([tokens], 1, params=params).params
+    return found
+
+
+def counts(engine: Engine) -> dict[str, float]:
+    found: dict[str, float] = engine.call("counts")
+    return found
+
+
+def growth(engine: Engine, before: dict[str, float]) -> tuple[float, float, float]:
+    """(requests of which the engine computed one token, other ones that another engine had computed, loaded tokens)."""
+    after = counts(engine)
+    names = ("prefills_taken", "prefills_recomputed", "tokens_loaded")
+    taken, recomputed, loaded = (after[name] - before[name] for name in names)
+    return taken, recomputed, loaded
+
+
+@pytest.mark.parametrize("kind", ["near", "far"])
+def test_the_second_engine_computes_one_token(kind: str, fleet: Fleet, plain: Engine) -> None:
+    decoder: Engine = getattr(fleet, kind)
+    for length in LENGTHS:
+        tokens = prompt(length, 1000 * (kind == "far") + length)
+        expected = plain.generate([tokens])
+        fields = computed(fleet.prefill, tokens, PREFILL)
+        assert fields["do_remote_prefill"]
+        assert fields["remote_num_tokens"] == length
+        before = counts(decoder)
+        # The request is sent as soon as the first answer is there, while the segments are being stored.
+        assert decoder.timed([tokens], params=fields).tokens == expected, length
+        assert growth(decoder, before) == (1, 0, length - 1), length
+
+
+def test_many_at_once(fleet: Fleet, plain: Engine) -> None:
+    many = [prompt(300 + 97 * number, 50 + number) for number in range(12)]
+    expected = plain.generate(many)
+    fields = fleet.prefill.timed(many, 1, params=PREFILL).params
+    for decoder in fleet.decoders:
+        before = counts(decoder)
+        assert decoder.timed(many, params=fields).tokens == expected
+        assert growth(decoder, before) == (12, 0, sum(map(len, many)) - 12)
+        assert decoder.call("forget")
+
+
+def test_the_second_engine_waits_for_the_first(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
+    tokens = prompt(700, 70)
+    expected = plain.generate([tokens])
+    fleet.slow.call("expect prefill", token_s=0.01)
+    fields = computed(fleet.slow, tokens, PREFILL)
+    waits, before = cluster.totals()[WAITS], counts(fleet.far)
+    assert fleet.far.timed([tokens], params=fields).tokens == expected
+    assert growth(fleet.far, before) == (1, 0, 699)
+    assert cluster.totals()[WAITS] > waits
+
+
+def test_a_frozen_first_engine_costs_a_bounded_wait(fleet: Fleet, plain: Engine) -> None:
+    tokens = prompt(700, 71)
+    expected = plain.generate([tokens])
+    fleet.slow.call("expect prefill", token_s=0.001)
+    fields, before = computed(fleet.slow, tokens, PREFILL), counts(fleet.far)
+    assert fields["remote_prefill_s"] < 2.0
+    fleet.slow.process.send_signal(signal.SIGSTOP)
+    try:
+        assert fleet.far.timed([tokens], params=fields).tokens == expected
+    finally:
+        fleet.slow.process.send_signal(signal.SIGCONT)
+    assert growth(fleet.far, before)[:2] == (0, 1)
+
+
+def test_a_corrupt_tail(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
+    """The control: an engine that does not check what it reads generates other tokens with a corrupt tail."""
+    tokens = prompt(700, 80)
+    expected = plain.generate([tokens])
+    fields = computed(fleet.prefill, tokens, PREFILL)
+    assert fleet.prefill.call("flush")
+    assert spoil(cluster, fleet.prefill, tokens, 1, tail=True) == 1
+    assert fleet.far.timed([tokens], params=fields).tokens == expected
+    assert counts(fleet.far)["loads_failed"] > 0
+    # The node has found the corrupt bytes by then; another tail is corrupt for the engine that does not check.
+    tokens = prompt(700, 81)
+    expected = plain.generate([tokens])
+    fields = computed(fleet.prefill, tokens, PREFILL)
+    assert fleet.prefill.call("flush")
+    assert spoil(cluster, fleet.prefill, tokens, 1, tail=True) == 1
+    assert fleet.near.timed([tokens], params=fields).tokens != expected
+    assert fleet.near.call("forget")
+    # No other request looks the tail up.
+    for other in (None, {"do_remote_prefill": True}):
+        assert fleet.near.timed([tokens], params=other).tokens == expected
+        assert fleet.near.call("forget")
+
+
+def test_fields_of_another_prompt(fleet: Fleet, plain: Engine) -> None:
+    tokens, other = prompt(700, 82), [*prompt(700, 82)[:-1], 3]
+    fields = computed(fleet.prefill, tokens, PREFILL)
+    assert fleet.prefill.call("flush")
+    for decoder in fleet.decoders:
+        assert decoder.timed([other], params=fields).tokens == plain.generate([other])
+        assert decoder.timed([tokens], params={**fields, "remote_block_ids": ["x"]}).tokens == plain.generate([tokens])
+
+
+def test_an_aborted_request_moves(fleet: Fleet, plain: Engine) -> None:
+    """The second engine computes at most one segment, also where the first has not stored the last one yet."""
+    for first in (fleet.prefill, fleet.slow):
+        # The abort comes in the step that completes a segment, and in others.
+        for length, tokens_before in ((500, 13), (500, 30), (505, 7)):
+            tokens = prompt(length, 1000 + length + tokens_before)
+            expected = plain.generate([tokens], tokens_before + 8)[0]
+            generated = first.call("aborted", prompt=tokens, tokens=tokens_before)
+            assert generated == expected[:tokens_before]
+            moved = [*tokens, *generated]
+            answer = fleet.far.timed([moved], params={"do_remote_prefill": True})
+            assert answer.tokens == [expected[tokens_before:]]
+            assert len(moved) - answer.cached <= 256
+
+
+def test_lost_segments_are_recomputed(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
+    many = [prompt(900 + number, 90 + number) for number in range(3)]
+    expected = plain.generate(many)
+    fields = fleet.prefill.timed(many, 1, params=PREFILL).params
+    assert fleet.prefill.call("flush")
+    cluster.nodes[0].kill()
+    before = counts(fleet.far)
+    assert fleet.far.timed(many, params=fields).tokens == expected
+    taken, recomputed, _ = growth(fleet.far, before)
+    assert (taken, recomputed) == (0, 3)
+    # Without its daemon an engine offers nothing.
+    assert computed(fleet.prefill, prompt(300, 95), PREFILL) is None
+    cluster.nodes[0].start()
+    cluster.wait_ready()
+    until = time.monotonic() + TIMEOUT_S
+    while computed(fleet.prefill, prompt(300, 96), PREFILL) is None:
+        assert time.monotonic() < until
+
+
+def test_the_first_engine_is_killed_before_it_has_stored(fleet: Fleet, plain: Engine) -> None:
+    tokens = prompt(3000, 99)
+    expected = plain.generate([tokens])
+    fields, before = computed(fleet.slow, tokens, PREFILL), counts(fleet.far)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(fleet.far.timed, [tokens], params=fields)
+        fleet.slow.process.kill()
+        assert waiting.result().tokens == expected
+    assert growth(fleet.far, before)[:2] == (0, 1)
+
+
+def test_no_error_reached_vllm(fleet: Fleet) -> None:
+    for engine in (fleet.prefill, *fleet.decoders):
+        assert tracebacks(engine) == []

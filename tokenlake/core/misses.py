@@ -1,0 +1,156 @@
+"""Why tokens of requests were not found in the pool, or not used: the reason per segment, counted by tenant.
+
+A token that engines asked for is counted once: as local, fetched or shipped, or as missed for one reason. `explain`
+gives the same reasons for one request. It asks the directory nodes about each missing segment; here the answers to the
+match's own lookups must be enough.
+"""
+
+from __future__ import annotations
+
+from tokenlake.core.peers import Peers
+from tokenlake.identity import NodeId, TenantId
+from tokenlake.metrics import Counters, Metric
+from tokenlake.store import SegmentStore
+from tokenlake.wire import Code
+from tokenlake.wire.funnel import MissReason
+
+__all__ = [
+    "MISSED",
+    "NO_NODES",
+    "Away",
+    "away",
+    "begin_tenant",
+    "count_beyond",
+    "count_missed",
+    "only_other_layouts",
+    "reason_of",
+]
+
+MISSED = Metric(
+    "tokenlake_missed_tokens_total",
+    "Tokens that engines asked for and that were not found, or not used, by reason. `cause`: for tokens behind a gap "
+    "the reason of the gap, otherwise the reason",
+    "tenant",
+    "reason",
+    "cause",
+)
+GAPS = (
+    MissReason.NEVER_STORED,
+    MissReason.EVICTED,
+    MissReason.OTHER_LAYOUT,
+    MissReason.PENDING,
+    MissReason.TOO_SLOW,
+    MissReason.UNREACHABLE,
+    MissReason.UNKNOWN,
+)
+"""The reasons that the first segment of a gap can have."""
+_FOUND = (Code.LOCAL, Code.REMOTE)
+# Constants, because each access to a member of an enum takes Python 3.11 some 100 ns.
+_MISSING, _UNKNOWN = Code.MISSING, Code.UNKNOWN
+_NEVER_STORED, _OTHER_LAYOUT, _EVICTED = MissReason.NEVER_STORED, MissReason.OTHER_LAYOUT, MissReason.EVICTED
+_NOT_KNOWN = MissReason.UNKNOWN
+
+
+class Away:
+    """The nodes because of which a match does not know where segments are."""
+
+    __slots__ = ("silent", "unconnected")
+
+    def __init__(self, silent: dict[NodeId, None], unconnected: frozenset[NodeId]) -> None:
+        self.silent = silent
+        """Nodes that did not answer in time, those in `unconnected` included."""
+        self.unconnected = unconnected
+        """Those of them that were not connected."""
+
+    @property
+    def reason(self) -> MissReason:
+        """The reason of a miss with the code UNKNOWN."""
+        if not self.silent:
+            return _NOT_KNOWN
+        if len(self.silent) > len(self.unconnected):
+            return MissReason.TOO_SLOW
+        return MissReason.UNREACHABLE
+
+
+NO_NODES = Away({}, frozenset())
+
+
+def away(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> Away:
+    """Returns the nodes because of which segments are UNKNOWN. `silent`: those that did not answer a lookup. `beyond`:
+    the codes of the segments that are no hits. A directory node answers UNKNOWN for the segments of an owner that
+    cannot be called; without a silent node, each peer that this node cannot call may be that owner."""
+    nodes = dict.fromkeys(silent)
+    if not nodes and _UNKNOWN in beyond:
+        nodes = {peer.node: None for peer in peers if not peer.usable}
+    return Away(nodes, frozenset(node for node in nodes if not peers.connected(node))) if nodes else NO_NODES
+
+
+def reason_of(code: int, first: int, unknown: MissReason) -> MissReason:
+    """Returns the reason why a segment with this code, which is not MISSING, is no hit. `first`: the code of the first
+    segment of the prompt that is none. `unknown`: the reason for the code UNKNOWN."""
+    if code in _FOUND:
+        return MissReason.LIMIT if first == Code.SESSION_LIMIT else MissReason.BEHIND_A_GAP
+    if code == Code.PENDING:
+        return MissReason.PENDING
+    if code == Code.DEFERRED:
+        return MissReason.TOO_SLOW
+    return unknown if code == Code.UNKNOWN else MissReason.LIMIT
+
+
+def count_missed(
+    counters: Counters, tenant: TenantId, reason: MissReason, tokens: int, cause: MissReason | None = None
+) -> None:
+    """Count tokens that were missed for a reason. `cause`: the reason of the gap before them."""
+    # Plain strings: the hash of an enum's member runs Python code.
+    text = str(reason)
+    counters.add_for(MISSED, tokens, tenant, text, text if cause is None else str(cause))
+
+
+def begin_tenant(counters: Counters, tenant: TenantId) -> None:
+    """Let all series of the tenant exist from now on: Prometheus sees no growth of a series that begins above 0."""
+    for reason in MissReason:
+        if reason is not MissReason.BEHIND_A_GAP:
+            count_missed(counters, tenant, reason, 0)
+    for cause in GAPS:
+        count_missed(counters, tenant, MissReason.BEHIND_A_GAP, 0, cause)
+
+
+def count_beyond(
+    counters: Counters,
+    tenant: TenantId,
+    tokens: int,
+    beyond: bytes,
+    known: int,
+    unknown: MissReason,
+    other_layout: bool,
+) -> None:
+    """Count the tokens of the segments of a match that are no hits, `tokens` each, from their codes `beyond`. `known`:
+    how many of these segments, from the first on, were accessed before. `other_layout`: this node has segments of
+    other layouts only."""
+    new = _OTHER_LAYOUT if other_layout else _NEVER_STORED
+    evicted, missing = beyond.count(_MISSING, 0, known), beyond.count(_MISSING)
+    if evicted:
+        count_missed(counters, tenant, _EVICTED, evicted * tokens)
+    if missing > evicted:
+        count_missed(counters, tenant, new, (missing - evicted) * tokens)
+    if missing == len(beyond):
+        return
+    first = beyond[0]
+    cause = reason_of(first, first, unknown) if first != _MISSING else _EVICTED if known else new
+    for code in sorted(set(beyond)):
+        if code != _MISSING:
+            reason = reason_of(code, first, unknown)
+            gap = cause if reason is MissReason.BEHIND_A_GAP else None
+            count_missed(counters, tenant, reason, beyond.count(code) * tokens, gap)
+
+
+def only_other_layouts(store: SegmentStore, tenant: TenantId, slot_bytes: int) -> bool:
+    """Returns True if the tenant has segments on this node, but none of this size: the request probably uses another
+    layout than the engines that stored them."""
+    found = False
+    for pool in store.pools():
+        if pool.tenant == tenant and any(pool.counts):
+            if pool.slot_bytes == slot_bytes:
+                return False
+            found = True
+    return found
