@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.engine_cache_study import VARIANTS, Measured, at_share, main, study
+from tokenlake_bench.simulation.engine_cache_study import VARIANTS, Measured, main, rate_at_share, study
 from tokenlake_bench.simulation.pooled import pool_options
 from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL, POOLS
 
@@ -21,14 +21,13 @@ from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL, POOLS
 ARGUMENTS = SimulateArguments(limit=80, nodes=3, capacity_tokens=3_000, engine_cache_tokens=20_000)
 
 
-@given(st.floats(0.1, 100), st.floats(0.01, 10))
-def test_the_rate_is_interpolated_where_the_share_falls(rate: float, distance: float) -> None:
-    points = [(rate, 0.95), (rate + distance, 0.85)]
-    assert at_share(points) == pytest.approx(rate + distance / 2)
-    assert at_share([*points, (rate + 2 * distance, 0.92), (rate + 3 * distance, 0.88)]) == pytest.approx(
-        rate + 2.5 * distance
-    )
-    assert at_share(points[:1]) is at_share([]) is at_share(points[::-1]) is None
+@given(st.floats(0.1, 100), st.floats(0.1, 10))
+def test_the_rate_is_that_of_a_line_through_all_runs(rate: float, distance: float) -> None:
+    fall = [(rate, 0.96), (rate, 0.94), (rate + distance, 0.84), (rate + distance, 0.86)]
+    assert rate_at_share(fall) == pytest.approx(rate + distance / 2)
+    rise = [(at, 1.8 - share) for at, share in fall]
+    beside = [(at, share - 0.06) for at, share in fall]
+    assert rate_at_share([]) is rate_at_share(fall[:2]) is rate_at_share(rise) is rate_at_share(beside) is None
 
 
 def test_the_pool_as_built_is_that_of_the_comparison_and_routers_that_know_gpu_caches_use_these() -> None:

@@ -6,11 +6,12 @@ python -m tokenlake_bench.simulation.engine_cache_study --trace FILE --rates 7.6
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count, pairwise, product
+from itertools import count, product
 from pathlib import Path
-from statistics import mean
+from statistics import linear_regression, mean
 from typing import Any, Final
 
 import click
@@ -221,19 +222,20 @@ def study(
     return measured
 
 
-def at_share(points: Sequence[tuple[float, float]]) -> float | None:
-    """The rate at which the share of requests within their objective falls to `SHARE`, interpolated between measured
-    (rate, share) points in ascending order of rates; None where they do not contain it. Where the share falls more than
-    once, the last time counts."""
-    for (low, above), (high, below) in reversed(list(pairwise(points))):
-        if above >= SHARE > below:
-            return low + (high - low) * (above - SHARE) / (above - below)
-    return None
+def rate_at_share(points: Sequence[tuple[float, float]]) -> float | None:
+    """The rate at which the line of least squares through measured (rate, share of the requests within their objective)
+    falls to `SHARE`; None where it lies outside the measured rates, or does not fall. Single runs differ by more than
+    the variants do; the line uses all of them."""
+    rates = [rate for rate, _ in points]
+    if len(set(rates)) < 2:
+        return None
+    slope, at_zero = linear_regression(rates, [share for _, share in points])
+    rate = (SHARE - at_zero) / slope if slope < 0 else math.inf
+    return rate if min(rates) <= rate <= max(rates) else None
 
 
 def table(measured: Sequence[Measured]) -> Table:
-    """Means over the seeds, a row per rate and variant; the goodput of each variant, where its rates contain it, is the
-    rate at which these means fall to `SHARE`."""
+    """Means over the seeds, a row per rate and variant; below them the goodput of each variant by `rate_at_share`."""
     shown = Table(title=f"means over seeds {sorted({each.seed for each in measured})}")
     for column in ("requests/s", "variant", "hits", "in the GPU", "other nodes", "in SLO", "in SLO/s", "TTFT p50 ms"):
         shown.add_column(column, justify="left" if column == "variant" else "right")
@@ -244,7 +246,9 @@ def table(measured: Sequence[Measured]) -> Table:
     for (_, variant), group in sorted(by_place.items(), key=lambda item: item[0][0] or 0.0):
         rows = [each.row for each in group]
         rate, share = mean(each.rate for each in group), mean(row.slo_attainment for row in rows)
-        points.setdefault(variant, []).append((rate, share))
+        points.setdefault(variant, []).extend(
+            (each.rate, each.row.slo_attainment) for each in group if each.asked is not None
+        )
         shown.add_row(
             f"{rate:.3f}",
             variant,
@@ -255,7 +259,7 @@ def table(measured: Sequence[Measured]) -> Table:
             f"{mean(row.goodput_rps for row in rows):.4f}",
             f"{mean(row.ttft_p50_ms for row in rows):.0f}",
         )
-    reached = {variant: at_share(shares) for variant, shares in points.items()}
+    reached = {variant: rate_at_share(shares) for variant, shares in points.items()}
     shown.caption = "; ".join(
         f"{variant}: {SHARE:.0%} in SLO at {rate:.2f} requests/s"
         for variant, rate in reached.items()
