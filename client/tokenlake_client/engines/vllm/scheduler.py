@@ -138,10 +138,13 @@ class SchedulerSide:
             state.split = replace(state.split, prefill=None)
             state.waits_since, state.waited = None, False
             state.may_store = True
+            # Its earlier saves read blocks that it has lost: vLLM keeps none for them.
+            state.last_job = 0
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
         if state.adapter is not None and state.adapter.refused:
             self._counters.add(requests_not_served=1)
+            self._waits.ended(request.request_id)
             del self._requests[request.request_id]
             return 0
         if not (reads and state.may_load):
@@ -451,7 +454,7 @@ class SchedulerSide:
             state.saved.void()
             state.saved.restart()
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
-            state.offered, state.tail = (), None
+            state.offered, state.tail = None, None
             state.may_store = not state.placed
 
     def cache_emptied(self) -> None:
@@ -539,7 +542,7 @@ class SchedulerSide:
             return []
         segments = state.saved.take(known, certain=certain)
         computed = state.saved.computed(certain=certain) >= state.prompt
-        offers = state.split.decodes_elsewhere and computed and not state.offered
+        offers = state.split.decodes_elsewhere and computed and state.offered is None
         if not (segments or offers) or not self._settings.save or self._stopped:
             return []
         saves: list[SavePlan] = []
@@ -599,4 +602,4 @@ class SchedulerSide:
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
             state.saved.void()
-            state.offered = ()
+            state.offered = None
