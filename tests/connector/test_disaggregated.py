@@ -162,6 +162,19 @@ def test_refused_segments_are_not_offered(refuse_from: int) -> None:
         assert (keep, offer) == (False, None)
 
 
+def test_no_engine_waits_for_segments_that_were_refused_before_the_offer() -> None:
+    bench, one = Bench(), request(27)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    plan = bench.step(one, 0, 8)
+    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    bench.step(one, 8, 8)
+    bench.step(one, 16, 11)
+    keys = keys_of(bench, one.all_token_ids)
+    assert bench.pool.claimed == [(tuple(keys[1:]), LONGEST_S)]
+
+
 def test_a_refused_prompt_is_not_offered_again_in_each_step() -> None:
     """An engine for prefill may be asked for many tokens; each offer of several ranks waits for the daemon."""
     bench, one = Bench(shared=True), request(SEGMENT - 1)

@@ -144,7 +144,6 @@ class SchedulerSide:
         state.local, state.skipped, state.remote = computed, 0, 0
         if state.adapter is not None and state.adapter.refused:
             self._counters.add(requests_not_served=1)
-            self._waits.ended(request.request_id)
             del self._requests[request.request_id]
             return 0
         if not (reads and state.may_load):
@@ -433,7 +432,8 @@ class SchedulerSide:
         if end.stop_reason != "abort" or pool is None or state.last_job not in self._saves.jobs:
             return False
         try:
-            pool.claim(state.keys(pool, self._settings.salt)[: state.saved.segments], LONGEST_S)
+            first = self._saves.first_unfinished(state.request.request_id)
+            pool.claim(state.keys(pool, self._settings.salt)[first : state.saved.segments], LONGEST_S)
         except Exception as error:
             self._report("setting in-flight markers", error)
         self._held.append((state.request.request_id, state.last_job))
@@ -572,7 +572,9 @@ class SchedulerSide:
         if tail is not None and count == full:
             saves, granted = self._saves.plan_tail(pool, state, tail, table)
             keys += [tail] if granted else []
-        pool.claim(keys, LONGEST_S)
+        if state.last_job in self._saves.jobs:
+            # The segments before are stored or refused.
+            pool.claim(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
         state.offered = tuple(keys)
         return saves
 
