@@ -56,7 +56,7 @@ UNKNOWN_PREFILL_S = 1.0
 """Seconds: the assumed time to compute a prompt where neither engine has measured prefills."""
 
 _DECODE, _PREFILL, _KEYS, _SECONDS = "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_prefill_s"
-MAX_KEYS = 1 << 16
+MAX_KEYS = 1 << 14
 """Limit of the segments that a request names, whose check takes time of the engine's step."""
 _KEY = re.compile(r"[0-9a-f]{64}")
 
