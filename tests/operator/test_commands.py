@@ -69,7 +69,7 @@ def test_problems_have_cures() -> None:
         wait_until(noticed, "the end of node1")
         lines = run(status, "--socket", place).stdout
         assert "start the daemon of 'node1'" in lines
-        assert "node1 was not asked" in lines
+        assert "node1 was not asked: it is not connected with 'node0'" in lines
         assert re.search(r"node1\s+not connected", lines)
 
 
