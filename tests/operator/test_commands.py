@@ -67,6 +67,7 @@ def test_problems_have_cures() -> None:
             return bool(told(status, "--socket", place)["findings"])
 
         wait_until(noticed, "the end of node1")
+        control_of(cluster.nodes[1]).unlink()
         lines = run(status, "--socket", place).stdout
         assert "start the daemon of 'node1'" in lines
         assert "node1 was not asked: it is not connected with 'node0'" in lines
