@@ -52,7 +52,7 @@ class HandoverArguments:
 
 
 def run_handover(arguments: HandoverArguments) -> dict[str, Any]:
-    """Run the benchmark, print its result and return it; docs/results/engine.md describes the keys."""
+    """Run the benchmark, print its result and return it; docs/results/handover.md describes the keys."""
     if arguments.nodes not in (1, 2):
         raise ConfigurationError("nodes", arguments.nodes, "1 or 2")
     python = str(arguments.python or VLLM_PYTHON.absolute())
