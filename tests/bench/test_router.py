@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +46,7 @@ def words(sessions: Sessions, session: int, turn: int) -> list[str]:
 def test_a_request_begins_with_the_one_before_and_sessions_share_system_prompts() -> None:
     requests = [[words(SMALL, session, turn) for turn in range(3)] for session in range(5)]
     for turns in requests:
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in pairwise(turns):
             assert after[: len(before)] == before
             assert len(after) == len(before) + 2 + 4
     assert requests[0][0][:10] == requests[2][0][:10] != requests[1][0][:10]
@@ -89,6 +91,7 @@ def test_the_first_text_of_a_stream() -> None:
 
 def test_arguments_are_checked() -> None:
     assert RouterArguments().chosen() == list(ARRANGEMENTS)
-    for wrong in ({"arrangements": "plugin,nginx"}, {"instances": 1}, {"turns": 0}, {"memory_mib": 1}):
+    wrongs: list[dict[str, Any]] = [{"arrangements": "plugin,nginx"}, {"instances": 1}, {"turns": 0}, {"memory_mib": 1}]
+    for wrong in wrongs:
         with pytest.raises(ConfigurationError):
-            RouterArguments(routers=Path("none"), **wrong)  # type: ignore[arg-type]
+            RouterArguments(routers=Path("none"), **wrong)

@@ -7,7 +7,6 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
@@ -20,7 +19,7 @@ STOP_S = 20.0
 
 
 class HttpChild:
-    """A server on a port of the loopback interface. A context manager: waits until it serves, and ends it."""
+    """A server on a port of the loopback interface. Its owner calls `wait` and `close`."""
 
     def __init__(
         self,
@@ -51,27 +50,25 @@ class HttpChild:
         """The end of its log."""
         return self._log.read_text(errors="replace")[-2000:]
 
-    def __enter__(self) -> Self:
+    def wait(self) -> None:
+        """Wait until it serves. Raises `Unreachable` with the end of its log."""
         until = time.monotonic() + START_S
-        try:
-            while True:
-                try:
-                    self.page(self._ready)
-                    return self
-                except OSError as error:
-                    if self._process.poll() is not None or time.monotonic() > until:
-                        raise Unreachable(f"{self._log.stem} does not serve ({error}): {self.tail()}") from None
-                time.sleep(0.2)
-        except BaseException:
-            self.close()
-            raise
+        while True:
+            try:
+                self.page(self._ready)
+                return
+            except OSError as error:
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise Unreachable(f"{self._log.stem} does not serve ({error}): {self.tail()}") from None
+            time.sleep(0.2)
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def terminate(self) -> None:
+        """Ask the server to end; `close` waits for its end."""
+        self._process.terminate()
 
     def close(self) -> None:
         """End the server."""
-        self._process.terminate()
+        self.terminate()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:

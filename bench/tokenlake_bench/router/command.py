@@ -143,9 +143,12 @@ class _Run:
                 nodes = stack.enter_context(Cluster(given.instances, share, region, **PATIENT_NODES)).nodes
             engines = self._engines(stack, directory, own_mib << 20, nodes)
             if arrangement.policy is None:
-                router = stack.enter_context(litellm(given.routers, directory, engines, nodes, given.deadline_ms))
+                router = litellm(given.routers, directory, engines, nodes, given.deadline_ms)
             else:
-                router = stack.enter_context(vllm_router(given.routers, directory, engines, arrangement.policy))
+                router = vllm_router(given.routers, directory, engines, arrangement.policy)
+            stack.callback(router.close)
+            for server in (*engines, router):
+                server.wait()
             self._warm_up(engines, router, plugin=arrangement.policy is None)
             tokens, page = [each.tokens() for each in engines], _page(router, arrangement)
             requests = self.sessions.sessions * self.sessions.turns
@@ -168,16 +171,21 @@ class _Run:
             return row_of(arrangement.title, served, grown, added, os.getloadavg()[0])
 
     def _engines(self, stack: ExitStack, directory: Path, cache: int, nodes: Sequence[Node]) -> list[Engine]:
-        """The engines; they start at the same time."""
-        sockets = [node.socket for node in nodes] or [None] * self.arguments.instances
+        """The engines, which are starting."""
+        sockets: list[Path | None] = [node.socket for node in nodes]
+        sockets = sockets or [None] * self.arguments.instances
         room = self.sessions.longest + 64
-        engines = []
+        engines: list[Engine] = []
+
+        def end() -> None:
+            for engine in engines:
+                engine.terminate()
+            for engine in engines:
+                engine.close()
+
+        stack.callback(end)
         for number, socket in enumerate(sockets):
-            engine = Engine(self.python, self.model, directory / f"engine-{number}.log", cache, room, socket)
-            stack.callback(engine.close)
-            engines.append(engine)
-        for engine in engines:
-            engine.__enter__()
+            engines.append(Engine(self.python, self.model, directory / f"engine-{number}.log", cache, room, socket))
         return engines
 
     def _warm_up(self, engines: Sequence[Engine], router: HttpChild, *, plugin: bool) -> None:

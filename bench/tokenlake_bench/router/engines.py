@@ -57,6 +57,8 @@ class Engine(HttpChild):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         environment |= ENVIRONMENT
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        # Otherwise vLLM sets the number of threads to that of the processors.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         options = ["--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         options += ["--max-model-len", str(room), "--kv-cache-memory-bytes", str(cache_bytes), "--port", str(port)]
         options += ["--host", "127.0.0.1", "--enable-prefix-caching"]
