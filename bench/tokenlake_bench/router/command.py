@@ -100,26 +100,27 @@ def run_router(arguments: RouterArguments) -> RouterResult:
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as name:
         model = save_chat_model(Path(name) / "model")
         run = _Run(replace(arguments, routers=arguments.routers.absolute()), sessions, python, model, console)
+        result = RouterResult(
+            instances=arguments.instances,
+            memory_mib=arguments.memory_mib,
+            at_once=arguments.at_once,
+            sessions=asdict(sessions),
+            best_share=1 - sessions.distinct_tokens / sessions.prompt_tokens,
+            rows=rows,
+        )
         for chosen in arguments.chosen():
             directory = Path(name) / chosen
             directory.mkdir()
             rows.append(run.row(ARRANGEMENTS[chosen], directory))
-    result = RouterResult(
-        instances=arguments.instances,
-        memory_mib=arguments.memory_mib,
-        at_once=arguments.at_once,
-        sessions=asdict(sessions),
-        best_share=1 - sessions.distinct_tokens / sessions.prompt_tokens,
-        rows=rows,
-    )
+            # A run takes minutes; one that is interrupted leaves its rows.
+            if arguments.json_file is not None:
+                write_json(result, arguments.json_file)
     console.print(table(result))
     for row in rows:
         if row.added is not None:
             console.print(f"{row.arrangement}: choices {row.added.choices}", markup=False)
         if row.first_error is not None:
             console.print(f"{row.arrangement}: {row.errors} errors, the first: {row.first_error}", markup=False)
-    if arguments.json_file is not None:
-        write_json(result, arguments.json_file)
     return result
 
 

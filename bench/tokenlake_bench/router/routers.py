@@ -60,7 +60,8 @@ def vllm_router(routers: Path, directory: Path, engines: Sequence[HttpChild], po
     """vLLM's router with its defaults and this policy."""
     port = reserve_port()
     command = [str(routers / "bin" / "vllm-router"), "--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(reserve_port()), "--worker-urls", *(engine.base for engine in engines)]
+    command += ["--prometheus-port", str(reserve_port()), "--worker-startup-check-interval", "1"]
+    command += ["--worker-urls", *(engine.base for engine in engines)]
     return HttpChild(command, port, directory / f"vllm-router-{policy}.log", _environment(), "/health")
 
 
