@@ -17,7 +17,7 @@ from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.engine_bench import VLLM_PYTHON
 from tokenlake_bench.environment import check_interpreter, check_modules
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import write_json
+from tokenlake_bench.report import format_share, write_json
 from tokenlake_bench.router.child import HttpChild
 from tokenlake_bench.router.engines import Engine, save_chat_model
 from tokenlake_bench.router.load import serve, stream
@@ -116,6 +116,7 @@ def run_router(arguments: RouterArguments) -> RouterResult:
             if arguments.json_file is not None:
                 write_json(result, arguments.json_file)
     console.print(table(result))
+    console.print(f"hits of one cache without a limit: {format_share(result.best_share)}")
     for row in rows:
         if row.added is not None:
             console.print(f"{row.arrangement}: choices {row.added.choices}", markup=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -119,27 +119,32 @@ def _label(labels: str, name: str) -> str:
 
 
 def table(result: RouterResult) -> Table:
-    """The result as a table for a terminal."""
-    shape = ", ".join(f"{name} {value:,}" for name, value in result.sessions.items())
-    title = f"{result.instances} instances of {result.memory_mib} MiB, {result.at_once} sessions at a time; {shape}"
-    found = Table(
-        title=title, caption=f"One cache without a limit: {format_share(result.best_share)}.", title_justify="left"
-    )
-    found.add_column("arrangement")
-    names = ("hits", "own cache", "pool", "TTFT p50", "p99", "max/mean", "added, mean", "p99 below", "errors", "load")
-    for name in names:
-        found.add_column(name, justify="right")
+    """The result as a table for a terminal, with a column for each arrangement."""
+    title = f"{result.instances} instances of {result.memory_mib} MiB, {result.at_once} sessions at a time"
+    found = Table(title=title, title_justify="left")
+    found.add_column()
     for row in result.rows:
-        added = row.added
-        bound = "-" if added is None else "above all" if added.p99_below_ms is None else f"{added.p99_below_ms:g} ms"
-        found.add_row(
-            row.arrangement,
-            *(format_share(share) for share in (row.hit_share, row.own_cache_share, row.pool_share)),
-            *(format_duration(each / 1e3) for each in (row.ttft.p50_ms, row.ttft.p99_ms)),
-            format_ratio(row.balance),
-            "-" if added is None else format_duration(added.mean_ms / 1e3),
-            bound,
-            f"{row.errors:,}",
-            f"{row.load_average:.1f}",
-        )
+        found.add_column(row.arrangement, justify="right")
+    lines: dict[str, Callable[[Row], str]] = {
+        "requests": lambda row: f"{row.requests:,}",
+        "hits, of all prompt tokens": lambda row: format_share(row.hit_share),
+        "of the engine's own cache": lambda row: format_share(row.own_cache_share),
+        "of the pool": lambda row: format_share(row.pool_share),
+        "TTFT, median": lambda row: format_duration(row.ttft.p50_ms / 1e3),
+        "TTFT, p99": lambda row: format_duration(row.ttft.p99_ms / 1e3),
+        "computed tokens, max/mean": lambda row: format_ratio(row.balance),
+        "added by the plug-in, mean": lambda row: "-" if row.added is None else f"{row.added.mean_ms:.1f} ms",
+        "added by the plug-in, p99 below": lambda row: _bound(row.added),
+        "errors": lambda row: f"{row.errors:,}",
+        "elapsed": lambda row: format_duration(row.elapsed_s),
+        "load average": lambda row: f"{row.load_average:.1f}",
+    }
+    for name, cell in lines.items():
+        found.add_row(name, *map(cell, result.rows))
     return found
+
+
+def _bound(added: Added | None) -> str:
+    if added is None:
+        return "-"
+    return "above all bounds" if added.p99_below_ms is None else f"{added.p99_below_ms:g} ms"
