@@ -32,8 +32,6 @@ MODEL: Final = TinyModel(hidden=256, intermediate=512, layers=16, heads=4, kv_he
 NEW_TOKENS: Final = 8
 FETCH_MS: Final = 2000
 """Deadline of the transfers of a load, with which other programs on the machine cost no transfer."""
-PATIENT_NODES: Final = {"match_deadline_ms": "2000", "suspect_ms": "20000"}
-"""Settings of the daemons with which other programs on the machine cost no lookup."""
 PIECE: Final = 32 << 20
 ROOM: Final = 1024
 PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -62,7 +60,7 @@ def run_handover(arguments: HandoverArguments) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as name, ExitStack() as stack:
         directory = Path(name)
         model = save_tiny_model(directory / "model", MODEL)
-        cluster = stack.enter_context(Cluster(arguments.nodes, "1GiB", "64MiB", **PATIENT_NODES))
+        cluster = stack.enter_context(Cluster(arguments.nodes, "1GiB", "64MiB"))
         options: dict[str, Any] = {
             "kv_cache_memory_bytes": 512 << 20,
             "max_model_len": max(arguments.tokens, arguments.long_tokens) + ROOM,

@@ -50,7 +50,7 @@ def evict(
         if not keys and not yes:
             what = f"all segments of {size} bytes" if size else "all segments"
             owner = f"tenant '{tenant}'" if tenant else "the tenant"
-            click.confirm(f"Evict {what} of {owner} at {', '.join(node.name for node in nodes)}?", abort=True, err=True)
+            _confirm(f"Evict {what} of {owner} at {', '.join(node.name for node in nodes)}?")
         evicted: dict[str, int] = {}
         failed = dict(silent)
         for node in nodes:
@@ -68,6 +68,16 @@ def evict(
             click.echo(f"{name}: {count} segments evicted")
     if failed:
         raise click.ClickException("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+def _confirm(question: str) -> None:
+    """Ask on the terminal. Raises `click.Abort` for no, and `click.ClickException` where there is no terminal."""
+    try:
+        click.confirm(question, abort=True, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.ClickException("not confirmed, nothing was evicted: --yes evicts without the question") from None
 
 
 def _keys(texts: Iterable[str]) -> list[SegmentKey]:

@@ -48,8 +48,11 @@ def members(file: Path | None, as_json: bool) -> None:
         text = _described(config)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
+    if file is None and not config.peers and not config.etcd:
+        note = "these are the default settings, with neither 'peers' nor 'etcd': --config names the file of a daemon"
+        click.echo(note, err=True)
     if as_json:
-        click.echo(json.dumps(text))
+        click.echo(json.dumps({"cluster": config.cluster, **text}))
         return
     rows = [
         (name, format_size(each["weight"]), each["state"], each["address"]) for name, each in text["members"].items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,9 +52,10 @@ def reach_all(target: Target, *, alone: bool = False) -> Iterator[tuple[list[Nod
         first = target.connect()
         stack.enter_context(first)
         node = _look(first.control)
+        connected = {peer.node for peer in node.status.peers if peer.state in ("connected", "other ring")}
         others = [each for each in node.cluster.members if each.node != node.name and not alone]
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = list(threads.map(lambda member: _other(target, first, node.name, member), others))
+            found = list(threads.map(lambda member: _other(target, first, node.name, member, connected), others))
         nodes, silent = [node], {}
         for member, (reached, other) in zip(others, found, strict=True):
             if reached is not None:
@@ -66,8 +67,11 @@ def reach_all(target: Target, *, alone: bool = False) -> Iterator[tuple[list[Nod
         yield nodes, silent
 
 
-def _other(target: Target, first: Reached, own: str, member: pb.Member) -> tuple[Reached | None, Node | str]:
-    """The connection with another member and its state, or why there is none."""
+def _other(
+    target: Target, first: Reached, own: str, member: pb.Member, connected: Container[str]
+) -> tuple[Reached | None, Node | str]:
+    """The connection with another member and its state, or why there is none. `connected`: the peers of `own` that are
+    connected; only their settings `control` are known."""
     attempts: list[Callable[[], Reached]] = []
     if first.socket is not None:
         beside = first.socket.with_name(_renamed(first.socket.name, own, member.node))
@@ -76,12 +80,11 @@ def _other(target: Target, first: Reached, own: str, member: pb.Member) -> tuple
     if member.control and target.certificates is not None:
         attempts.append(lambda: target.over_tls(member.control, member.node))
     if not attempts:
-        lacks = (
-            "no certificate was given (--certificate, --key, --ca)"
-            if member.control
-            else ("it serves no control plane to other machines (its setting 'control'), or is not connected")
-        )
-        return None, lacks
+        if member.control:
+            return None, "no certificate was given (--certificate, --key, --ca)"
+        if member.node not in connected:
+            return None, f"it is not connected with '{own}'"
+        return None, "it serves no control plane to other machines (its setting 'control')"
     reason = ""
     for attempt in attempts:
         try:

@@ -26,11 +26,11 @@ def share(part: float, whole: float) -> str:
 
 def span(seconds: float) -> str:
     """A time in the unit that fits: `340 us`, `12.5 ms`, `3.1 s`, `4 min`, `2 h`, `3 d`."""
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if seconds < 0.99995:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 120:
+    if seconds < 119.95:
         return f"{seconds:.1f} s"
     for limit, unit, size in ((7200, "min", 60), (172_800, "h", 3600)):
         if seconds < limit:

@@ -16,6 +16,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.vllm.disaggregated import (
     LEAST_WAIT_S,
+    MAX_KEYS,
     NOT_SPLIT,
     READ,
     UNREAD,
@@ -101,6 +102,7 @@ def test_other_requests_are_not_split(params: object) -> None:
         ("remote_block_ids", ["00" * 31]),
         ("remote_block_ids", ["0g" * 32]),
         ("remote_block_ids", ["é" * 64]),
+        ("remote_block_ids", ["00" * 32] * (MAX_KEYS + 1)),
         ("remote_prefill_s", "1"),
         ("remote_prefill_s", -1),
         ("remote_prefill_s", math.nan),
@@ -158,6 +160,35 @@ def test_refused_segments_are_not_offered(refuse_from: int) -> None:
         assert offer.keys == tuple(keys[: {1: 1, 4: 4}[refuse_from]])
     else:
         assert (keep, offer) == (False, None)
+
+
+def test_no_engine_waits_for_segments_that_were_refused_before_the_offer() -> None:
+    bench, one = Bench(), request(27)
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    plan = bench.step(one, 0, 8)
+    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    bench.step(one, 8, 8)
+    bench.step(one, 16, 11)
+    keys = keys_of(bench, one.all_token_ids)
+    assert bench.pool.claimed == [(tuple(keys[1:]), LONGEST_S)]
+
+
+def test_a_refused_prompt_is_not_offered_again_in_each_step() -> None:
+    """An engine for prefill may be asked for many tokens; each offer of several ranks waits for the daemon."""
+    bench, one = Bench(shared=True), request(SEGMENT - 1)
+    bench.pool.refuse_from = 0
+    bench.side.new_request(one, split=PREFILLS)
+    bench.side.matched(one, 0)
+    bench.side.allocated(one, blocks_of(one), 0)
+    bench.step(one, 0, SEGMENT - 1)
+    for _ in range(20):
+        one.all_token_ids.append(7)
+        bench.step(one, one.num_tokens - 1, 1)
+    # The tail, and a reservation for each of the full segments that the tokens behind it complete.
+    tails = [each for each in bench.pool.reservations if each.hints == UNREAD]
+    assert len(tails) == 1
 
 
 def test_nothing_is_offered_without_a_pool_or_stores() -> None:
@@ -405,3 +436,17 @@ def test_a_request_that_moves_here_waits_without_named_segments() -> None:
     assert bench.pool.matches[-1].options.in_flight_wait_s > 0
     assert list(bench.pool.matches[-1].keys) == bench.pool.prefix(prompt).keys
     assert bench.side.matched(one, 0) == 24
+
+
+def test_a_request_that_loads_after_it_lost_its_blocks_leaves_at_once() -> None:
+    """vLLM frees the blocks of an aborted request when its load ends, and must not be told to free them again."""
+    bench, one = Bench(), request(27)
+    bench.place(one)
+    bench.step(one, 0, 27)
+    bench.know(one.all_token_ids)
+    external = bench.side.matched(one, 0)
+    assert external
+    bench.side.allocated(one, blocks_of(one), external)
+    bench.side.step([], lambda name: [])
+    assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
+    assert bench.side.step([], lambda name: []).held == ()

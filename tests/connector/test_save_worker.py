@@ -131,3 +131,29 @@ def test_refused_segments_lose_their_markers(marked: bool) -> None:
     assert saves.flush(10)
     assert pool.claimed == ([((b"b",), 0.0)] if marked else [])
     assert (counters.read().tokens_stored, counters.read().tokens_not_stored) == (4, 8)
+
+
+@pytest.mark.parametrize(("reason", "lost"), [("queue", 3), ("taken", 1), ("waiting", 2), ("error", 2)])
+def test_jobs_that_are_given_up_lose_their_markers(reason: str, lost: int) -> None:
+    """Other engines would wait for segments that are never stored."""
+    pool, recorder = FakePool(), Recorder()
+
+    def store_or_raise(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
+        if (reason, plan.job) == ("error", lost):
+            raise RuntimeError("no slots")
+        return store(pool, plan, fill)
+
+    saves = SaveWriter(recorder, store_or_raise, EngineCounters(), lambda what, error: None, tokens=4, queue=1)
+    recorder.gate.clear()
+    for job in (1, 2, 3) if reason == "queue" else (1, 2):
+        save = SavePlan(job, "r", 0, (bytes([job]), bytes([job, 1])), (job, 10 * job), marked=True)
+        saves.submit(save, lambda: pool, lambda: None)
+        assert recorder.copying.wait(10)
+    opens = threading.Timer(0.05, recorder.gate.set)
+    opens.start()
+    if reason in ("taken", "waiting"):
+        saves.take_back([lost])
+    opens.join()
+    assert saves.flush(10)
+    assert pool.claimed == [((bytes([lost]), bytes([lost, 1])), 0.0)]
+    saves.close(10)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
+from tokenlake_client.engines.vllm import worker as worker_module
 from tokenlake_client.engines.vllm.adapters import AdapterUse, LoadedAdapters
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
@@ -167,6 +168,21 @@ def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
     side.load()
     side.save()
     assert side.report().computed == {2: 1.0}
+
+
+class SlowLease(Lease):
+    def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
+        time.sleep(0.05)
+        return super().fetch(start, stop, at_most_s=at_most_s)
+
+
+def test_an_idle_step_waits_for_the_end_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_S", 30.0)
+    side, _ = worker(SlowLease(3, 1, 3))
+    plan = load()
+    side.begin(replace(plan, wait=False, idle=True, loads=tuple(replace(each, local=False) for each in plan.loads)))
+    side.load()
+    assert side.finished()[1] == {"r"}
 
 
 @pytest.mark.parametrize("arrives", [3, 2])

@@ -16,6 +16,7 @@ from tokenlake.core.waiting import (
     IN_FLIGHT_WAITS,
     MAX_CLAIMED,
     MAX_IN_FLIGHT_WAIT_S,
+    UNANSWERED_WAITS,
 )
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring
@@ -164,6 +165,39 @@ def test_segments_of_a_node_that_died_are_not_hits() -> None:
     assert waiting[0].codes[0] == Code.UNKNOWN
     cluster.settle()
     cluster.check_settled()
+
+
+@pytest.mark.parametrize("silent", ["directory node", "owner"])
+def test_a_lookup_that_was_not_answered_is_repeated(silent: str) -> None:
+    cluster, engines, keys = scene(each=1)
+    writer, frozen = (0, 1) if silent == "directory node" else (1, 1)
+    store(cluster, engines[writer], keys[:1])
+    config = cluster.core(3).config
+    cluster.node(frozen).freeze()
+    waiting = wait_for(engines[3], keys[:1], 2.0)
+    cluster.run_for(2 * config.match_deadline_s)
+    assert waiting == []
+    cluster.node(frozen).thaw()
+    cluster.run_for(config.suspect_s)
+    assert waiting[0].codes == bytes([Code.REMOTE])
+    assert cluster.core(3).counters[UNANSWERED_WAITS] == 1
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_lookups_of_a_frozen_node_are_repeated_until_it_is_suspect() -> None:
+    cluster, engines, keys = scene(each=1)
+    store(cluster, engines[0], keys[:1])
+    cluster.node(0).freeze()
+    config = cluster.core(3).config
+    for _ in range(2):
+        waiting = wait_for(engines[3], keys[:1], 5.0)
+        cluster.run_for(config.suspect_s + 4 * config.match_deadline_s)
+        assert waiting[0].hits == 0
+    # A SUSPECT node is not asked again.
+    waiting = wait_for(engines[3], keys[:1], 5.0)
+    cluster.run_for(2 * config.match_deadline_s)
+    assert waiting[0].hits == 0
 
 
 def test_a_waiting_match_asks_one_directory_node() -> None:

@@ -111,6 +111,25 @@ def test_the_gpus_buffer_is_this_ranks_part_of_a_slot(size: int) -> None:
     assert torch.equal(buffer, whole[shards.first : shards.stop])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_slot_has_zeros_behind_the_tail_of_a_prompt(parts: int, size: int) -> None:
+    """An engine with larger blocks reads them, and must not multiply zeros with what an earlier segment left there."""
+    shards = rank_shards(LAYOUT, size - 1, size)
+    tensors = caches(HEADS // size, "NHD", parts, together=True)
+    for tensor in tensors:
+        tensor.fill_(1.0)
+    slot = np.full(LAYOUT.segment_bytes, 0xFF, np.uint8)
+    HostCopy(LAYOUT, shards, stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))).to_slot(slot, [3])
+    for sides in slot_tensors(slot, LAYOUT):
+        for side in sides:
+            mine = side[shards.first : shards.stop]
+            assert (mine[..., :BLOCK, :] == 1).all()
+            assert (mine[..., BLOCK:, :] == 0).all()
+            others = torch.cat([side[: shards.first], side[shards.stop :]])
+            assert others.isnan().all(), "shards of other ranks were written"
+
+
 def test_an_unknown_layout_is_refused_by_name() -> None:
     with pytest.raises(LayoutRefused, match="'CPU_ATTN/amx'"):
         block_views("CPU_ATTN/amx")

@@ -385,6 +385,17 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     assert "it replaces the socket" in found.stdout
     assert "not checked" in found.stdout
     assert run(doctor, "--config", node.directory / "none.toml").exit_code == 1
+    unread = node.directory / "unread.toml"
+    unread.write_text("metrcs = 1\n")
+    unread.chmod(0o600)
+    lines = run(doctor, "--config", unread).stdout
+    assert "the settings cannot be read" in lines
+    assert "set a known setting (did you mean 'metrics'?)" in lines
+
+
+def test_without_a_daemon_and_a_file_the_settings_of_a_node_are_not_checked() -> None:
+    report = json.loads(run(doctor, "--node", "nowhere", "--json").stdout)
+    assert any("give --config" in each for each in report["not_checked"])
 
 
 def test_the_limit_of_open_files(node: GivenNode) -> None:

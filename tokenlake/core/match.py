@@ -12,7 +12,7 @@
                 |  an owner delivers no segment: ask the other nodes that may have a copy
                 |  a key that such an owner lacks: ask its directory node, then the owner that it names
                 v
-             the first missing segment is in flight, or deferred, and the match may wait?
+             the first missing segment is in flight or deferred, or a node did not answer, and the match may wait?
                 |  no                              yes: wait (`waiting`), then ask again
                 v
              Matched: the prefix without a gap is leased, here or at other nodes; the rest is released
@@ -220,6 +220,8 @@ class _Search:
     marked: dict[int, NodeId] = field(default_factory=dict)
     """By index of a key: the previous directory node that has its in-flight marker."""
     deadline: float = 0.0
+    unanswered: set[NodeId] = field(default_factory=set)
+    """Nodes that did not answer a lookup since the search began, or began again after a wait."""
     open: bool = False
     """True while answers to lookups are used. An answer that arrives at another time is ignored, and its leases are
     released."""
@@ -447,6 +449,7 @@ class Matches:
         search.awaited -= 1
         if answer is None:
             search.found.silent.append(node)
+            search.unanswered.add(node)
             search.denied.update((index, node) for index in indices)
         elif len(answer.codes) == len(indices) >= answer.known_depth:
             redirected = self._take(search, node, indices, answer)
@@ -548,8 +551,16 @@ class Matches:
         self._finish(search.match)
 
     def _may_wait(self, search: _Search, wait: Wait, gap: int) -> bool:
-        codes = search.found.codes
-        return search.match.process.alive and gap < len(codes) and self._waiting.may_wait(wait, codes[gap])
+        found = search.found
+        if gap == len(found.codes) or not search.match.process.alive:
+            return False
+        code = found.codes[gap]
+        if code == _UNKNOWN:
+            # Another lookup helps only where a node may answer it that did not answer the last one.
+            stale = gap in found.named and (gap, found.named[gap][1]) in search.absent
+            if stale or not any(map(self._peers.reachable, search.unanswered)):
+                return False
+        return self._waiting.may_wait(wait, code)
 
     def _pause(self, search: _Search, wait: Wait, gap: int) -> None:
         """Let the match wait for the segment at index `gap`, unless too many matches of its tenant wait. It looks up
@@ -598,7 +609,7 @@ class Matches:
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()
         answers = search.answered, search.undelivered, search.redirects, search.marked
-        for known in (search.asked, search.denied, search.absent, *answers):
+        for known in (search.asked, search.denied, search.absent, search.unanswered, *answers):
             known.clear()
         self._recheck(search)
         self._begin(search)

@@ -6,6 +6,8 @@ until the segment is stored, the marker is withdrawn or its time is over. A matc
     first missing segment PENDING    wait until the segment is there, its marker is gone, or the match has waited for
                                      `in_flight_wait_s`
     first missing segment DEFERRED   the same: the owner is sending the segment to other nodes
+    first missing segment UNKNOWN    a node did not answer its lookup in time: ask again at the same intervals, for at
+                                     most `suspect_s`, after which a node that does not answer is SUSPECT
     first missing segment MISSING    set the marker at its directory node. Granted: answer the match, its engine
                                      computes the segment. PENDING: another engine set the marker first; wait for it
 
@@ -19,6 +21,7 @@ the waiting matches would otherwise compute the rest as soon as the first part i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -43,11 +46,17 @@ DEFERRED_WAITS = Metric(
     "tokenlake_deferred_waits_total",
     "Matches that waited for a segment whose owner was sending it to other nodes",
 )
+UNANSWERED_WAITS = Metric(
+    "tokenlake_unanswered_waits_total",
+    "Matches that asked again because a node had not answered a lookup in time",
+)
 IN_FLIGHT_CLAIMS = Metric(
     "tokenlake_in_flight_claims_total",
     "Matches whose engine was told to compute a segment while the matches of other engines wait for it",
 )
 
+WAITS = {Code.DEFERRED: DEFERRED_WAITS, Code.UNKNOWN: UNANSWERED_WAITS}
+"""The metric that counts the waits for a segment with this code, if it is not `IN_FLIGHT_WAITS`."""
 MAX_IN_FLIGHT_WAIT_S = 10.0
 """Upper bound on the wait of a match: the segments that it has found stay leased meanwhile, and leases at other nodes
 end after `peer_lease_s`."""
@@ -77,6 +86,8 @@ class Wait:
         self.in_flight_wait_s = min(in_flight_wait_s, MAX_IN_FLIGHT_WAIT_S)
         self.until = now + self.in_flight_wait_s
         self.pause_s = FIRST_PAUSE_S
+        self.repeats_until = math.inf
+        """Time until which lookups that were not answered are repeated; infinite before the first such lookup."""
         self.counted: dict[Metric, None] = {}
         """Metrics (of the reasons for waiting) that have counted this match already, so that each counts it once."""
 
@@ -134,9 +145,13 @@ class WaitingMatches:
 
     def may_wait(self, wait: Wait, code: int) -> bool:
         """Returns True if a match whose first missing segment has this code could find more segments by waiting, and
-        has time left for it."""
-        waits = code in (Code.PENDING, Code.DEFERRED, Code.MISSING)
-        return waits and self._context.now + wait.pause_s <= wait.until
+        has time left for it. UNKNOWN: a node did not answer the lookup of the segment."""
+        now, until = self._context.now, wait.until
+        if code == Code.UNKNOWN:
+            wait.repeats_until = min(wait.repeats_until, now + self._context.config.suspect_s)
+            until = min(until, wait.repeats_until)
+        waits = code in (Code.PENDING, Code.DEFERRED, Code.MISSING, Code.UNKNOWN)
+        return waits and now + wait.pause_s <= until
 
     def may_be_deferred(self, wait: Wait) -> bool:
         """Returns True if the match has time left to ask an owner again that answers DEFERRED because it is sending the
@@ -161,9 +176,9 @@ class WaitingMatches:
         the in-flight marker for the engine of this match; with another code if the match should look its segments up
         again, also at the end of its wait.
 
-        `code`: PENDING or DEFERRED, the code of the segment, by which the wait is counted. `sound()`: returns False
-        once the match should not wait any more for another reason; it is called at each poll."""
-        metric = DEFERRED_WAITS if code == Code.DEFERRED else IN_FLIGHT_WAITS
+        `code`: PENDING, DEFERRED or UNKNOWN, the code of the segment, by which the wait is counted. `sound()`: returns
+        False once the match should not wait any more for another reason; it is called at each poll."""
+        metric = WAITS.get(Code(code), IN_FLIGHT_WAITS)
         if metric not in wait.counted:
             wait.counted[metric] = None
             self._context.counters.add(metric)

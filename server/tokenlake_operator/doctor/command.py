@@ -67,7 +67,8 @@ def examine(target: Target, machine: Machine | None = None, *, measure: bool = T
     given = _Given(target) if target.remote is None else None
     asked = given.asked if given is not None else target
     if asked is None:
-        not_checked.append("the work of the daemon: its control socket is turned off, or its settings cannot be read")
+        lack = "its control socket is turned off" if given is not None and given.node else "its settings cannot be read"
+        not_checked.append(f"the work of the daemon: {lack}")
     else:
         try:
             with reach_all(asked) as (nodes, silent):
@@ -81,6 +82,8 @@ def examine(target: Target, machine: Machine | None = None, *, measure: bool = T
             else:
                 not_checked.append(f"the work of the daemon: {one_line(error)}")
     if given is not None:
+        if not nodes and target.file is None:
+            not_checked.append("the file of the settings: give --config; the environment and the defaults were checked")
         findings += given.check(nodes, machine)
     for node in nodes:
         findings += check_node(node)
@@ -174,7 +177,7 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
             flags = {"node": target.node}
             return load_config(toml_text=text, environ=environ, flags=flags, uid=os.geteuid(), file=str(file))
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings", error.field, _before(error), f"give it {error.expected}"))
+            findings.append(Finding("error", "settings", error.field, _before(error), f"set {error.expected}"))
             # A variable with a wrong name or value: the settings without it are checked too.
             variable = f"TOKENLAKE_{error.field.upper()}"
             if variable not in environ:
@@ -258,8 +261,10 @@ def _paths(nodes: Iterable[Node]) -> Iterator[dict[str, Any]]:
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    state = "runs" if report["running"] else "does not run"
-    click.echo(f"node {report['node'] or '?'}: its daemon {state}")
+    if report["node"]:
+        click.echo(f"node {report['node']}: its daemon {'runs' if report['running'] else 'does not run'}")
+    else:
+        click.echo("the settings cannot be read, so that the node and its daemon are not known")
     rows = [
         (each["from"], each["to"], each["address"], span(each["round_trip_s"]), per_second(each["bytes_per_s"]))
         for each in report["paths"]

@@ -84,7 +84,7 @@ class Callers:
         if not pem:
             if not peer.startswith(_LOCAL):
                 raise CredentialRefused("this connection proves no role")
-            return Caller(role_pb2.ROLE_ADMIN, "local", "", token, self._tenants)
+            return Caller(role_pb2.ROLE_ADMIN, "control socket", "", token, self._tenants)
         certificate = self._read(pem)
         found = role_of(self._cluster, certificate.uri)
         if found is None:

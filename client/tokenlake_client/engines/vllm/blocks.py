@@ -67,6 +67,8 @@ class PagedLayers:
         self.parts = tensor.shape[1] // blocks
         """The number of blocks of the attention kernel that one block of vLLM's scheduler consists of."""
         self.part_tokens = int(tensor.shape[3])
+        self.block_tokens = self.parts * self.part_tokens
+        """The number of tokens of a block of vLLM's scheduler."""
         self._views = views
 
     def block(self, number: int) -> list[LayerPair]:

@@ -36,8 +36,11 @@ class CudaCopy:
         self._threads = CudaThreads(self._device, shape, dtype)
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-        """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
+        """Fill this rank's shards of `slot` with the segment in `blocks`, and with zeros behind its last block. The
+        copy is complete on return."""
         with self._threads.work() as buffer:
+            if len(blocks) * self._stacks[0].block_tokens < self._layout.segment_tokens:
+                buffer.zero_()
             for mine, theirs in self._pairs(buffer, blocks, 0):
                 mine.copy_(theirs)
             self._host(slot).copy_(buffer, non_blocking=True)

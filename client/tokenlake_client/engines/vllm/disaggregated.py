@@ -32,7 +32,18 @@ from typing import Any
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 
-__all__ = ["LEAST_WAIT_S", "NOT_SPLIT", "READ", "UNREAD", "Offer", "RemotePrefill", "Split", "has_tail", "split_of"]
+__all__ = [
+    "LEAST_WAIT_S",
+    "MAX_KEYS",
+    "NOT_SPLIT",
+    "READ",
+    "UNREAD",
+    "Offer",
+    "RemotePrefill",
+    "Split",
+    "has_tail",
+    "split_of",
+]
 
 UNREAD = Hints(priority=1, ttl_s=60.0)
 """Hints for the tail of a prompt until an engine has read it."""
@@ -45,6 +56,8 @@ UNKNOWN_PREFILL_S = 1.0
 """Seconds: the assumed time to compute a prompt where neither engine has measured prefills."""
 
 _DECODE, _PREFILL, _KEYS, _SECONDS = "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_prefill_s"
+MAX_KEYS = 1 << 14
+"""Limit of the segments that a request names, whose check takes time of the engine's step."""
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -109,6 +122,8 @@ def split_of(params: object) -> Split:
     keys, seconds = params.get(_KEYS), params.get(_SECONDS, UNKNOWN_PREFILL_S)
     if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
         raise ValueError(f"field {_SECONDS!r} of kv_transfer_params is {reprlib.repr(seconds)}; expected seconds")
+    if isinstance(keys, list) and len(keys) > MAX_KEYS:
+        raise ValueError(f"field {_KEYS!r} of kv_transfer_params has {len(keys)} elements; at most {MAX_KEYS}")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         # Another connector's numbers of blocks, or a proxy that moves a request and states no segments.
         return Split(prefill=RemotePrefill((), seconds))

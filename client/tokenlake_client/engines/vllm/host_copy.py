@@ -28,9 +28,12 @@ class HostCopy:
         self._stacks = stacks
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-        """Fill this rank's shards of `slot` with the segment in `blocks`."""
+        """Fill this rank's shards of `slot` with the segment in `blocks`, and with zeros behind its last block."""
         for mine, theirs in self._pairs(slot, blocks, 0):
             mine.copy_(theirs)
+        end = len(blocks) * self._stacks[0].block_tokens
+        for side in slot_whole(slot, self._layout):
+            side[self._shards, :, :, end:].zero_()
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
         """Fill `blocks` with the tokens of the segment in `slot`, from its token `skip` on, which is a multiple of the

@@ -123,9 +123,9 @@ class RequestState:
     """The number of the request's tokens when it arrived."""
     tail: SegmentKey | None = None
     """The key of the tail of the prompt, if the lookup asks for it."""
-    offered: tuple[SegmentKey, ...] = ()
-    """The segments of the prompt that are stored for the engine that decodes it; empty until all their tokens are
-    planned to be computed."""
+    offered: tuple[SegmentKey, ...] | None = None
+    """The segments of the prompt that are stored for the engine that decodes it; None until all their tokens are
+    planned to be computed, empty where the pool has refused them."""
     taken: bool | None = None
     """Of a prompt that another engine has computed: is all of it but the last token loaded? None before that is known,
     and for other requests."""

@@ -32,6 +32,8 @@ class ScheduledSaves:
         self._last_job = 0
         self._blocks: dict[int, frozenset[int]] = {}
         """By the number of a save job, the blocks that the job reads, until all ranks have finished it."""
+        self._first: dict[int, tuple[str, int]] = {}
+        """By the number of such a job, its request and the index of its first segment."""
         self._reservations: dict[int, Reservation] = {}
         """By the number of a save job, the reservation of the slots that it fills."""
 
@@ -94,6 +96,7 @@ class ScheduledSaves:
             save = replace(save, hints=hints, marked=state.gap is not None or state.split.decodes_elsewhere)
         self._last_job += 1
         self._blocks[self._last_job] = frozenset(save.blocks)
+        self._first[self._last_job] = save.request, save.first
         state.last_job = self._last_job
         use = state.adapter.use if state.adapter is not None else None
         return [replace(save, job=self._last_job, adapter=use)], granted
@@ -103,6 +106,10 @@ class ScheduledSaves:
         """The numbers of the jobs that the ranks have not finished."""
         return tuple(self._blocks)
 
+    def first_unfinished(self, request: str) -> int:
+        """The index of the first segment that the ranks may not have stored yet, of a request with such segments."""
+        return min(first for name, first in self._first.values() if name == request)
+
     def reading(self, blocks: set[int]) -> tuple[int, ...]:
         """The numbers of the save jobs that may still read any of these blocks."""
         return tuple(job for job, read in self._blocks.items() if not read.isdisjoint(blocks))
@@ -111,7 +118,7 @@ class ScheduledSaves:
         """Record that all ranks have finished the jobs up to `job`: each has filled its part or given it up, and reads
         the blocks no more."""
         for number in [number for number in self._blocks if number <= job]:
-            del self._blocks[number]
+            del self._blocks[number], self._first[number]
         for number in [number for number in self._reservations if number <= job]:
             self._reservations.pop(number).release()
 

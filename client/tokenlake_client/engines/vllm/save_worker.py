@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,6 +67,8 @@ class SaveWriter:
         self._taken: frozenset[int] = frozenset()
         """The numbers of the unfinished save jobs whose blocks vLLM took back. Only the thread that calls the methods
         writes it."""
+        self._lost: deque[tuple[bytes, ...]] = deque(maxlen=queue)
+        """The keys of jobs that were given up, whose in-flight markers the background thread is to remove."""
         self._last = 0
         """The number of the last save job that was submitted or skipped."""
 
@@ -80,7 +83,7 @@ class SaveWriter:
         returns once the blocks hold the results of the step. Both are called in the background."""
         self._last = max(self._last, plan.job)
         if not self._queue.submit(_Task(plan, pool, ready)):
-            self._count_lost(plan)
+            self._give_up(plan)
 
     def skip(self, job: int) -> None:
         """Count the save jobs up to number `job` as done, for a rank that does not execute them."""
@@ -93,7 +96,7 @@ class SaveWriter:
         done = self.done
         self._taken = frozenset(job for job in self._taken.union(jobs) if job > done)
         for task in self._queue.withdraw(lambda task: task.plan.job in jobs):
-            self._count_lost(task.plan)
+            self._give_up(task.plan)
         with self._copying:
             # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
@@ -108,22 +111,24 @@ class SaveWriter:
 
     def _execute(self, task: _Task) -> None:
         started = time.perf_counter()
+        pool = None
         try:
-            self._save(task)
+            pool = task.pool()
+            if pool is None:
+                self._count_lost(task.plan)
+            else:
+                task.ready()
+                self._save(task.plan, pool)
         except _BlocksTaken:
-            self._count_lost(task.plan)
+            self._give_up(task.plan)
         except Exception as error:
-            self._count_lost(task.plan)
+            self._give_up(task.plan)
             self._report("storing segments", error)
+        while pool is not None and self._lost:
+            pool.claim(self._lost.popleft(), 0.0)
         self._counters.add(save_seconds=time.perf_counter() - started)
 
-    def _save(self, task: _Task) -> None:
-        pool = task.pool()
-        if pool is None:
-            self._count_lost(task.plan)
-            return
-        task.ready()
-        plan = task.plan
+    def _save(self, plan: SavePlan, pool: Any) -> None:
         per_segment = len(plan.blocks) // len(plan.keys)
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
@@ -139,6 +144,12 @@ class SaveWriter:
         refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.marked and Code(code).refused]
         if refused:
             pool.claim(refused, 0.0)
+
+    def _give_up(self, plan: SavePlan) -> None:
+        """Count the segments of a job that is not executed, and let no other engine wait for them."""
+        self._count_lost(plan)
+        if plan.marked:
+            self._lost.append(plan.keys)
 
     def _count_lost(self, plan: SavePlan) -> None:
         self._counters.add(tokens_not_stored=len(plan.keys) * (plan.tail or self._tokens))

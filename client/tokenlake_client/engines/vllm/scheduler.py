@@ -138,6 +138,8 @@ class SchedulerSide:
             state.split = replace(state.split, prefill=None)
             state.waits_since, state.waited = None, False
             state.may_store = True
+            # Its earlier saves read blocks that it has lost: vLLM keeps none for them.
+            state.last_job = 0
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
         if state.adapter is not None and state.adapter.refused:
@@ -430,7 +432,8 @@ class SchedulerSide:
         if end.stop_reason != "abort" or pool is None or state.last_job not in self._saves.jobs:
             return False
         try:
-            pool.claim(state.keys(pool, self._settings.salt)[: state.saved.segments], LONGEST_S)
+            first = self._saves.first_unfinished(state.request.request_id)
+            pool.claim(state.keys(pool, self._settings.salt)[first : state.saved.segments], LONGEST_S)
         except Exception as error:
             self._report("setting in-flight markers", error)
         self._held.append((state.request.request_id, state.last_job))
@@ -451,7 +454,7 @@ class SchedulerSide:
             state.saved.void()
             state.saved.restart()
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
-            state.offered, state.tail = (), None
+            state.offered, state.tail = None, None
             state.may_store = not state.placed
 
     def cache_emptied(self) -> None:
@@ -539,7 +542,7 @@ class SchedulerSide:
             return []
         segments = state.saved.take(known, certain=certain)
         computed = state.saved.computed(certain=certain) >= state.prompt
-        offers = state.split.decodes_elsewhere and computed and not state.offered
+        offers = state.split.decodes_elsewhere and computed and state.offered is None
         if not (segments or offers) or not self._settings.save or self._stopped:
             return []
         saves: list[SavePlan] = []
@@ -569,7 +572,9 @@ class SchedulerSide:
         if tail is not None and count == full:
             saves, granted = self._saves.plan_tail(pool, state, tail, table)
             keys += [tail] if granted else []
-        pool.claim(keys, LONGEST_S)
+        if state.last_job in self._saves.jobs:
+            # The segments before are stored or refused.
+            pool.claim(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
         state.offered = tuple(keys)
         return saves
 
@@ -599,4 +604,4 @@ class SchedulerSide:
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
             state.saved.void()
-            state.offered = ()
+            state.offered = None

@@ -31,6 +31,8 @@ __all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 JOIN_S = 5.0
 """Seconds that the thread that stores segments waits until the rank has joined the scheduler's session. No request
 waits for it."""
+IDLE_S = 0.002
+"""Seconds: the longest wait of a step that computes nothing for the end of a load."""
 
 
 class WorkerSide:
@@ -72,6 +74,8 @@ class WorkerSide:
         self._errors: set[int] = set()
         self._received: set[str] = set()
         self._loaded: dict[str, LoadTime] = {}
+        self._ended = threading.Event()
+        """Set while a load has ended that `finished` has not returned."""
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step of the engine, before any block is written: the saves whose blocks vLLM gave to other requests
@@ -97,6 +101,10 @@ class WorkerSide:
                 self._received.clear()
         if before_forward:
             self._timer.start()
+        if plan.idle:
+            # vLLM repeats idle steps without a pause while requests wait for loads or lookups. Each of the many copies
+            # of a load needs Python's lock, which such steps would hold most of the time.
+            self._ended.wait(IDLE_S)
 
     def _time(self, step: int) -> None:
         """End the measurement of a step. Never raises: an error must not keep a load from being executed or failed."""
@@ -132,6 +140,7 @@ class WorkerSide:
             del self._held[request]
         with self._lock:
             received, self._received = self._received, set()
+            self._ended.clear()
         return freed, received
 
     def errors(self) -> set[int]:
@@ -180,6 +189,7 @@ class WorkerSide:
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
+            self._ended.set()
             if load_time is not None:
                 self._loaded[load.request] = load_time
         self._counters.add(
