@@ -335,6 +335,43 @@ def control_plane(calls: int, rounds: int, seconds: float, rate: float, json_fil
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("router")
+@click.option("--instances", default=2, show_default=True, help="vLLM servers.")
+@click.option("--memory-mib", default=64, show_default=True, help="Memory for caches, per instance.")
+@click.option("--sessions", default=16, show_default=True, help="Chats; their system prompts are shared.")
+@click.option("--turns", default=4, show_default=True, help="Requests of each chat.")
+@click.option("--at-once", default=4, show_default=True, help="Chats that are served at the same time.")
+@click.option("--seed", default=0, show_default=True, help="Seed of all prompts.")
+@click.option("--deadline-ms", default=1000.0, show_default=True, help="The plug-in's setting of this name.")
+@click.option(
+    "--arrangements",
+    default="plugin,cache-aware,cache-aware-pool,round-robin",
+    show_default=True,
+    help="plugin: LiteLLM with the plug-in and the pool; the others: vLLM's router.",
+)
+@click.option("--python", type=_FILE, help="Interpreter with vLLM. [default: .venv-vllm's]")
+@click.option(
+    "--routers",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".venv-routers",
+    show_default=True,
+    help="Environment with the routers (`make install-routers`).",
+)
+@_json
+def router(**arguments: object) -> None:
+    """Serve chats with vLLM servers behind LiteLLM with the plug-in, and behind vLLM's router.
+
+    All arrangements have the same memory and get the same requests. Reports hits by source, the time to the first
+    token, the balance of computed tokens, and the time that the plug-in adds to a request.
+    """
+    from tokenlake_bench.router.command import RouterArguments, run_router
+
+    try:
+        run_router(RouterArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("planner")
 @click.option("--bandwidths", default="5,50,2000", show_default=True, help="Bandwidths of the links, in MB/s.")
 @click.option(

@@ -1,0 +1,85 @@
+"""vLLM's OpenAI servers with a tiny model whose words are t0, t1, ..."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tokenlake_bench.engine_families import PATIENCE
+from tokenlake_bench.router.child import HttpChild
+from tokenlake_testing.cluster import parse_metrics
+from tokenlake_testing.engine_lines import ENVIRONMENT
+from tokenlake_testing.ports import reserve_port
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
+
+__all__ = ["MODEL_NAME", "Engine", "save_chat_model", "tokens_by_source"]
+
+MODEL_NAME: Final = "tiny"
+MODEL: Final = TinyModel()
+TEMPLATE: Final = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+CONNECTOR: Final = json.dumps(
+    {
+        "kv_connector": "TokenLakeConnector",
+        "kv_connector_module_path": "tokenlake_client.engines.vllm",
+        "kv_role": "kv_both",
+    }
+)
+SETTINGS: Final = {**PATIENCE, "fetch_ms": 2000.0}
+SOURCES: Final = {"own cache": "local_cache_hit", "pool": "external_kv_transfer", "computed": "local_compute"}
+"""Labels of vLLM's counter of prompt tokens, by the benchmark's names."""
+
+
+def save_chat_model(directory: Path) -> Path:
+    """Write a model with a tokenizer and a chat template of which each word is one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny_model(directory, MODEL)
+    words = {f"t{number}": number for number in range(MODEL.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(directory)
+    return directory
+
+
+class Engine(HttpChild):
+    """One `vllm serve` with one thread."""
+
+    def __init__(self, python: str, model: Path, log: Path, cache_bytes: int, room: int, socket: Path | None) -> None:
+        """`cache_bytes`: memory of its own cache. `room`: tokens of the longest request. `socket`: of its daemon; None
+        for an engine without the pool."""
+        port = reserve_port()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+        environment |= ENVIRONMENT
+        del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        # Otherwise vLLM sets the number of threads to that of the processors.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        options = ["--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
+        options += ["--max-model-len", str(room), "--kv-cache-memory-bytes", str(cache_bytes), "--port", str(port)]
+        options += ["--host", "127.0.0.1", "--enable-prefix-caching"]
+        if socket is not None:
+            settings = {"socket": socket, **SETTINGS}
+            environment |= {f"TOKENLAKE_ENGINE_{name.upper()}": str(value) for name, value in settings.items()}
+            options += ["--kv-transfer-config", CONNECTOR]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
+        super().__init__(command, port, log, environment, "/health")
+
+    def tokens(self) -> dict[str, float]:
+        """The prompt tokens that the engine has had, by source."""
+        return tokens_by_source(parse_metrics(self.page("/metrics")))
+
+
+def tokens_by_source(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The prompt tokens on vLLM's metrics page: from its own cache, from the pool, and computed."""
+    found = dict.fromkeys(SOURCES, 0.0)
+    for series, value in metrics.items():
+        if series.startswith("vllm:prompt_tokens_by_source_total{"):
+            for name, label in SOURCES.items():
+                if f'source="{label}"' in series:
+                    found[name] += value
+    return found
