@@ -377,6 +377,7 @@ def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
 @pytest.mark.parametrize("kind", typing.get_args(peer.PeerMessage), ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
+@pytest.mark.timeout(600)  # a search of 20 s on an idle machine
 def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
     node.watched = True

@@ -86,9 +86,10 @@ class Blocks:
         return self._pending_bytes
 
     def content(self, key: SegmentKey) -> bytes:
-        """The encoded content of a READY segment; empty if it is not known. May be called from any thread."""
+        """The encoded content of a segment that is READY or may become so; empty if it is not known. May be called from
+        any thread."""
         segment = self._present.get(key)
-        return b"" if segment is None else segment.content
+        return self._pending.get(key, b"") if segment is None else segment.content
 
     # -- what happens at this node
 

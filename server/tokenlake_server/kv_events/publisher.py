@@ -165,13 +165,24 @@ class KvEvents(Contents):
         """The contents of READY segments, to be sent to another node with their bytes; empty where they are not known.
         `limit`: most bytes in all. May be called from any thread."""
         found: list[bytes] = []
+        waiting: dict[SegmentKey, bytes] | None = None
         for key in keys if tenant in self._streams else ():
-            content = next((known for each in self._streams[tenant] if (known := each.blocks.content(key))), b"")
+            known = (content for each in self._streams[tenant] if (content := each.blocks.content(key)))
+            content = next(known, b"")
+            if not content:
+                waiting = self._in_inbox(tenant) if waiting is None else waiting
+                content = waiting.get(key, b"")
             limit -= len(content)
             if limit < 0:
                 break
             found.append(content)
         return tuple(found) if any(found) else ()
+
+    def _in_inbox(self, tenant: str) -> dict[SegmentKey, bytes]:
+        """The contents that the admin thread has not taken yet, which are those of the last `POLL_S` or so."""
+        with self._inbox_lock:
+            offers = [offer for offer in self._inbox if offer[1] == tenant]
+        return {key: content for _, _, keys, contents in offers for key, content in zip(keys, contents, strict=False)}
 
     @property
     def endpoints(self) -> list[tuple[str, str]]:
@@ -246,12 +257,14 @@ class KvEvents(Contents):
         """Take the contents that were offered before the change behind `at`: whether a segment was READY when its
         content was offered is known from the changes up to then."""
         while self._inbox and self._inbox[0][0] <= at:
-            with self._inbox_lock:
-                _, tenant, keys, contents = self._inbox.popleft()
-                self._inbox_bytes -= sum(map(len, contents))
+            _, tenant, keys, contents = self._inbox[0]
             for each in self._streams[tenant]:
                 for key, content in zip(keys, contents, strict=False):
                     each.blocks.offer(key, content)
+            # Only now, so that `contents` finds them in one place or the other.
+            with self._inbox_lock:
+                self._inbox.popleft()
+                self._inbox_bytes -= sum(map(len, contents))
 
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets
