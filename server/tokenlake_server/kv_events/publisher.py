@@ -257,14 +257,12 @@ class KvEvents(Contents):
         """Take the contents that were offered before the change behind `at`: whether a segment was READY when its
         content was offered is known from the changes up to then."""
         while self._inbox and self._inbox[0][0] <= at:
-            _, tenant, keys, contents = self._inbox[0]
+            with self._inbox_lock:
+                _, tenant, keys, contents = self._inbox.popleft()
+                self._inbox_bytes -= sum(map(len, contents))
             for each in self._streams[tenant]:
                 for key, content in zip(keys, contents, strict=False):
                     each.blocks.offer(key, content)
-            # Only now, so that `contents` finds them in one place or the other.
-            with self._inbox_lock:
-                self._inbox.popleft()
-                self._inbox_bytes -= sum(map(len, contents))
 
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets
