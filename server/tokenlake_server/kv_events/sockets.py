@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 HIGH_WATER_MARK = 1000
 """Messages that wait for a reader that does not read, at most; further ones are dropped for it."""
 MAX_REPLAYS = 8
-"""Replays at a time; further requests are dropped."""
+"""Replays at a time; further requests are answered as if the messages were not kept."""
 REPLAY_MESSAGES = 64
 """Messages of a replay that wait for a reader that does not read."""
 STALL_S = 5.0
@@ -109,15 +109,17 @@ class Sockets:
         return found
 
     def answer(self, reader: bytes, start: int, kept: Replay) -> bool:
-        """Begin to answer a request. Returns False where the messages that it asks for are not kept: the answer is then
-        empty."""
+        """Begin to answer a request. Returns False where the answer is empty, and the reader has to be told all blocks
+        anew: the messages that it asks for are not kept, or `MAX_REPLAYS` others are under way."""
         messages = kept.after(start)
         earlier = self._replays.pop(reader, None)
         if earlier is not None:
             earlier.cancel()
         if len(self._replays) >= MAX_REPLAYS:
             self.refused += 1
-            return True
+            with contextlib.suppress(zmq.ZMQError):  # the reader has gone, or reads nothing
+                self._replay_message(reader, _END, b"")
+            return False
         task = asyncio.get_running_loop().create_task(self._send(reader, messages or []))
         self._replays[reader] = task
         task.add_done_callback(lambda done: self._ended(reader, done))
@@ -132,12 +134,11 @@ class Sockets:
     async def _send(self, reader: bytes, messages: list[tuple[int, bytes]]) -> None:
         ending = [(sequence.to_bytes(_NUMBER_BYTES, "big"), payload) for sequence, payload in messages]
         ending.append((_END, b""))
-        assert self._replay is not None
         for sequence, payload in ending:
             until = time.monotonic() + STALL_S
             while True:
                 try:
-                    self._replay.send_multipart((reader, b"", self._topic, sequence, payload), zmq.NOBLOCK)
+                    self._replay_message(reader, sequence, payload)
                     break
                 except zmq.Again:
                     if time.monotonic() > until:
@@ -148,6 +149,11 @@ class Sockets:
                         return
                     raise
             await asyncio.sleep(0)
+
+    def _replay_message(self, reader: bytes, sequence: bytes, payload: bytes) -> None:
+        """Raises zmq.Again for a reader that takes no message, and zmq.ZMQError for one that has gone."""
+        assert self._replay is not None
+        self._replay.send_multipart((reader, b"", self._topic, sequence, payload), zmq.NOBLOCK)
 
     def close(self) -> None:
         """End all replays, and close both sockets."""
