@@ -169,9 +169,11 @@ class BulkSender:
             step = len(ZEROS)
             size = request.probe_bytes
             views = [ZEROS[: min(step, size - at)] for at in range(0, size, step)]
-        keys = zip(split_keys(request.keys), instruction.codes, strict=False)
-        present = [key for key, code in keys if code == Code.LOCAL]
-        contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
+        contents: tuple[bytes, ...] = ()
+        if self.contents.models(request.tenant):
+            keys = zip(split_keys(request.keys), instruction.codes, strict=False)
+            present = [key for key, code in keys if code == Code.LOCAL]
+            contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
         header = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)

@@ -21,7 +21,7 @@ ANSWER_S = 300.0
 
 @dataclass
 class Served:
-    """What the clients saw."""
+    """The times and tokens that the clients measured."""
 
     ttft_s: list[float] = field(default_factory=list)
     """Seconds from the request to the first text of its answer, of the requests that had one."""

@@ -160,7 +160,7 @@ class _Given:
 
 
 def _read(target: Target, findings: list[Finding]) -> Settings | None:
-    """The settings; None where they cannot be read. What is wrong with them is added to the findings."""
+    """The settings; None where they cannot be read. Each error in them is added to the findings."""
     text, file = None, target.file
     if file is not None:
         try:

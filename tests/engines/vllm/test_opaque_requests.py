@@ -1,4 +1,4 @@
-"""What a request may have beside its tokens, where only vLLM understands the cache: an adapter, an image, a drafting
+"""Parts of a request beside its tokens, where only vLLM understands the cache: an adapter, an image, a drafting
 head, weights that change in place, and segments on another node."""
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def beliefs(router: Llmd, stream: Stream, prompts: Sequence[Sequence[int]]) -> l
 
 
 class Breakable:
-    """Forwards connections to a port; none while it is broken. What is sent meanwhile is lost."""
+    """Forwards connections to a port; none while it is broken. Bytes that are sent meanwhile are lost."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")

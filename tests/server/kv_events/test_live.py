@@ -227,7 +227,7 @@ def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None
             for garbage in (os.urandom(5000), b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(500), b""):
                 with socket.create_connection((address[0], int(address[1])), 5) as raw:
                     raw.sendall(garbage)
-        # Replays that nobody reads.
+        # Replays whose readers take no message.
         hungry = [context.socket(zmq.DEALER) for _ in range(20)]
         for each in hungry:
             each.setsockopt(zmq.RCVHWM, 1)

@@ -233,7 +233,8 @@ class SchedulerSide:
         """The number of tokens to load of the hit. The lease of the remaining segments is released. The tokens that are
         not loaded are counted when the request gets its blocks, because vLLM may ask again until then."""
         total, start, prefill = state.request.num_tokens, state.local, state.split.prefill
-        # What another engine has computed for this one is loaded to the last token but one, whatever computing costs.
+        # Segments that another engine has computed for this one are loaded to the last token but one, whatever the cost
+        # of computing them.
         block = self._block if prefill is None else 1
         found = max(start, loadable_until(lookup.hits, total, self._segment, block))
         # `lookup.hits` still counts the segments that an earlier call of this method released (vLLM may ask again);
