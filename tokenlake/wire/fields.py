@@ -26,6 +26,7 @@ __all__ = [
     "Nonce",
     "Proof",
     "NO_RING",
+    "PlaceText",
     "RECORD_KEY_BYTES",
     "RecordKey",
     "RecordKeys",
@@ -62,6 +63,9 @@ Address = Annotated[str, Meta(max_length=280)]
 MAX_ADDRESSES = 8
 Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
 """Addresses of one node as `HOST:PORT`, the host being an IP address."""
+
+PlaceText = Annotated[str, Meta(max_length=260)]
+"""Place of a node (`tokenlake.place`), as text."""
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
