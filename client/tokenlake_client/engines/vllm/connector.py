@@ -306,7 +306,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         # vLLM accepts each field of an answer from one connector only, and another one may hand the prompt over too.
         if self._inner:
             if is_split(request.kv_transfer_params):
-                self._reports.warn("prefill and decode on different instances: refused within another connector")
+                self._reports.warn("no prompt is handed over to another engine: the connector is within another one")
             return NOT_SPLIT
         try:
             return split_of(request.kv_transfer_params)

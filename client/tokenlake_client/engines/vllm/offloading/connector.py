@@ -98,7 +98,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
         if is_split(request.kv_transfer_params):
-            self._reports.warn("prefill and decode on different instances: refused for a model with opaque segments")
+            self._reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
         super().on_new_request(request)
 
     @timed
