@@ -30,7 +30,7 @@ def test_a_domain_has_links_of_its_own() -> None:
 
 def test_a_router_that_knows_domains_reads_within_them(tmp_path: Path) -> None:
     """Requests share a prefix. Those that its owner cannot start at once go to nodes beside it."""
-    prompts = []
+    prompts: list[tuple[int, list[int]]] = []
     for group in range(0, 400, 100):
         prompts.append((400 * group, [group, group + 1]))
         behind = [range(group + at, group + at + 8) for at in (9, 19, 29)]
