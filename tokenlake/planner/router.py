@@ -22,7 +22,7 @@ loaded instances the request therefore goes to one that is near its prefix.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -152,20 +152,16 @@ class Router:
         depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
         held = dict.fromkeys(chosen.values(), 0)
         coming = dict.fromkeys(chosen, 0)
-        labelled = any(self.places.values())
-        groups: Counter[tuple[NodeId, ...]] = Counter()
-        nearer = dict.fromkeys(chosen, 0)
+        crossed = self._levels_to([owners[key] for key in keys[:depth]], chosen)
         for key in keys[:depth]:
             nodes = owners[key]
-            if labelled:
-                groups[tuple(nodes)] += 1
             for node in nodes:
                 if node in held:
                     held[node] += 1
             for instance in self._flying.get(key, ()):
                 if instance in coming and chosen[instance] not in nodes:
                     coming[instance] += 1
-                    nearer[instance] += self.levels(chosen[instance], nodes) if labelled else 0
+                    crossed[instance] -= self.levels(chosen[instance], nodes)
         starts: list[Start] = []
         further = self.further(request, depth)
         furthest = max(further.values(), default=0)
@@ -175,20 +171,30 @@ class Router:
             moved = (depth - held[node] - coming[instance]) * self._segment_tokens
             prefill = Prefill(max(1, request.tokens - cached), cached)
             repeated = (furthest - reach) * self._segment_tokens
-            far = (self._levels_to(node, groups) - nearer[instance]) * self._segment_tokens
+            far = crossed[instance] * self._segment_tokens
             cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved, repeated, far)
             starts.append(Start(instance, cost, prefill, moved, repeated))
         return starts
 
     def levels(self, node: NodeId, nodes: Iterable[NodeId]) -> int:
         """Returns the levels between a node and the nearest of `nodes`; 0 if there are none."""
-        place = self.places.get(node, NOWHERE)
+        return self._nearest(self.places.get(node, NOWHERE), nodes) if self.places else 0
+
+    def _nearest(self, place: Place, nodes: Iterable[NodeId]) -> int:
         return min((levels(place, self.places.get(each, NOWHERE)) for each in nodes), default=0)
 
-    def _levels_to(self, node: NodeId, groups: Mapping[tuple[NodeId, ...], int]) -> int:
-        """Returns the sum of the levels between a node and segments. `groups`: their number, by the nodes that have
-        them."""
-        return sum(count * self.levels(node, nodes) for nodes, count in groups.items())
+    def _levels_to(self, segments: Sequence[Collection[NodeId]], instances: Mapping[str, NodeId]) -> dict[str, int]:
+        """Returns, for each instance, the sum of the levels between its node and segments. `segments`: the nodes that
+        have each."""
+        if not any(self.places.values()):
+            return dict.fromkeys(instances, 0)
+        groups = [(nodes, sum(1 for _ in group)) for nodes, group in itertools.groupby(segments)]
+        places = {instance: self.places.get(node, NOWHERE) for instance, node in instances.items()}
+        sums = {
+            place: sum(count * self._nearest(place, nodes) for nodes, count in groups)
+            for place in dict.fromkeys(places.values())
+        }
+        return {instance: sums[place] for instance, place in places.items()}
 
     def _keys(self, request: Request) -> Sequence[SegmentKey]:
         """Returns the keys of the request that its cached prefix may contain: at least one token of the prompt is

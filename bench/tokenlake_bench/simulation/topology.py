@@ -21,7 +21,7 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.store import State
-from tokenlake_bench.report import format_bytes, format_duration, write_json
+from tokenlake_bench.report import format_bytes, write_json
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SimulatedCluster
@@ -138,12 +138,12 @@ def study(
 
 
 def table(measured: Sequence[Measured]) -> Table:
-    """Means over the seeds, a row per form of the pool and variant. `ratio`: bytes between domains, to those of
-    `blind`."""
+    """Means over the seeds, a row per form of the pool and variant. `read` and `handed over`: bytes between domains.
+    `ratio`: their sum, to that of `blind`. `apart`: see `Measured`."""
     shown = Table(title=f"means over seeds {sorted({each.seed for each in measured})}")
     for column in ("pool", "variant"):
         shown.add_column(column)
-    for column in ("hits", "in SLO", "TTFT p50 / p99", "moved", "between: read", "handed over", "ratio", "apart"):
+    for column in ("hits", "in SLO", "read", "handed over", "ratio", "apart"):
         shown.add_column(column, justify="right")
     groups: dict[tuple[str, str], list[Measured]] = {}
     for each in measured:
@@ -155,18 +155,12 @@ def table(measured: Sequence[Measured]) -> Table:
             variant,
             f"{mean(row.token_hit_rate for row in rows):.2%}",
             f"{mean(row.slo_attainment for row in rows):.2%}",
-            " / ".join(format_duration(mean(of) / 1e3) for of in _ttft_ms(rows)),
-            format_bytes(mean(row.bytes_moved for row in rows)),
             format_bytes(mean(each.between_domains for each in group)),
             format_bytes(mean(each.handed_over for each in group)),
             _ratio(group, groups.get((pool, BLIND))),
             f"{mean(each.apart for each in group):.1%}",
         )
     return shown
-
-
-def _ttft_ms(rows: Sequence[SystemRow]) -> tuple[list[float], list[float]]:
-    return [row.ttft_p50_ms for row in rows], [row.ttft_p99_ms for row in rows]
 
 
 def _ratio(group: Sequence[Measured], blind: Sequence[Measured] | None) -> str:
