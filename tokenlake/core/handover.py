@@ -44,9 +44,9 @@ for a hand-over to it."""
 LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
-FARTHER = 4.0
-"""For each level between two nodes (`tokenlake.place`) the other one must be so many times as much emptier, because the
-segments cross a slow link."""
+FARTHER = 3.0
+"""For each level between two full nodes (`tokenlake.place`) the other one must be so many times `CLEARLY` emptier in
+addition, because the segments cross slow links."""
 MAX_OFFERS = 8
 """Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
 MAX_TAKEN = 64
@@ -97,7 +97,7 @@ class Handover:
         here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
         for peer in self._peers:
             mean = self._leads.get(peer.node, 0.0)
-            self._leads[peer.node] = mean + part * (self._lead(peer, here) - mean)
+            self._leads[peer.node] = mean + part * (peer.vacancy.lead(here) - mean)
         self._context.after(self._context.config.gossip_s, self._compare)
 
     # -- offers made
@@ -131,19 +131,25 @@ class Handover:
         self._peers.call(node, make, wait_s, partial(self._answered, node, segments, done), proves_life=False)
 
     def _emptiest(self) -> NodeId | None:
-        """Returns the emptiest usable node, if this node is full and that one has been clearly emptier for long; else
-        None."""
+        """Returns the usable node of the highest rank (`_rank`), if this node is full and that one has been clearly
+        emptier for long; else None."""
         here = self._context.vacancy()
         if not here.full:
             return None
-        leads = [(self._lead(peer, here), peer.node) for peer in self._peers if peer.usable and not peer.draining]
-        lasting = [(lead, node) for lead, node in leads if min(lead, self._leads.get(node, 0.0)) >= CLEARLY]
+        ranks = [(self._rank(peer, here), peer.node) for peer in self._peers if peer.usable and not peer.draining]
+        lasting = [(rank, node) for rank, node in ranks if rank is not None]
         return max(lasting, key=lambda each: each[0])[1] if lasting else None
 
-    def _lead(self, peer: Peer, here: Vacancy) -> float:
-        """Returns how much emptier the peer is than this node, whose vacancy is `here`; less by `FARTHER` for each
-        level between them."""
-        return peer.vacancy.lead(here) / FARTHER ** levels(self._context.config.place, peer.place)
+    def _rank(self, peer: Peer, here: Vacancy) -> tuple[bool, float, float] | None:
+        """Returns the rank of a peer among those that may take segments of this node, whose vacancy is `here`; None if
+        it has not been clearly emptier for long. A peer with free memory evicts nothing for them: the nearest such peer
+        comes first. Of full peers, a far one must be so much emptier that the slow links are worth it."""
+        lead, away = peer.vacancy.lead(here), levels(self._context.config.place, peer.place)
+        full = peer.vacancy.full
+        least = CLEARLY * (1 + FARTHER * away) if full else CLEARLY
+        if min(lead, self._leads.get(peer.node, 0.0)) < least:
+            return None
+        return not full, lead / least if full else -away, lead
 
     def _answered(
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None
