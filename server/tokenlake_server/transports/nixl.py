@@ -206,9 +206,17 @@ class Nixl:
     or while it does not run; the other methods by any thread."""
 
     def __init__(
-        self, node: str, incarnation: int, arena: Arena, regions: Sequence[int], networks: Sequence[str]
+        self,
+        node: str,
+        incarnation: int,
+        arena: Arena,
+        regions: Sequence[int],
+        networks: Sequence[str],
+        make: Callable[[str], Agent] = Agent,
     ) -> None:
-        """`regions`: the numbers of the arena's regions; `networks`: the networks by which this node can be read."""
+        """`regions`: the numbers of the arena's regions; `networks`: the networks by which this node can be read;
+        `make`: makes an agent with a name."""
+        self._make = make
         self._name = f"{node}/{incarnation}"
         self._networks = tuple(networks)
         self._arena = arena
@@ -496,7 +504,7 @@ class Nixl:
         self._born_at = now
         agent = None
         try:
-            agent = Agent(f"{self._name}/{self._lives}")
+            agent = self._make(f"{self._name}/{self._lives}")
             agent.register((_address(self._probe), len(self._probe), HOST))
             for span in list(self._memory.values()):
                 agent.register(span)
