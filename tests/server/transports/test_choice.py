@@ -15,7 +15,7 @@ from tokenlake_server.transports import choice
 from tokenlake_server.transports.choice import Transports, open_transports
 from tokenlake_server.transports.tcp import Tcp
 
-SMALL = {"memory": 1 << 20, "region_size": 1 << 20}
+SMALL: dict[str, Any] = {"memory": 1 << 20, "region_size": 1 << 20}
 
 
 @pytest.mark.parametrize(
