@@ -1,7 +1,7 @@
 """One transfer of segments, piece by piece, between a sender and a receiver that freeze and die independently.
 
 A piece is one shard of one segment. After `AbortFetch` pieces keep arriving until the receiver returns, as its thread
-stops only then. In every third transfer the piece that travels at that moment cannot be stopped: it is written later,
+stops only then. In every second transfer the piece that travels at that moment cannot be stopped: it is written later,
 into a slot that is reported as held.
 """
 
@@ -60,6 +60,8 @@ class Transfer(Pull):
         self.landed = [0] * len(self.slots)
         self._into: Arena = target.arena
         self._from: Arena = source.arena
+        self._one_sided = stream % 2 == 0
+        """The receiver reads out of the sender's memory, and cannot stop a read."""
         self._travels: int | None = None
         """The segment whose piece travels now."""
         self._held: int | None = None
@@ -112,13 +114,20 @@ class Transfer(Pull):
             self.clock.after(self.clock.delay_s(), self._return)
         elif self._stall and len(self._pieces) == 1:
             self._stall = False
-            self.clock.after(self.clock.random.uniform(0.0, STALL_S), self._next)
+            stall_s = self.clock.random.uniform(0.0, STALL_S)
+            if self._one_sided:
+                self._travel(stall_s)
+            else:
+                self.clock.after(stall_s, self._next)
         else:
-            index, shard, slot = self._pieces.pop()
-            value = self._from.read(slot, shard)
-            self._flipped = self._flipped or self._from.flipped(slot)
-            self._travels = index
-            self.clock.after(self.clock.delay_s(), self._land, index, shard, value)
+            self._travel(self.clock.delay_s())
+
+    def _travel(self, seconds: float) -> None:
+        index, shard, slot = self._pieces.pop()
+        value = self._from.read(slot, shard)
+        self._flipped = self._flipped or self._from.flipped(slot)
+        self._travels = index
+        self.clock.after(seconds, self._land, index, shard, value)
 
     def _land(self, index: int, shard: int, value: bytes) -> None:
         self._travels = None
@@ -172,7 +181,7 @@ class Transfer(Pull):
                 self.codes[index] = Code.LOCAL if found == expected else Code.BAD_CHECKSUM
             checksums += expected if whole else bytes(8 * SHARDS)
         held = bytearray(len(self.slots))
-        if self.stream % 3 == 0 and self._travels is not None and self.codes[self._travels] == Code.LOST:
+        if self._one_sided and self._travels is not None and self.codes[self._travels] == Code.LOST:
             self._held = self._travels
             held[self._held] = 1
         self.end_receiving(bytes(self.codes), checksums, bytes(held) if any(held) else b"")
