@@ -143,6 +143,11 @@ class _Read:
                 return
         call()
 
+    @property
+    def whole(self) -> bool:
+        """True if all pieces have come, or were started."""
+        return not self._pieces
+
     def next_piece(self) -> _Piece | None:
         """The next piece, which is started then; None where there is none."""
         with self._changed:
@@ -570,12 +575,12 @@ class Nixl:
         if not self._reads:
             self._agent.progress()
         now = time.monotonic()
-        for read in [read for read in self._reads if read.ended_at]:
-            if not read.handles:
+        for read in list(self._reads):
+            if not read.handles and (read.whole or read.ended_at):
                 self._reads.remove(read)
                 read.settle()
                 self._meet_all()
-            elif now - read.ended_at > SETTLE_S or read.failed:
+            elif read.ended_at and (now - read.ended_at > SETTLE_S or read.failed):
                 # NIXL does not tell whether more bytes come.
                 self._failed(read.node, read.failed or "a read did not end")
                 self._retire(f"a read from {read.node} cannot be stopped")
