@@ -25,8 +25,8 @@ from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.location import levels
 from tokenlake.metrics import Metric
-from tokenlake.place import levels
 from tokenlake.store import Kind, Segment, State
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire import Code
@@ -45,7 +45,7 @@ LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
 FARTHER = 3.0
-"""For each level between two full nodes (`tokenlake.place`) the other one must be so many times `CLEARLY` emptier in
+"""For each level between two full nodes (`tokenlake.location`) the other one must be so many times `CLEARLY` emptier in
 addition, because the segments cross slow links."""
 MAX_OFFERS = 8
 """Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
@@ -144,7 +144,7 @@ class Handover:
         """Returns the rank of a peer among those that may take segments of this node, whose vacancy is `here`; None if
         it has not been clearly emptier for long. A peer with free memory evicts nothing for them: the nearest such peer
         comes first. Of full peers, a far one must be so much emptier that the slow links are worth it."""
-        lead, away = peer.vacancy.lead(here), levels(self._context.config.place, peer.place)
+        lead, away = peer.vacancy.lead(here), levels(self._context.config.location, peer.location)
         full = peer.vacancy.full
         least = CLEARLY * (1 + FARTHER * away) if full else CLEARLY
         if min(lead, self._leads.get(peer.node, 0.0)) < least:

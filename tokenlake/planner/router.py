@@ -15,8 +15,8 @@ costs as much as computing it, beside the time that bringing it or computing it 
 another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
 computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
 
-A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.place`). Among equally
-loaded instances the request therefore goes to one that is near its prefix.
+A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.location`). Among
+equally loaded instances the request therefore goes to one that is near its prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.place import NOWHERE, Place, levels
+from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
@@ -96,8 +96,8 @@ class Router:
         another seed."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
-        self.places: Mapping[NodeId, Place] = {}
-        """The places of the nodes. The caller sets it; without an entry a node has no labels."""
+        self.locations: Mapping[NodeId, Location] = {}
+        """The locations of the nodes. The caller sets it; without an entry a node has no labels."""
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
         self._seed = seed
@@ -178,23 +178,23 @@ class Router:
 
     def levels(self, node: NodeId, nodes: Iterable[NodeId]) -> int:
         """Returns the levels between a node and the nearest of `nodes`; 0 if there are none."""
-        return self._nearest(self.places.get(node, NOWHERE), nodes) if self.places else 0
+        return self._nearest(self.locations.get(node, NOWHERE), nodes) if self.locations else 0
 
-    def _nearest(self, place: Place, nodes: Iterable[NodeId]) -> int:
-        return min((levels(place, self.places.get(each, NOWHERE)) for each in nodes), default=0)
+    def _nearest(self, location: Location, nodes: Iterable[NodeId]) -> int:
+        return min((levels(location, self.locations.get(each, NOWHERE)) for each in nodes), default=0)
 
     def _levels_to(self, segments: Sequence[Collection[NodeId]], instances: Mapping[str, NodeId]) -> dict[str, int]:
         """Returns, for each instance, the sum of the levels between its node and segments. `segments`: the nodes that
         have each."""
-        if not any(self.places.values()):
+        if not any(self.locations.values()):
             return dict.fromkeys(instances, 0)
         groups = [(nodes, sum(1 for _ in group)) for nodes, group in itertools.groupby(segments)]
-        places = {instance: self.places.get(node, NOWHERE) for instance, node in instances.items()}
+        locations = {instance: self.locations.get(node, NOWHERE) for instance, node in instances.items()}
         sums = {
-            place: sum(count * self._nearest(place, nodes) for nodes, count in groups)
-            for place in dict.fromkeys(places.values())
+            location: sum(count * self._nearest(location, nodes) for nodes, count in groups)
+            for location in dict.fromkeys(locations.values())
         }
-        return {instance: sums[place] for instance, place in places.items()}
+        return {instance: sums[location] for instance, location in locations.items()}
 
     def _keys(self, request: Request) -> Sequence[SegmentKey]:
         """Returns the keys of the request that its cached prefix may contain: at least one token of the prompt is

@@ -18,6 +18,7 @@ __all__ = [
     "MAX_ADDRESSES",
     "Address",
     "Addresses",
+    "AgentName",
     "Amount",
     "Index",
     "Key",
@@ -26,7 +27,7 @@ __all__ = [
     "Nonce",
     "Proof",
     "NO_RING",
-    "PlaceText",
+    "LocationText",
     "RECORD_KEY_BYTES",
     "RecordKey",
     "RecordKeys",
@@ -64,8 +65,11 @@ MAX_ADDRESSES = 8
 Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
 """Addresses of one node as `HOST:PORT`, the host being an IP address."""
 
-PlaceText = Annotated[str, Meta(max_length=260)]
-"""Place of a node (`tokenlake.place`), as text."""
+AgentName = Annotated[str, Meta(max_length=128)]
+"""Name of an agent by which the memory of a node is read, another one in each of its lives; empty: none."""
+
+LocationText = Annotated[str, Meta(max_length=260)]
+"""Location of a node (`tokenlake.location`), as text."""
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
