@@ -26,6 +26,9 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
 A, B = (Instance(f"http://{name}/v1", "m", None) for name in ("a", "b"))
 PATIENT_MS = 5000.0
+SEGMENTS = 16
+"""Of a prompt: longer than an answer is expected to be, so that a request whose end is not reported yet changes no
+choice."""
 seeds = itertools.count(1000)
 
 
@@ -53,7 +56,7 @@ class Asker:
         """The choice for a new request, which ends at once."""
         name = str(next(self._names))
         choice = await self.chooser.choose(name, prompt, among, None, None)
-        self.chooser.finished(name)
+        self.chooser.finished(name, 1)
         return choice
 
     def ask(self, tokens: Sequence[int], among: Sequence[Candidate] = BOTH) -> Choice:
@@ -132,7 +135,7 @@ def between(two: Cluster, pools: list[Pool]) -> Iterator[Between]:
 
 def stored(cluster: Cluster, pool: Pool) -> list[int]:
     """The tokens of a new prompt whose cache lies at one node."""
-    prompt = Prompt(next(seeds), 4)
+    prompt = Prompt(next(seeds), SEGMENTS)
     store(pool, prompt)
     wait_told(cluster)
     return prompt.tokens
@@ -243,12 +246,12 @@ def test_a_tokenizer_in_the_process_finds_what_the_engine_stored(
     two: Cluster, pools: list[Pool], tmp_path: Path, asker: Callable[..., Asker]
 ) -> None:
     pytest.importorskip("transformers")
-    from tokenlake_bench.router.engines import save_tokenizer
+    from tokenlake_testing.tiny_model import save_tokenizer
 
     directory = save_tokenizer(tmp_path / "tokenizer")
-    tokens = [each % 1000 for each in Prompt(next(seeds), 4).tokens]
+    tokens = [each % 1000 for each in Prompt(next(seeds), SEGMENTS).tokens]
     prompt = Prompt(next(seeds), 0)
-    prompt.tokens, prompt.segments = tokens, 4
+    prompt.tokens, prompt.segments = tokens, SEGMENTS
     store(pools[1], prompt)
     wait_told(two)
     control = [str(socket_of(two.nodes[0]))]

@@ -23,6 +23,9 @@ if not (ROUTERS / ".installed").exists():
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 seeds = itertools.count(1)
+SEGMENTS = 16
+"""Of a prompt: longer than an answer is expected to be, so that a request whose end is not reported yet changes no
+choice."""
 
 
 def text_of(prompt: Prompt) -> str:
@@ -40,7 +43,7 @@ def settled(engines: list[Engine]) -> Iterator[None]:
 
 def test_requests_go_to_the_node_of_their_prefix(two: Cluster, pools: list[Pool], proxy: Proxy) -> None:
     for at, name in (0, "A"), (1, "B"), (1, "B"), (0, "A"):
-        prompt = Prompt(next(seeds), 4)
+        prompt = Prompt(next(seeds), SEGMENTS)
         store(pools[at], prompt)
         wait_told(two)
         more = f"{text_of(prompt)} 5 6 7"
@@ -115,7 +118,7 @@ def test_a_slow_pool_is_counted_and_leaves_no_request_under_way(
 def test_an_engine_in_cooldown_is_left_out(
     two: Cluster, pools: list[Pool], engines: list[Engine], proxy: Proxy, settled: None
 ) -> None:
-    prompt = Prompt(next(seeds), 4)
+    prompt = Prompt(next(seeds), SEGMENTS)
     store(pools[0], prompt)
     wait_told(two)
     engines[0].mode = "down"
@@ -190,7 +193,7 @@ def test_workers_share_the_requests_under_way_over_tls(tmp_path: Path, engines: 
 
 def _known(cluster: Cluster, pool: Pool) -> str:
     """A new prompt that the pool has."""
-    prompt = Prompt(next(seeds), 4)
+    prompt = Prompt(next(seeds), SEGMENTS)
     store(pool, prompt)
     wait_told(cluster)
     return text_of(prompt)

@@ -13,13 +13,12 @@ from tokenlake_bench.router.child import HttpChild
 from tokenlake_testing.cluster import parse_metrics
 from tokenlake_testing.engine_lines import ENVIRONMENT
 from tokenlake_testing.ports import reserve_port
-from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model, save_tokenizer
 
-__all__ = ["MODEL_NAME", "Counts", "Engine", "save_chat_model", "save_tokenizer", "tokens_by_source"]
+__all__ = ["MODEL_NAME", "Counts", "Engine", "save_chat_model", "tokens_by_source"]
 
 MODEL_NAME: Final = "tiny"
 MODEL: Final = TinyModel()
-TEMPLATE: Final = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 CONNECTOR: Final = json.dumps(
     {
         "kv_connector": "TokenLakeConnector",
@@ -33,23 +32,9 @@ SOURCES: Final = {"own cache": "local_cache_hit", "pool": "external_kv_transfer"
 
 
 def save_chat_model(directory: Path) -> Path:
-    """Write the model with its tokenizer."""
+    """Write the model with a tokenizer of which each word is one token."""
     save_tiny_model(directory, MODEL)
-    return save_tokenizer(directory)
-
-
-def save_tokenizer(directory: Path) -> Path:
-    """Write a tokenizer and a chat template of which each word is one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{number}": number for number in range(MODEL.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
-    wrapped.chat_template = TEMPLATE
-    wrapped.save_pretrained(directory)
-    return directory
+    return save_tokenizer(directory, MODEL.vocabulary)
 
 
 class Counts(NamedTuple):
