@@ -32,6 +32,7 @@ from tokenlake.errors import (
     Unreachable,
 )
 from tokenlake.metrics import Metric
+from tokenlake.place import NOWHERE, parse_place
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -157,6 +158,12 @@ class PeerConnections:
         self.on_stranger: Callable[[str], None] = lambda node: None
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
+        self.on_connected: Callable[[str], None] = lambda node: None
+        """Called with the name of a node when there is a control connection with it."""
+        self.on_lost: Callable[[str], None] = lambda node: None
+        """Called with the name of a node when that connection has ended."""
+        self.on_memory_agent: Callable[[str, peer.MemoryAgent], None] = lambda node, message: None
+        """Called with the name of a node that has told how its memory can be read, and its message."""
         self._newer: set[str] = set()
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
@@ -402,7 +409,7 @@ class PeerConnections:
                     self._accepted(connection, acceptor.hello)
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
-                    self._established(connection, handshake.dialled, incarnation, dialler.bulk, dialler.control)
+                    self._established(connection, handshake.dialled, incarnation, dialler)
                     if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
@@ -438,7 +445,7 @@ class PeerConnections:
             self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
-            self._established(connection, hello.node, hello.incarnation, hello.bulk, hello.control)
+            self._established(connection, hello.node, hello.incarnation, hello)
 
     def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
@@ -489,18 +496,24 @@ class PeerConnections:
     # -- established
 
     def _established(
-        self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...], control: str
+        self, connection: FrameConnection, node: str, incarnation: int, told: Dialler | peer.PeerHello
     ) -> None:
+        """The handshake of a control connection is complete. `told`: what the other daemon told of itself."""
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
         self._handshakes.pop(connection).timer.cancel()
         try:
-            self._addresses.tell(node, bulk)
+            self._addresses.tell(node, told.bulk)
         except ValueError as error:
             log.warning("peer %s: %s", node, error)
+        try:
+            place = parse_place(told.place)
+        except ValueError as error:
+            log.warning("peer %s has the place %r; expected %s", node, told.place, error)
+            place = NOWHERE
         self._drop(node, "replaced by a newer connection")
-        self.controls[node] = control
+        self.controls[node] = told.control
         self._refused.pop(node, None)
         self.states.connected(node)
         self._connections[node] = (connection, incarnation)
@@ -510,13 +523,17 @@ class PeerConnections:
         since = self._loop.time()
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, since, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
-        self._driver.handle(events.PeerUp(node, incarnation))
+        self._driver.handle(events.PeerUp(node, incarnation, place))
+        self.on_connected(node)
 
     def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:
         try:
             message = decode(peer.control_decoder, body)
             if isinstance(message, peer.ConnectionKey):
                 self._take_key(node, message)
+                return
+            if isinstance(message, peer.MemoryAgent):
+                self.on_memory_agent(node, message)
                 return
         except ProtocolRefused as error:
             tag = peer.unknown_tag(body)
@@ -556,6 +573,7 @@ class PeerConnections:
         del self._connections[node]
         self._newer.discard(node)
         self._keys.forget(node)
+        self.on_lost(node)
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
@@ -580,7 +598,11 @@ class PeerConnections:
     def _say(self, instruction: SendToPeer) -> None:
         self._send(instruction.node, instruction.message)
 
-    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey) -> None:
+    def tell(self, node: str, message: peer.MemoryAgent) -> None:
+        """Tell a node how the memory of this one can be read; nothing is sent without a control connection."""
+        self._send(node, message)
+
+    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey | peer.MemoryAgent) -> None:
         current = self._connections.get(node)
         if current is not None:
             current[0].send(pack_frame(message))
