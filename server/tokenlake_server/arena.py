@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import LimitReached
+from tokenlake.place import HOST
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
 from tokenlake.wire.slots import SlotRef
 
@@ -40,6 +41,9 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
+
+    where = HOST
+    """Where the memory is (`tokenlake.place`)."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenlake.hints import Hints
+from tokenlake.place import HOST, Place
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
@@ -295,6 +296,7 @@ class Region(_Message, frozen=True, tag=18):
     region: Index
     region_bytes: int
     slot_bytes: SlotBytes
+    where: Place = HOST
 
 
 class RegionClosed(_Message, frozen=True, tag=31):
