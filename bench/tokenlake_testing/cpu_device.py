@@ -13,6 +13,7 @@ operations fail as those of a GPU do.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import queue
 import threading
@@ -118,6 +119,7 @@ class CpuStream:
 
     def _queued(self, name: str, operation: Callable[[], object]) -> None:
         self._device.check()
+        self._device.attempt(f"queue {name}")
 
         def execute() -> None:
             self._device.held.wait()
@@ -150,8 +152,7 @@ class _Memory:
         self._descriptor = descriptor
         self._owned = owned
         self._closed = False
-        mapped = np.memmap(os.fdopen(os.dup(descriptor), "r+b"), np.uint8, "r+", shape=(nbytes,))
-        self._tensor: Any = device.tensor(torch.from_numpy(mapped))
+        self._tensor: Any = device.tensor(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
 
     @property
     def tensor(self) -> Any:
@@ -186,8 +187,8 @@ class CpuDevice:
         self._failing: dict[str, int] = {}
 
     def fail(self, name: str, after: int = 0) -> None:
-        """Let the call or operation `name` (`run`, `to_host`, `to_device`, `lock`, `allocate`, `open`) fail once, after
-        `after` successes."""
+        """Let the call or operation `name` fail once, after `after` successes: `run`, `to_host`, `to_device` when it is
+        executed, `queue run` and so on when it is queued, `lock`, `allocate`, `open`."""
         self._failing[name] = after
 
     def attempt(self, name: str) -> None:

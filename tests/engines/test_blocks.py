@@ -11,7 +11,7 @@ import torch
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.common.slots import slot_flat, slot_tensors
+from tokenlake_client.engines.common.slots import slot_tensors
 from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.host_copy import HostCopy

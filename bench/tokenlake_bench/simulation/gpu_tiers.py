@@ -127,9 +127,7 @@ class GpuExclusive(GpuRead):
         engine_cache_tokens: int,
         fleet: list[GpuRead],
     ) -> None:
-        super().__init__(
-            node, options, window, finished, run, engine_cache_tokens=engine_cache_tokens, fleet=fleet
-        )
+        super().__init__(node, options, window, finished, run, engine_cache_tokens=engine_cache_tokens, fleet=fleet)
         self._names: dict[int, tuple[bytes, int]] = {}
         """By segment in the GPU cache: its key, and its index in the prompt."""
         self._leaving: OrderedDict[int, tuple[bytes, int]] = OrderedDict()

@@ -90,9 +90,7 @@ class CudaDriver:
         flags = PORTABLE
         if not write:
             supported = _int()
-            self._call(
-                "cuDeviceGetAttribute", ctypes.byref(supported), READ_ONLY_HOST_REGISTER_SUPPORTED, self._device
-            )
+            self._call("cuDeviceGetAttribute", ctypes.byref(supported), READ_ONLY_HOST_REGISTER_SUPPORTED, self._device)
             if not supported.value:
                 raise DeviceFailed("the GPU cannot read page-locked memory that is mapped read-only")
             flags |= READ_ONLY
