@@ -194,7 +194,7 @@ def received(side: WorkerSide) -> set[str]:
 
 
 def test_a_load_into_blocks_follows_the_steps_that_use_them() -> None:
-    """vLLM schedules a step before the one before has ended: that one may still write blocks of a request that ended."""
+    """vLLM may give blocks away while the device still executes a step that writes them."""
     device, gate = CpuDevice(), threading.Event()
     copy, tensors = blocks_on(device)
 

@@ -149,10 +149,14 @@ def _opaque(device: Device, size: _Size, socket: Path) -> Row:
         for layer in range(size.groups[part.group]):
             expected[layer, part.blocks] = contents.reshape(shape)[layer, part.blocks]
     out, into = DevicePages(tables(source), chunk, device), DevicePages(tables(target), chunk, device)
+
+    def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        out.to_slot(slot, parts[index])
+
     with Pool.connect(socket, layout) as pool:
         keys = pool.opaque_keys([(part.group, part.chunk.to_bytes(32, "big")) for part in parts])
         started = time.perf_counter()
-        pool.store_all(keys, lambda index, slot: out.to_slot(slot, parts[index]), patience=30.0)
+        pool.store_all(keys, fill, patience=30.0)
         seconds = [time.perf_counter() - started]
         with pool.match(keys, MatchOptions(independent=True)) as lease:
             for _ in range(2):
