@@ -126,7 +126,7 @@ def test_segments_of_a_killed_owner_are_recomputed(
     expected = [plain.generate([tokens])[0] for tokens in many]
     assert alone.generate(many) == expected
     assert alone.call("flush")
-    multi.call("slow loads", seconds=0.05)
+    multi.call("slow_loads", seconds=0.05)
     before = multi.call("counts")["loads_failed"]
     fetched = cluster.totals()["tokenlake_fetched_tokens_total"]
     answers: list[list[list[int]]] = []
