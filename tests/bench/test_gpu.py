@@ -25,6 +25,13 @@ def test_without_a_gpu_each_check_says_so(tmp_path: Path, capsys: pytest.Capture
     assert not result.device
 
 
+@pytest.mark.parametrize("name", ["copies", "ipc"])
+def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
+    (check,) = measure(Rig(CPU, small=True), [name], print).checks
+    assert check.rows
+    assert check.right
+
+
 @pytest.mark.live
 def test_blocks_go_through_a_daemon_and_back() -> None:
     lines: list[str] = []

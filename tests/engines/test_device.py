@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from tests.engines.test_blocks import BLOCK, BLOCKS, DIM, HEADS, LAYERS, LAYOUT, SEGMENT, caches
 from tokenlake.wire import Code
-from tokenlake_bench.gpu.base import CPU, NotRun, Rig, bytes_of, device_named, filled, random_bytes
-from tokenlake_bench.gpu.command import CHECKS
 from tokenlake_client.engines.devices.base import Device, DeviceFailed
+from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.device_copy import DeviceCopy
@@ -29,16 +28,18 @@ from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan
 from tokenlake_client.engines.vllm.worker import WorkerSide
 from tokenlake_testing.cpu_device import CpuDevice
+from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
 
 LIMIT_S = 20.0
 
 
-@pytest.fixture(params=[CPU, "cuda:0"])
+@pytest.fixture(params=["cpu", "cuda:0"])
 def device(request: pytest.FixtureRequest) -> Device:
-    try:
-        return device_named(request.param)
-    except NotRun as reason:
-        pytest.skip(str(reason))
+    if request.param == "cpu":
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return CudaDevice(request.param)
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
@@ -81,13 +82,6 @@ def test_a_stream_waits_for_a_point_of_the_engine(device: Device) -> None:
     seconds = device.between(first, last)
     assert seconds is not None
     assert seconds >= 0
-
-
-@pytest.mark.parametrize("name", ["copies", "ipc"])
-def test_checks_of_the_gpu_command_are_right(device: Device, name: str) -> None:
-    rows = list(CHECKS[name](Rig(device.place if torch.cuda.is_available() else CPU, small=True)))
-    assert rows
-    assert all(row.right for row in rows)
 
 
 def test_memory_of_a_device_has_a_handle_at_its_owner_alone(device: Device) -> None:

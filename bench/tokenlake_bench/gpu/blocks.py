@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_bench.gpu.base import Rig, Row, bytes_of, device_named, filled, random_bytes
+from tokenlake_bench.gpu.base import Rig, Row, device_named
 from tokenlake_client import Pool
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
@@ -26,6 +26,7 @@ from tokenlake_client.engines.vllm.offloading.pages import DevicePages, PageTabl
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.match import MatchOptions
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
 
 __all__ = ["blocks"]
 

@@ -15,9 +15,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tokenlake_bench.gpu.base import Rig, Row, device_named, random_bytes
+from tokenlake_bench.gpu.base import Rig, Row, device_named
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.mapped_memory import MappedMemory
+from tokenlake_testing.device_bytes import random_bytes
 
 __all__ = ["copies"]
 

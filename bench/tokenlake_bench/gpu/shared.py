@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import xxhash
 
-from tokenlake_bench.gpu.base import Rig, Row, bytes_of, device_named, random_bytes
+from tokenlake_bench.gpu.base import Rig, Row, device_named
+from tokenlake_testing.device_bytes import bytes_of, random_bytes
 
 __all__ = ["shared"]
 

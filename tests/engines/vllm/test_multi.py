@@ -83,6 +83,7 @@ def test_no_connector_answers_for_another_engine(multi: Engine, plain: Engine) -
     tokens = prompt(700, 5)
     answer = multi.timed([tokens], params={"do_remote_decode": True})
     assert (answer.tokens, answer.params) == (plain.generate([tokens]), [None])
+    assert "no prompt is handed over to another engine: the connector is within" in multi.log.read_text()
 
 
 def test_many_at_once(multi: Engine, plain: Engine) -> None:

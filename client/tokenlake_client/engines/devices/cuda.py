@@ -115,6 +115,8 @@ class CudaDevice:
         self._device = torch.device(device)
         self.place = f"cuda:{self._device.index}"
         self._driver: CudaDriver | None = None
+        self._told: set[str] = set()
+        """The reasons in the log for which memory was not locked."""
 
     @property
     def driver(self) -> CudaDriver:
@@ -145,7 +147,9 @@ class CudaDevice:
         try:
             self.driver.lock(address, nbytes, write=write)
         except DeviceFailed as error:
-            log.warning("memory of the pool is not page-locked for %s; copies are slower: %s", self.place, error)
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                log.warning("memory of the pool is not page-locked for %s; copies are slower: %s", self.place, error)
             return None
         return partial(self.driver.unlock, address)
 
