@@ -9,5 +9,5 @@ from msgspec import Meta
 __all__ = ["HOST", "Place"]
 
 HOST: Final = "host"
-Place = Annotated[str, Meta(pattern=r"^(host|cuda:(0|[1-9][0-9]{0,2}))$", max_length=8)]
-"""The name of a place, in messages."""
+Place = Annotated[str, Meta(max_length=16)]
+"""The name of a place, in messages. A client refuses regions at places that it does not know."""

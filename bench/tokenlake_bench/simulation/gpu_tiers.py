@@ -30,7 +30,7 @@ from tokenlake_bench.simulation.pooled import PooledRequest, PooledRun
 
 __all__ = ["GIVEN", "GpuExclusive", "GpuRead", "GpuRoute", "gpu_sizes"]
 
-GIVEN: Final = {"gpu-given-1/8": 1 / 8, "gpu-given-1/4": 1 / 4, "gpu-given-1/2": 1 / 2}
+GIVEN: Final = {"gpu-given-1/8": 1 / 8, "gpu-given-1/4": 1 / 4}
 """The part of each GPU cache that the variant takes from the engine and gives to the pool."""
 
 
