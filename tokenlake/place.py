@@ -9,5 +9,5 @@ from msgspec import Meta
 __all__ = ["HOST", "Place"]
 
 HOST: Final = "host"
-Place = Annotated[str, Meta(max_length=16)]
+Place = Annotated[str, Meta(max_length=64)]
 """The name of a place, in messages. A client refuses regions at places that it does not know."""
