@@ -32,6 +32,7 @@ import xxhash
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.metrics import Level, Metric
+from tokenlake.place import device_of
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
@@ -380,7 +381,7 @@ class Nixl:
 
     def _span(self, region: int) -> Span:
         made = self._arena.region(region)
-        return _address(made.map), made.nbytes, HOST
+        return _address(made.map), made.nbytes, device_of(made.where)
 
     def _deregister(self, span: Span) -> None:
         if self._agent is not None:
