@@ -30,7 +30,7 @@ from tokenlake.local_socket import (
     trusted_users,
 )
 from tokenlake.opaque_layout import AnyLayout
-from tokenlake.place import HOST
+from tokenlake.where import HOST
 from tokenlake.wire import engine
 from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import LimitReached
-from tokenlake.place import HOST
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake.where import HOST
 from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Arena", "Region"]
@@ -43,7 +43,7 @@ class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
 
     where = HOST
-    """Where the memory is (`tokenlake.place`)."""
+    """Where the memory is (`tokenlake.where`)."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number

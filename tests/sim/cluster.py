@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from tests.sim.arena import REGION_BYTES
 from tests.sim.engine import Engine, Reading
@@ -16,6 +16,7 @@ from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.misses import MISSED
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.place import parse_place
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, State
 from tokenlake.wire import Code
@@ -27,10 +28,21 @@ __all__ = ["Cluster"]
 class Cluster(World):
     """Nodes, links and engines; call `check` after each step, `settle` at the end."""
 
-    def __init__(self, nodes: int = 3, seed: int = 0, *, regions: int = 3, recording: bool = False, **rules: float):
-        """`rules`: fields of `CoreConfig` that differ from the defaults of `World`, which are shorter than a
-        daemon's."""
-        super().__init__([f"n{index}" for index in range(nodes)], seed, regions=regions, recording=recording, **rules)
+    def __init__(
+        self,
+        nodes: int = 3,
+        seed: int = 0,
+        *,
+        regions: int = 3,
+        recording: bool = False,
+        places: Sequence[str] = (),
+        **rules: float,
+    ) -> None:
+        """`places`: of the first nodes. `rules`: fields of `CoreConfig` that differ from the defaults of `World`, which
+        are shorter than a daemon's."""
+        names = [f"n{index}" for index in range(nodes)]
+        of = {name: parse_place(place) for name, place in zip(names, places, strict=False)}
+        super().__init__(names, seed, regions=regions, recording=recording, places=of, **rules)
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
         pairs = itertools.combinations(self._names, 2)

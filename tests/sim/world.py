@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
+from tokenlake.place import NOWHERE, Place
 from tokenlake.ring_record import RingRecord
 
 __all__ = ["World"]
@@ -32,12 +34,23 @@ REMEMBERED = 64
 class World:
     """`Cluster` without its nodes; nodes, engines and links depend on this part alone."""
 
-    def __init__(self, names: Iterable[str], seed: int, *, regions: int, recording: bool, **rules: float) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        seed: int,
+        *,
+        regions: int,
+        recording: bool,
+        places: Mapping[str, Place] = MappingProxyType({}),
+        **rules: float,
+    ) -> None:
+        """`places`: of nodes, by name."""
         self.clock = RandomClock(seed)
         self.recording = recording
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}
         self.lease_s = self.rules["lease_s"]
+        self._places = dict(places)
         self.wrong: list[str] = []
         """Violations seen so far; the next check reports them."""
         self.refusals: list[str] = []
@@ -50,7 +63,9 @@ class World:
 
     def config(self, name: str, incarnation: int) -> CoreConfig:
         """The configuration of a life of a node that begins now."""
-        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+        place = self._places.get(name, NOWHERE)
+        rules = {**self.rules, "place": place}
+        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **rules)  # type: ignore[arg-type]
 
     def leave(self, name: str) -> None:
         """Take a node out of the ring record, and end it."""

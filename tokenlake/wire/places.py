@@ -6,8 +6,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from tokenlake.place import HOST as HOST_NAME
-from tokenlake.place import device_of
+from tokenlake.where import HOST as HOST_NAME
+from tokenlake.where import device_of
 
 __all__ = ["HOST", "PLACE_BYTES", "Place", "unpack_places"]
 

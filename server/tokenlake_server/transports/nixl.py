@@ -32,8 +32,8 @@ import xxhash
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.metrics import Level, Metric
-from tokenlake.place import device_of
 from tokenlake.store.region import RegionShape
+from tokenlake.where import device_of
 from tokenlake.wire import peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode

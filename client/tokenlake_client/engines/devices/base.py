@@ -81,7 +81,7 @@ class Device(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the memory is (`tokenlake.place`)."""
+        """Where the memory is (`tokenlake.where`)."""
         ...
 
     def stream(self) -> Stream:
