@@ -31,7 +31,15 @@ def test_locations_are_told_and_used() -> None:
         expected = {"node0": "row-1/rack-1", "node1": "row-1/rack-2", "node2": "row-1/rack-2"}
         for node in cluster.nodes:
             with local(node) as control:
-                assert {each.node: each.location for each in control.cluster().members} == expected
+                wait_until(
+                    lambda control=control: (
+                        {  # type: ignore[misc]
+                            each.node: each.location for each in control.cluster().members
+                        }
+                        == expected
+                    ),
+                    f"{node.name} knows the locations",
+                )
         prompt = Prompt(1, 5)
         with cluster.connect(1, LAYOUT) as owner, cluster.connect(2, LAYOUT) as near:
             store(owner, prompt)
@@ -40,21 +48,21 @@ def test_locations_are_told_and_used() -> None:
                 router = FleetRouter(control, INSTANCES, MODEL, SEGMENT_TOKENS)
                 keys = tuple(owner.prefix(prompt.tokens).keys)
                 asked = Request(name="read", keys=keys, tokens=len(prompt.tokens) + 1)
+                wait_until(lambda: router.where(asked).prefill.prefix == len(prompt.tokens), "the prefix is found")
                 assert router.where(asked).instance == "b"
                 for number in range(9):
                     start = router.where(Request(name=str(number), keys=asked.keys, tokens=asked.tokens), ["a", "c"])
                     assert (start.instance, start.moved) == ("c", len(prompt.tokens))
             assert read(near, prompt) == prompt.segments
         first = control_of(cluster.nodes[0])
-        answer = told(status, "--socket", first)
-        assert {each["node"]: each.get("location") for each in answer["cluster"]["members"]} == expected
-        assert answer["findings"] == []
-        assert "row-1/rack-2" in run(status, "--socket", first).stdout
-
-        cluster.nodes[1].stop()
-        cluster.nodes[1].start(location="rack-2")
 
         def seen() -> list[str]:
             return [each["check"] for each in told(status, "--socket", first)["findings"]]
 
-        wait_until(lambda: seen() == ["locations"], "the location that node1 has after its restart")
+        answer = told(status, "--socket", first)
+        assert {each["node"]: each.get("location") for each in answer["cluster"]["members"]} == expected
+        assert "locations" not in seen()
+        assert "row-1/rack-2" in run(status, "--socket", first).stdout
+        cluster.nodes[1].stop()
+        cluster.nodes[1].start(location="rack-2")
+        wait_until(lambda: "locations" in seen(), "the location that node1 has after its restart")
