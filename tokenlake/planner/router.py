@@ -1,5 +1,5 @@
-"""Where a request starts soonest: the prompt tokens that wait at each instance, those of the request that no node has,
-and those that have to be brought to the instance's node.
+"""Where a request starts soonest: the tokens that each instance still has to compute for other requests, those of the
+request that no node has, and those that have to be brought to the instance's node.
 
 ::
 
@@ -10,13 +10,17 @@ and those that have to be brought to the instance's node.
 A request that an instance has got and not answered is *in flight* there: a request that follows it to the same instance
 starts after its prefill, and finds its prefix.
 
+The queue is the prompts without a first token and the answers that have not ended. An answer counts as the expected
+number of its tokens until it ends. Without it the queue of an instance whose prompts are cached would stay empty while
+all requests with a common prefix go there, until no further request fits into its batch.
+
 Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. A second copy of a token
 costs as much as computing it, beside the time that bringing it or computing it again takes: it takes the slot of
 another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
 computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
 
-A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.place`). Among equally
-loaded instances the request therefore goes to one that is near its prefix.
+A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.location`). Among
+equally loaded instances the request therefore goes to one that is near its prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.place import NOWHERE, Place, levels
+from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
@@ -57,7 +61,7 @@ class Start(msgspec.Struct, frozen=True):
 
     instance: str
     cost: float
-    """Cost of the request and of the prompts that wait before it; comparable between instances of one call only."""
+    """Cost of the request and of those under way at the instance; comparable between instances of one call only."""
     prefill: Prefill
     moved: int
     """Number of tokens of the prefix that are brought from other nodes."""
@@ -96,13 +100,15 @@ class Router:
         another seed."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
-        self.places: Mapping[NodeId, Place] = {}
-        """The places of the nodes. The caller sets it; without an entry a node has no labels."""
+        self.locations: Mapping[NodeId, Location] = {}
+        """The locations of the nodes. The caller sets it; without an entry a node has no labels."""
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
         self._seed = seed
         self._drawn = 0
         self._under_way: dict[str, _UnderWay] = {}
+        self._unfinished = dict.fromkeys(instances, 0)
+        """Number of the requests under way at each instance."""
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Prefills of the requests at each instance that have no first token yet, by name of the request."""
         self._flying: dict[SegmentKey, dict[str, int]] = {}
@@ -115,6 +121,7 @@ class Router:
         self.leave(instance)
         self.instances[instance] = node
         self._queues[instance] = {}
+        self._unfinished[instance] = 0
 
     def leave(self, instance: str) -> None:
         """Remove an instance that is gone, with its unfinished requests."""
@@ -122,6 +129,7 @@ class Router:
             self.finished(name)
         self.instances.pop(instance, None)
         self._queues.pop(instance, None)
+        self._unfinished.pop(instance, None)
 
     # -- choices
 
@@ -152,7 +160,7 @@ class Router:
         depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
         held = dict.fromkeys(chosen.values(), 0)
         coming = dict.fromkeys(chosen, 0)
-        labelled = any(self.places.values())
+        labelled = any(self.locations.values())
         groups: Counter[tuple[NodeId, ...]] = Counter()
         nearer = dict.fromkeys(chosen, 0)
         for key in keys[:depth]:
@@ -182,8 +190,8 @@ class Router:
 
     def levels(self, node: NodeId, nodes: Iterable[NodeId]) -> int:
         """Returns the levels between a node and the nearest of `nodes`; 0 if there are none."""
-        place = self.places.get(node, NOWHERE)
-        return min((levels(place, self.places.get(each, NOWHERE)) for each in nodes), default=0)
+        location = self.locations.get(node, NOWHERE)
+        return min((levels(location, self.locations.get(each, NOWHERE)) for each in nodes), default=0)
 
     def _levels_to(self, node: NodeId, groups: Mapping[tuple[NodeId, ...], int]) -> int:
         """Returns the sum of the levels between a node and segments. `groups`: their number, by the nodes that have
@@ -217,8 +225,11 @@ class Router:
     # -- costs
 
     def queued(self, instance: str) -> float:
-        """Returns the cost of the prompts at an instance that have no first token yet."""
-        return self.computing(self._queues[instance].values())
+        """Returns the cost of the prompts at an instance that have no first token yet, and of all answers that have not
+        ended: a token of an answer counts as one of a prompt."""
+        answer = Prefill(round(self.rates.answer_tokens.value), 0)
+        answers = self._unfinished[instance] * self.computing([answer])
+        return self.computing(self._queues[instance].values()) + answers
 
     def computing(self, prefills: Iterable[Prefill]) -> float:
         """Returns the cost of some prefills, one after the other: seconds, or tokens while the time of a prefill is not
@@ -248,6 +259,7 @@ class Router:
         instance = start.instance
         keys = self._keys(request)
         self._under_way[request.name] = _UnderWay(instance, keys)
+        self._unfinished[instance] += 1
         self._queues[instance][request.name] = start.prefill
         for key in keys:
             flying = self._flying.setdefault(key, {})
@@ -266,6 +278,7 @@ class Router:
         if under_way is None:
             return
         instance = under_way.instance
+        self._unfinished[instance] -= 1
         for key in under_way.keys:
             flying = self._flying[key]
             flying[instance] -= 1
@@ -281,7 +294,7 @@ class Router:
 
     def under_way(self, instance: str) -> int:
         """Returns the number of unfinished requests at an instance."""
-        return sum(each.instance == instance for each in self._under_way.values())
+        return self._unfinished.get(instance, 0)
 
     # -- checks
 
@@ -294,6 +307,8 @@ class Router:
                 at = counts.setdefault(key, {})
                 at[each.instance] = at.get(each.instance, 0) + 1
         assert counts == self._flying
-        assert self._queues.keys() == self.instances.keys()
+        assert self._queues.keys() == self._unfinished.keys() == self.instances.keys()
+        placed = [each.instance for each in self._under_way.values()]
+        assert all(placed.count(instance) == number for instance, number in self._unfinished.items())
         for instance, queue in self._queues.items():
             assert all(self._under_way[name].instance == instance for name in queue)
