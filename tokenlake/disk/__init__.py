@@ -1,0 +1,6 @@
+"""The disk tier of one node: the rules (`tokenlake.disk`) decide which slot of which device holds which segment; a file
+layer beneath them writes and reads the slots."""
+
+from tokenlake.disk.places import NOTE_BYTES, PLACE_BYTES, Place, pack_places, stride, unpack_places
+
+__all__ = ["NOTE_BYTES", "PLACE_BYTES", "Place", "pack_places", "stride", "unpack_places"]
