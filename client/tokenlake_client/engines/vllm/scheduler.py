@@ -25,7 +25,7 @@ from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
@@ -66,15 +66,18 @@ class SchedulerSide:
         shared: bool = False,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
+        refuse: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`pool` returns the pool or None, and must not wait. `segment_bytes`: the size of a segment. `shared`: several
-        ranks fill one segment. `model`: the name under which vLLM serves it."""
+        ranks fill one segment. `model`: the name under which vLLM serves it. `refuse` is called with a line about a
+        request whose `kv_transfer_params` do not fit this engine."""
         self._pool = pool
         self._settings = settings
         self._segment = settings.segment_tokens
         self._block = block_tokens
         self._counters = counters
         self._report = report
+        self._refuse = refuse
         self._clock = clock
         self.rates = Rates()
         """The measured times of this engine's loads and prefills."""
@@ -85,12 +88,16 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._loads = ScheduledLoads(self._add_load_time, report)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared, model=model)
+        self._tails = TailRoom(settings.segment_tokens)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
         ranks."""
         self._held: list[tuple[str, int]] = []
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
+        self._moving: dict[int, tuple[Sequence[SegmentKey], int]] = {}
+        """By the number of the last save job of a request that moves: the keys of its segments, and the index of the
+        first one that has an in-flight marker until the job is done."""
         self._step = 0
         self._cached_adapters = CachedAdapters(clock)
         self._weights: str | None = None
@@ -397,6 +404,9 @@ class SchedulerSide:
             for state in self._requests.values():
                 state.saved.confirm(report.step)
         self._saves.done(report.done)
+        for job in [job for job in self._moving if job <= report.done]:
+            # The markers of stored segments are gone; those of refused ones would let other engines wait in vain.
+            self._withdraw(*self._moving.pop(job))
 
     def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:
         """To be called when `request` has finished. Returns (True: vLLM must keep its blocks until the ranks report
@@ -434,7 +444,9 @@ class SchedulerSide:
             return False
         try:
             first = self._saves.first_unfinished(state.request.request_id)
-            pool.claim(state.keys(pool, self._settings.salt)[first : state.saved.segments], LONGEST_S)
+            keys = list(state.keys(pool, self._settings.salt)[: state.saved.segments])
+            pool.claim(keys[first:], LONGEST_S)
+            self._moving[state.last_job] = keys, first
         except Exception as error:
             self._report("setting in-flight markers", error)
         self._held.append((state.request.request_id, state.last_job))
@@ -501,8 +513,12 @@ class SchedulerSide:
         tail = state.tail_key(pool, self._settings.salt, self._segment) if prefill.keys else None
         own = keys if tail is None else [*keys, tail]
         if prefill.keys != tuple(key.hex() for key in own[: len(prefill.keys)]):
-            self._report("a prefill of another engine", ValueError("its segments have other keys than this engine's"))
-            state.split = NOT_SPLIT
+            self._refuse(
+                f"request {state.request.request_id[:100]!r} is served as if no other engine had computed it: its "
+                "kv_transfer_params name segments with other keys than this engine's, so the engines differ in layout "
+                "(model, weights, dtype, segment_tokens), tenant or salt, or the prompts differ"
+            )
+            state.split, state.taken = NOT_SPLIT, False
             return keys, NO_WAIT
         keys = own[: len(prefill.keys)] if prefill.keys else keys
         state.tail = tail if tail in keys else None
@@ -516,10 +532,19 @@ class SchedulerSide:
             return
         try:
             keys = state.keys(pool, self._settings.salt)
-            if seconds or not self._waits.computed_here(keys):
+            if seconds:
                 pool.claim(keys[state.gap :], seconds)
+            else:
+                self._withdraw(keys, state.gap)
         except Exception as error:
             self._report("setting in-flight markers", error)
+
+    def _withdraw(self, keys: Sequence[SegmentKey], first: int) -> None:
+        """Remove the in-flight markers of a prompt's segments from index `first` on, unless another request of this
+        engine computes them."""
+        pool = self._pool()
+        if pool is not None and not self._stopped and not self._waits.computed_here(keys):
+            pool.claim(keys[first:], 0.0)
 
     def _send_hints(self, state: RequestState, hints: Hints) -> None:
         """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
@@ -570,7 +595,7 @@ class SchedulerSide:
         count = min(full, state.saved.segments)
         keys = list(state.keys(pool, self._settings.salt)[:count])
         tail = state.tail_key(pool, self._settings.salt, self._segment)
-        if tail is not None and count == full:
+        if tail is not None and count == full and self._tails.take(state.prompt):
             saves, granted = self._saves.plan_tail(pool, state, tail, table)
             keys += [tail] if granted else []
         if state.last_job in self._saves.jobs:
