@@ -318,7 +318,8 @@ class Transfers:
         self._under_way[fetch] = transfer
         # Half of the time is left for another copy. A node in good health answers as soon as a ping.
         transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s))
-        transfer.answer_s = min(transfer.wait_s, transfer.answer_s + 3 * transfer.disk_s)
+        if transfer.disk_s:
+            transfer.answer_s = min(transfer.wait_s, transfer.answer_s + 3 * transfer.disk_s)
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -351,7 +352,7 @@ class Transfers:
         segment.hints = segment.hints.merged_over(note.hints)
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
         if pool is not None:
-            pool.retention.recall(segment, note.accesses)
+            pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def _read(self, transfer: Transfer) -> None:
         """Queue reads of the segments, which are reserved, one or more for each device."""
