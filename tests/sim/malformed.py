@@ -206,6 +206,7 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     ):
         yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
     yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
+    yield events.FetchSettled(1)
     for fetch, transfer in core._transfers.under_way.items():
         count = len(transfer.segments)
         codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * transfer.shards * count)
@@ -214,6 +215,8 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
         yield events.FetchDone(fetch, codes[1:] + b"\xff", checksums)
         yield events.FetchDone(fetch, codes, checksums[1:])
         yield events.FetchDone(fetch, codes, b"")
+        yield events.FetchDone(fetch, codes, checksums, True, b"\1")
+        yield events.FetchDone(fetch, codes, checksums, True, b"\1" * count)
     yield events.RegionReady(-1)
     yield events.RegionReady(0)
     yield events.StatisticsLoaded(b"")

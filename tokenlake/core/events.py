@@ -70,7 +70,8 @@ class PeerSent(_Event, frozen=True, tag=6):
 
 
 class FetchDone(_Event, frozen=True, tag=7):
-    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more.
+    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more, but
+    into those that are `held`.
 
     `codes`: per segment, LOCAL where all bytes arrived with the right checksums, otherwise the reason.
     `checksums`: 8 bytes per shard of each segment, zeros where its code is not LOCAL.
@@ -82,6 +83,15 @@ class FetchDone(_Event, frozen=True, tag=7):
     answered: bool | None = True
     """False if the other node was asked and no bytes came, or none any more: the bulk path to it may be dead. None if
     the transfer ended before that could be known."""
+    held: bytes = b""
+    """Per segment, 1 where a read that cannot be stopped may still write into the slot, else 0; empty: none. The event
+    `FetchSettled` follows."""
+
+
+class FetchSettled(_Event, frozen=True, tag=19):
+    """No bytes come any more into the slots that a `FetchDone` reported as held."""
+
+    fetch: int
 
 
 class PullRequested(_Event, frozen=True, tag=8):
@@ -237,6 +247,7 @@ Event = (
     | PeerDown
     | PeerSent
     | FetchDone
+    | FetchSettled
     | PullRequested
     | SendDone
     | SlotChecked

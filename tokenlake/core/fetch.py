@@ -207,6 +207,8 @@ class Transfers:
         self._peers = peers
         self._under_way: dict[int, Transfer] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
+        self._held: dict[int, list[Segment]] = {}
+        """Segments that did not come, by transfer, into whose slots bytes may still come: pinned until then."""
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
         """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
         of these fetches. The segments that arrived stay pinned until then."""
@@ -534,7 +536,7 @@ class Transfers:
         text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
-    def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def check_done(self, fetch: int, codes: bytes, checksums: bytes, held: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
         nothing."""
         transfer = self._under_way.get(fetch)
@@ -543,15 +545,28 @@ class Transfers:
         count = len(transfer.segments)
         if len(codes) != count or codes.translate(None, KNOWN_CODES):
             raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
+        if held and (
+            len(held) != count or any(flag and code == Code.LOCAL for flag, code in zip(held, codes, strict=True))
+        ):
+            raise ValueError(f"fetch {fetch} of {count} segments with codes {codes.hex()} holds {held.hex()}")
         if len(checksums) != CHECKSUM_BYTES * transfer.shards * count:
             raise ValueError(
                 f"fetch {fetch} of {count} segments of {transfer.shards} shards ended with {len(checksums)} bytes of "
                 "checksums"
             )
 
-    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
+    def check_settled(self, fetch: int) -> None:
+        """Raises `ValueError` when the transfer holds no slots. Changes nothing."""
+        if fetch not in self._held:
+            raise ValueError(f"fetch {fetch} holds no slots")
+
+    def settled(self, fetch: int) -> None:
+        """Free the slots of a transfer into which bytes could still come when it was done."""
+        self._context.store.unpin(*self._held.pop(fetch))
+
+    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
-        the slots of the others, and call the callbacks that wait for them. `answered`: see `FetchDone`."""
+        the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         if transfer.timer is not None:
             transfer.timer.cancel()
@@ -575,7 +590,10 @@ class Transfers:
             if codes[index] == Code.LOCAL:
                 store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
             else:
-                store.unpin(segment)
+                if held and held[index]:
+                    self._held.setdefault(fetch, []).append(segment)
+                else:
+                    store.unpin(segment)
                 store.discard(segment, self._context.now)
         if transfer.device is not None:
             self._read_ended(transfer, codes)
@@ -633,6 +651,7 @@ class Transfers:
             yield from transfer.segments
         for outcomes in self._settling.values():
             yield from (segment for segment, code, _ in outcomes if code is Code.LOCAL)
+        yield from itertools.chain.from_iterable(self._held.values())
 
     def census(self) -> dict[str, int]:
         """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
@@ -643,6 +662,7 @@ class Transfers:
             "queued transfers": len(self._queue),
             "segments in transfer": len(self._waiters),
             "transfers that end": len(self._settling),
+            "transfers that hold slots": len(self._held),
         }
 
     def check_integrity(self) -> None:
