@@ -10,8 +10,8 @@
       |<------------------------------------------ DiskWritten -------------|
       | DiskForget, DiskTrim ---------------------------------------------->| records
 
-Reads come first; one thread prefers writes, so that neither waits for ever, and one thread never writes. The rules bound
-the number of reads and writes under way.
+Reads come first; one thread prefers writes, so that neither waits for ever, and at least one thread does not write. The
+rules bound the number of reads and writes under way.
 
 A device whose operations fail or take seconds is set aside: its reads and writes end at once, but for those that a
 thread still carries out, and the rules forget its segments. It is checked again and again, by writing and reading a
@@ -58,8 +58,8 @@ RESERVE_BYTES = 64 << 20
 """Bytes of the file system that are left free, for the index and for other programs."""
 FREE_SHARE = 0.95
 """Share of the free space that a device without a size takes."""
-PROBE_BYTES, PROBE_PIECE = 32 << 20, 1 << 20
-"""Size of the file by which a device is checked and its bandwidth is measured, and of each operation."""
+PROBE_PIECE = 1 << 20
+"""Size of each operation of a check."""
 PROBE = "probe"
 CAPACITY_CHANGE = 0.02
 """Share of the capacity by which it changes before the rules are told."""
@@ -69,7 +69,7 @@ GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.EN
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Times of a device, in seconds, and its number of errors."""
+    """Bounds of a device: times in seconds, the number of errors, and the effort of a check."""
 
     slow_s: float = 5.0
     """An operation that takes longer sets the device aside."""
@@ -83,6 +83,8 @@ class Patience:
     """Time after which a record without a write is synced."""
     capacity_s: float = 60.0
     """Interval at which the free space is read."""
+    probe_bytes: int = 32 << 20
+    """Size of the file by which the device is checked, and its bandwidth is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +363,7 @@ class Device:
             self._records.append(job)
             return None
         else:
-            job.codes[:] = bytes([Code.LOST]) * len(job.codes)
+            _lose(job)
         return job.done()
 
     def _read_one(self, store: DiskStore, segment_io: SegmentIO, job: _Read, index: int) -> Code:
@@ -434,7 +436,7 @@ class Device:
             writes = [each for each in self._records if isinstance(each, _Write)]
             self._records.clear()
             for write in writes:
-                write.codes[:] = bytes([Code.LOST]) * len(write.codes)
+                _lose(write)
             done += [write.done() for write in writes]
         return [event for event in done if event is not None]
 
@@ -486,7 +488,7 @@ class Device:
         files = self._open_files()
         store = DiskStore(files)
         try:
-            self._rates = _checked(files, self._patience.slow_s)
+            self._rates = _checked(files, self._patience)
             found = store.open(self._around.cluster, self._around.node, self._around.keys)
             self._capacity = self._room(store)
         except BaseException:
@@ -548,6 +550,7 @@ class Device:
                 full, now = self._full, time.monotonic()
                 self._running[self._keeper.name] = now
             writes = [each for each in batch if isinstance(each, _Write)]
+            recorded = False
             try:
                 self._record(store, batch, bool(writes))
                 if batch and not writes and unsynced_since is None:
@@ -555,13 +558,14 @@ class Device:
                 if writes or ending or (unsynced_since is not None and now >= unsynced_since + patience.sync_s):
                     store.sync()
                     unsynced_since = None
-            except OSError:
+                recorded = True
+            finally:
+                with self._changed:
+                    recorded = recorded and self._store is store
                 for write in writes:
-                    write.codes[:] = bytes([Code.LOST]) * len(write.codes)
+                    if not recorded:
+                        _lose(write)
                     self._around.post(write.done())
-                raise
-            for write in writes:
-                self._around.post(write.done())
             if ending:
                 return
             if full or now >= next_capacity:
@@ -597,6 +601,11 @@ class _SlowCheck(Exception):
     """The check of a device took too long."""
 
 
+def _lose(write: _Write) -> None:
+    """Let no segment of a write count as written."""
+    write.codes[:] = bytes([Code.LOST]) * len(write.codes)
+
+
 def _segment(order: DiskRead | DiskWrite, index: int) -> StoredSegment:
     key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
     slot, generation = unpack_places(order.places)[index]
@@ -613,14 +622,14 @@ def _places(write: _Write) -> Iterator[Place]:
             yield Place(slot, generation, order.shards, keys[index], note)
 
 
-def _checked(files: Files, limit_s: float) -> tuple[float, float]:
+def _checked(files: Files, patience: Patience) -> tuple[float, float]:
     """Check a device and measure its bandwidth, with as many threads as serve it: (read, write) in bytes/s. Raises
-    OSError, and `_SlowCheck` where the check takes more than `limit_s`."""
+    OSError, and `_SlowCheck` where the check takes longer than an operation may."""
     began = time.monotonic()
-    rates = measure(files, PROBE_BYTES, PROBE_PIECE, THREADS)
+    rates = measure(files, patience.probe_bytes, PROBE_PIECE, THREADS)
     took = time.monotonic() - began
-    if took > limit_s:
-        raise _SlowCheck(f"slow: a check takes {took:.1f} s, more than {limit_s:g} s")
+    if took > patience.slow_s:
+        raise _SlowCheck(f"slow: a check takes {took:.1f} s, more than {patience.slow_s:g} s")
     return rates
 
 

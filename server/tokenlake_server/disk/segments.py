@@ -10,9 +10,8 @@ sealed part has the checksums of the shards and the content (`tokenlake.content`
 off leaves a header or bytes that do not fit: the CRC of the header block, or the checksums, differ, and the read is a
 miss.
 
-With encryption the sealed part and the segment, in chunks, are encrypted with AES-256-GCM (`encryption`). The tag of the
-sealed part also covers the header, and the tags of the chunks are behind it. The first 8 bytes of the header are the
-same in every version.
+With encryption the sealed part and the segment, in chunks, are encrypted with AES-256-GCM (`encryption`). The tag of
+the sealed part also covers the header; those of the chunks are behind the header.
 """
 
 from __future__ import annotations

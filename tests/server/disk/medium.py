@@ -86,8 +86,8 @@ class Medium:
         inodes |= {id(inode): inode for _, inode in self.pending_names if inode is not None}
         for inode in inodes.values():
             inode.lose(chance, kept)
-        for name, inode in self.pending_names[: chance.randint(0, len(self.pending_names))]:
-            _rename(self.durable_names, name, inode)
+        for change in self.pending_names[: chance.randint(0, len(self.pending_names))]:
+            _rename(self.durable_names, *change)
         self.pending_names.clear()
         self.names = dict(self.durable_names)
         self.fuse = -1

@@ -8,7 +8,7 @@ import pytest
 
 from tests.profiles import examples
 from tests.server.disk.medium import Medium, MediumFiles, PowerFailure
-from tests.server.disk.scene import SHARDS, Entry, bytes_of, commit, entries, entry, note_of, put
+from tests.server.disk.scene import Entry, bytes_of, commit, entries, entry, note_of, put
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.index import Index
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory

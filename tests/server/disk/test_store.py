@@ -16,7 +16,7 @@ from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory
 from tokenlake_server.disk.store import IDENTITY, DiskStore, WrongKeys
 
-OLD, NEW = b"o" * 32, b"n" * 16
+OLD, NEW = b"o" * 32, bytes(range(100, 116))
 
 
 def opened(files: Files, keys: DiskKeys | None = None, cluster: str = "c") -> tuple[DiskStore, list[Entry]]:
