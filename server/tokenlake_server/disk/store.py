@@ -31,10 +31,23 @@ from tokenlake.disk.places import NOTE_BYTES, stride
 from tokenlake.keys import KEY_BYTES
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import File, Files
-from tokenlake_server.disk.index import RECORD, Index, Kind, Records, is_index_name
+from tokenlake_server.disk.index import RECORD, Index, Kind, Records, is_index_name, live_records, read_index
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment
 
-__all__ = ["FORMAT", "DiskStore", "Found", "Identity", "Place", "Slab", "WrongKeys", "aside_sets", "read_identity"]
+__all__ = [
+    "FORMAT",
+    "DiskStore",
+    "Found",
+    "Identity",
+    "Place",
+    "Slab",
+    "SurveyedSlab",
+    "WrongKeys",
+    "aside_names",
+    "own_names",
+    "read_identity",
+    "survey",
+]
 
 log = logging.getLogger(__name__)
 
@@ -108,18 +121,34 @@ def read_identity(files: Files) -> Identity | None:
     return None
 
 
-def aside_sets(files: Files) -> dict[int, list[str]]:
-    """The files that were kept aside, by the number of their set."""
-    sets: dict[int, list[str]] = {}
-    for name in sorted(files.names()):
-        if match := _ASIDE.fullmatch(name):
-            sets.setdefault(int(match[1]), []).append(name)
-    return sets
+def own_names(files: Files) -> list[str]:
+    """The names of the files of the tier that are in use, the identity last: a crash while they are renamed or removed
+    one after the other leaves a directory that is treated in the same way again."""
+    names = [name for name in files.names() if name == _FRESH_IDENTITY or is_index_name(name) or _SLAB.fullmatch(name)]
+    return sorted(names) + [name for name in files.names() if name == IDENTITY]
 
 
-def is_own_name(name: str) -> bool:
-    """True for the names of files that belong to a device in use."""
-    return name in (IDENTITY, _FRESH_IDENTITY) or is_index_name(name) or bool(_SLAB.fullmatch(name))
+def aside_names(files: Files) -> list[str]:
+    """The names of the files that were kept aside."""
+    return sorted(name for name in files.names() if _ASIDE.fullmatch(name))
+
+
+class SurveyedSlab(NamedTuple):
+    """A slab as the index has it."""
+
+    slab: Slab
+    name: str
+    """Name of its file."""
+    stored: Records
+
+
+def survey(files: Files) -> list[SurveyedSlab]:
+    """The slabs in the index of a directory; changes nothing. Raises OSError."""
+    live = live_records(read_index(files)[0])
+    return [
+        SurveyedSlab(slab, _slab_name(slab.number), live.stored[live.stored["slab"] == slab.number])
+        for slab in map(slab_of, live.slabs)
+    ]
 
 
 class _OpenSlab:
@@ -160,8 +189,7 @@ class DiskStore:
         """Read the index and begin to use the directory. Files of another version or cluster are renamed first. Returns
         the segments that can be read. Raises `WrongKeys`."""
         self.keys = keys
-        # The identity last: a crash meanwhile leaves a directory that is treated in the same way again.
-        names = sorted((name for name in self._files.names() if is_own_name(name)), key=lambda name: name == IDENTITY)
+        names = own_names(self._files)
         identity = read_identity(self._files)
         reason = _refusal(identity, cluster) if names else ""
         if reason:
@@ -192,7 +220,8 @@ class DiskStore:
         return self._found(stored[readable])
 
     def _keep_aside(self, names: Sequence[str], reason: str) -> None:
-        number = max(aside_sets(self._files), default=0) + 1
+        matches = map(_ASIDE.fullmatch, aside_names(self._files))
+        number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
         for name in names:
             self._files.rename(name, f"aside-{number}-{name}")
         self._files.sync_names()
