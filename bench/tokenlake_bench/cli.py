@@ -42,6 +42,12 @@ def bench() -> None:
     type=int,
     help="simulate: GPU cache of each instance; --capacity-tokens is the memory behind. [default: no such cache]",
 )
+@click.option("--disk-tokens", type=int, help="simulate: tokens that the nodes' disks hold. [default: no disks]")
+@click.option(
+    "--disk-writes-per-day",
+    type=float,
+    help="simulate: budget of the disks, as in the setting. [default: the setting's]",
+)
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay only the first N requests.")
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as possible.")

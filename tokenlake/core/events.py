@@ -12,7 +12,7 @@ from tokenlake.hints import Hints
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
-MAX_FOUND = 1024
+MAX_FOUND = 256
 """Maximum number of segments in one `DiskFound`."""
 
 

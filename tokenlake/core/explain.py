@@ -126,9 +126,9 @@ class Trail:
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
 
-    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> MissReason:
-        """Count a hit whose fetch from `node` failed. `late`: it missed the deadline. `wrong`: its bytes had a wrong
-        checksum. Returns the reason."""
+    def did_not_come(self, node: str, *, late: bool, wrong: bool = False) -> MissReason:
+        """Count a hit whose fetch from `node`, or from its disk, failed. `late`: it missed the deadline. `wrong`: its
+        bytes had a wrong checksum. Returns the reason."""
         if wrong:
             return self._lose(MissReason.LOST, f"{node} sent wrong bytes")
         if late:

@@ -67,11 +67,16 @@ class Forecast(EvictionPolicy):
         """Add `segment` to the order: at its first insert to the cohort of the present time, otherwise to its earlier
         cohort. See `EvictionPolicy`."""
         now = self._advance(now)
-        if isinstance(segment.policy_state, Record):
-            self._enter(segment, segment.policy_state, again=True)
+        record = segment.policy_state
+        if isinstance(record, Record) and record.cohort is not None:
+            self._enter(segment, record, again=True)
             return
         ghost = self._ghosts.pop(segment.key, None)
-        record = segment.policy_state = Record(now) if ghost is None else ghost
+        if ghost is not None:
+            record = ghost
+        elif not isinstance(record, Record):
+            record = Record(now)
+        segment.policy_state = record
         self._count_access(record, now)
         self._enter(segment, record)
 
@@ -157,6 +162,24 @@ class Forecast(EvictionPolicy):
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(self._heap):
                     heapq.heappush(frontier, (self._heap[child], child))
+
+    @property
+    def odds(self) -> Odds:
+        """The model; see `EvictionPolicy`."""
+        return self._odds
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses of a segment; see `EvictionPolicy`."""
+        record = segment.policy_state
+        if not isinstance(record, Record):
+            record = self._ghosts.get(segment.key)
+        return 1 if record is None else max(1, record.accesses)
+
+    def recall(self, segment: Segment, accesses: int) -> None:
+        """Let the first insert of `segment` count one more than `accesses`; see `EvictionPolicy`."""
+        if segment.policy_state is None:
+            record = segment.policy_state = Record(self._now)
+            record.accesses = accesses
 
     def save(self) -> bytes:
         """Returns the statistics of the model, encoded; see `EvictionPolicy`."""
