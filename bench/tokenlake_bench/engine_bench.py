@@ -144,7 +144,7 @@ class _Bench:
             for length in lengths:
                 prompts = [prompt(length, length + number) for number in range(self._arguments.repeats)]
                 rows.append(_by_length(length, prompts, plain, pooled))
-            hook_ms = pooled.call("hook", tokens=HOOK_TOKENS)
+            hook_ms = pooled.call("hook_ms", tokens=HOOK_TOKENS)
         return rows, hook_ms
 
     def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _measure(name: str, bench: FamilyBench) -> dict[str, Any]:
         writer = start("writer", pool)
         cold = requests.answers(writer, prompts)
         _wait_stored(cluster, lambda: requests.nudge(writer))
-        writer.call("spoil writes")
+        writer.call("spoil_writes")
         requests.answers(writer, controls)
         _wait_stored(cluster, lambda: requests.nudge(writer))
         writer.close()
@@ -119,7 +119,7 @@ def _measure(name: str, bench: FamilyBench) -> dict[str, Any]:
             "ttft_cold_ms": cold.ttft_ms,
             "ttft_pool_ms": warm.ttft_ms,
             "hit_tokens": warm.hit_tokens,
-            "hook_32k_ms": reader.call("hook", tokens=bench.hook_tokens),
+            "hook_32k_ms": reader.call("hook_ms", tokens=bench.hook_tokens),
         }
 
 

@@ -128,7 +128,7 @@ class _Bench:
                     run = self._second.timed([tokens], 1, params=fields)
                     samples.setdefault(f"first_token_{name}_ms", []).append(1e3 * run.seconds)
                     self._second.call("forget")
-                for name, seconds in self._second.call("bare copy", segments=segments).items():
+                for name, seconds in self._second.call("bare_copy", segments=segments).items():
                     samples.setdefault(name, []).append(1e3 * seconds)
                 samples.setdefault("wire_ms", []).append(1e3 * _received(echo, segments * layout.segment_bytes))
                 run = self._plain.timed([prompt(self._arguments.long_tokens, f"plain {number}")], 1)

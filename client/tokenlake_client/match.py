@@ -44,6 +44,9 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_wait_per_segment_s: float = 0.0
     """A second limit of the wait for another engine: this many seconds for each missing segment, and not more than
     `in_flight_wait_s`; 0: only `in_flight_wait_s` limits the wait."""
+    in_flight_expected_s: float = 0.0
+    """For the first so many seconds of `in_flight_wait_s` the match waits for a missing segment also where there is no
+    marker, and sets none: another engine has said that it stores the segments, and its markers may arrive later."""
     independent: bool = False
     """True: the segments are useful without those before them, and the match leases all that it finds. False: it leases
     the longest prefix. Only with an `in_flight_wait_s` of 0."""
@@ -52,6 +55,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
         index("prompt_tokens", self.prompt_tokens)
         seconds("in_flight_wait_s", self.in_flight_wait_s)
         seconds("in_flight_wait_per_segment_s", self.in_flight_wait_per_segment_s)
+        seconds("in_flight_expected_s", self.in_flight_expected_s)
         if self.independent and self.in_flight_wait_s:
             raise ValueError(
                 f"in_flight_wait_s is {self.in_flight_wait_s} with independent keys; expected 0: such a match does not "
@@ -178,6 +182,7 @@ class PendingMatch:
                 wait_s if self._parts else options.in_flight_wait_s,
                 per_segment_s,
                 options.independent,
+                max(0.0, options.in_flight_expected_s - (self._passed_s() if self._parts else 0.0)),
             )
         )
 

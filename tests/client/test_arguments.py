@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[[Pool, Any], object]] = {
     "claim": lambda pool, seconds: pool.claim([], seconds),
     "options": lambda pool, seconds: MatchOptions(in_flight_wait_s=seconds),
     "options per segment": lambda pool, seconds: MatchOptions(in_flight_wait_per_segment_s=seconds),
+    "options expected": lambda pool, seconds: MatchOptions(in_flight_expected_s=seconds),
     "deadlines": lambda pool, seconds: Deadlines(call_s=seconds),
 }
 

@@ -32,6 +32,7 @@ class Bench:
         self.now = 0.0
         self.counters = EngineCounters()
         self.reported: list[str] = []
+        self.refused: list[str] = []
         settings = EngineSettings(
             segment_tokens=SEGMENT,
             load=load,  # type: ignore[arg-type]
@@ -48,6 +49,7 @@ class Bench:
             shared=shared,
             model=MODEL,
             clock=lambda: self.now,
+            refuse=self.refused.append,
         )
 
     def know(self, tokens: list[int]) -> None:

@@ -15,15 +15,19 @@ from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.vllm.disaggregated import (
+    EXPECTED_S,
     LEAST_WAIT_S,
     MAX_KEYS,
+    MAX_TAILS,
     NOT_SPLIT,
     READ,
     UNREAD,
     Offer,
     RemotePrefill,
     Split,
+    TailRoom,
     has_tail,
+    is_split,
     split_of,
 )
 from tokenlake_client.engines.vllm.request import RequestEnd
@@ -83,8 +87,9 @@ def test_the_fields_that_proxies_send_to_an_engine_for_prefill() -> None:
     nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     assert split_of({"do_remote_decode": True, "do_remote_prefill": False, **nothing}) == PREFILLS
     assert split_of({"do_remote_decode": False, "do_remote_prefill": False, **nothing}) == NOT_SPLIT
-    # A request that moves, and the numbers of another connector's blocks: no segments are named.
-    for blocks in (None, [[1, 2]], [3]):
+    # A request that moves: no segments are named.
+    blocks: object
+    for blocks in (None, []):
         found = split_of({"do_remote_prefill": True, "remote_block_ids": blocks})
         assert found.prefill is not None
         assert found.prefill.keys == ()
@@ -93,6 +98,7 @@ def test_the_fields_that_proxies_send_to_an_engine_for_prefill() -> None:
 @pytest.mark.parametrize("params", [None, {}, [], "x", 5, {"tokenlake": {}}, {"do_remote_prefill": None}])
 def test_other_requests_are_not_split(params: object) -> None:
     assert split_of(params) == NOT_SPLIT
+    assert not is_split(params)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,10 @@ def test_other_requests_are_not_split(params: object) -> None:
     [
         ("remote_block_ids", ["x"]),
         ("remote_block_ids", ["00" * 31]),
+        # The numbers of another connector's blocks.
+        ("remote_block_ids", [3]),
+        ("remote_block_ids", [[1, 2]]),
+        ("remote_block_ids", "00" * 32),
         ("remote_block_ids", ["0g" * 32]),
         ("remote_block_ids", ["é" * 64]),
         ("remote_block_ids", ["00" * 32] * (MAX_KEYS + 1)),
@@ -287,6 +297,7 @@ def test_the_wait_is_bounded_by_what_computing_takes() -> None:
         decodes(bench, prompt, keys, seconds, f"said {seconds}")
         options = bench.pool.matches[-1].options
         assert (options.in_flight_wait_s, options.in_flight_wait_per_segment_s) == (wait_s, 0.0)
+        assert options.in_flight_expected_s == EXPECTED_S
     # The own measurements count more.
     prefill(bench)
     long = list(range(1000))
@@ -359,7 +370,14 @@ def test_another_prompt_never_uses_the_tail() -> None:
         assert not set(bench.pool.matches[-1].keys) & {keys[-1]}
         assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
         assert bench.side.matched(one, 0) == 24
-        assert bench.reported == ["a prefill of another engine"]
+        (line,) = bench.refused
+        assert "'d'" in line
+        assert "layout" in line
+        # A refusal is no failure of the pool.
+        assert bench.reported == []
+        bench.side.allocated(one, blocks_of(one), 24)
+        bench.side.finished(one, blocks_of(one), LENGTH)
+        assert bench.counters.read().prefills_recomputed == 1
     # A request without the fields does not ask for it.
     bench = Bench()
     bench.pool.known |= set(keys_of(bench, prompt))
@@ -378,6 +396,47 @@ def test_a_request_that_lost_its_blocks_is_served_as_any_other() -> None:
     one.all_token_ids += [1, 2, 3]
     assert bench.side.matched(one, 0) is not None
     assert list(bench.pool.matches[-1].keys) == bench.pool.prefix(one.all_token_ids).keys
+
+
+def test_the_tails_of_a_flood_of_short_prompts_are_bounded() -> None:
+    """Each tail takes the room of a segment."""
+    bench, tails = Bench(), 0
+    for number in range(20 * MAX_TAILS):
+        one = request(2, f"short {number}", 10 * number)
+        bench.side.new_request(one, split=PREFILLS)
+        bench.side.matched(one, 0)
+        bench.side.allocated(one, blocks_of(one), 0)
+        tails += sum(bool(save.tail) for save in bench.step(one, 0, 2).saves)
+        one.all_token_ids.append(7)
+        _, offer = bench.side.finished(one, blocks_of(one), LENGTH)
+        assert offer is None or len(offer.keys) == 1
+    assert MAX_TAILS < tails <= MAX_TAILS * SEGMENT / (SEGMENT - 2) + 20 * MAX_TAILS * 2 / (SEGMENT - 2)
+
+
+@pytest.mark.parametrize("prompt", [SEGMENT // 2, SEGMENT - 1, 3 * SEGMENT + 1, 9 * SEGMENT + SEGMENT // 2])
+def test_other_prompts_always_have_their_tail(prompt: int) -> None:
+    room = TailRoom(SEGMENT)
+    while room.take(1):
+        pass
+    assert all(room.take(prompt) for _ in range(1000))
+
+
+def test_a_reset_while_blocks_are_kept_for_a_hand_over() -> None:
+    """The segments are stored under the keys of the old weights, which the answer named, and then the blocks are
+    free. Later requests have keys of the new weights."""
+    bench = Bench()
+    one, offer, saves = offered(bench, 27)
+    keys = keys_of(bench, one.all_token_ids[:27])
+    bench.side.new_weights("other")
+    assert offer is not None
+    assert offer.keys == tuple(keys)
+    plan = bench.side.step([], lambda name: [])
+    assert (plan.held, plan.reused) == ((("p", saves[-1].job),), ())
+    bench.side.worker_output(StepReport(plan.step, saves[-1].job), [], set())
+    bench.pool.known |= set(keys)
+    later = decodes(bench, one.all_token_ids[:27], keys)
+    assert bench.side.matched(later, 0) == 0
+    assert len(bench.refused) == 1
 
 
 def test_new_weights_withdraw_an_offer() -> None:

@@ -32,7 +32,7 @@ class Recorder:
         self.copied.append(tuple(blocks))
 
 
-def store(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
+def store(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None], since: float) -> bytes:
     for index in range(len(plan.keys)):
         fill(index, np.zeros(1, np.uint8))
     return bytes([Code.COMMITTED]) * len(plan.keys)
@@ -124,7 +124,7 @@ def test_refused_segments_lose_their_markers(marked: bool) -> None:
     pool, counters = FakePool(), EngineCounters()
     codes = bytes([Code.COMMITTED, Code.WRITE_BUDGET, Code.EXISTS])
     saves = SaveWriter(
-        Recorder(), lambda pool, plan, fill: codes, counters, lambda what, error: None, tokens=4, queue=8
+        Recorder(), lambda pool, plan, fill, since: codes, counters, lambda what, error: None, tokens=4, queue=8
     )
     save = SavePlan(1, "r", 0, (b"a", b"b", b"c"), (1, 2, 3), marked=marked)
     saves.submit(save, lambda: pool, lambda: None)
@@ -138,10 +138,12 @@ def test_jobs_that_are_given_up_lose_their_markers(reason: str, lost: int) -> No
     """Other engines would wait for segments that are never stored."""
     pool, recorder = FakePool(), Recorder()
 
-    def store_or_raise(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
+    def store_or_raise(
+        pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None], since: float
+    ) -> bytes:
         if (reason, plan.job) == ("error", lost):
             raise RuntimeError("no slots")
-        return store(pool, plan, fill)
+        return store(pool, plan, fill, since)
 
     saves = SaveWriter(recorder, store_or_raise, EngineCounters(), lambda what, error: None, tokens=4, queue=1)
     recorder.gate.clear()

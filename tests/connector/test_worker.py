@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
+from tokenlake_client.engines.vllm import save_worker as save_module
 from tokenlake_client.engines.vllm import worker as worker_module
 from tokenlake_client.engines.vllm.adapters import AdapterUse, LoadedAdapters
 from tokenlake_client.engines.vllm.counters import EngineCounters
@@ -124,6 +126,38 @@ def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
 def test_an_error_of_the_pool_fails_the_blocks() -> None:
     side, _ = worker(Unreachable("gone"))
     assert run(side, load()) == {50, 51, 52, 53, 54}
+
+
+def test_a_full_queue_waits_for_the_write_budget_as_long_as_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps the blocks of a finished request until its job and those before it have ended."""
+    now, begun, patiences = 0.0, threading.Event(), []
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(worker_module, "time", clock)
+    monkeypatch.setattr(save_module, "time", clock)
+
+    def refused(keys: Sequence[bytes], fill: Any, first: int, patience: float, **_: Any) -> bytes:
+        nonlocal now
+        patiences.append(patience)
+        now += patience
+        return bytes([Code.WRITE_BUDGET] * len(keys))
+
+    def pool(*_: Any) -> Any:
+        assert begun.wait(10)
+        return SimpleNamespace(store_all=refused)
+
+    members: Any = SimpleNamespace(get=pool, close=lambda: None)
+    settings, counters = EngineSettings(segment_tokens=8), EngineCounters()
+    shards = RankShards(0, 1, 1, True)
+    side = WorkerSide(members, Blocks(), shards, settings, 4, counters, lambda what, error: None)
+    saves = tuple(SavePlan(job, "r", 0, (b"k",), (2 * job, 2 * job + 1)) for job in range(1, settings.write_queue))
+    side.begin(StepPlan(1, saves=saves, held=(("r", saves[-1].job),)))
+    side.save()
+    assert side.finished() == (set(), set())
+    begun.set()
+    assert side.flush(10)
+    assert side.finished() == ({"r"}, set())
+    assert (len(patiences), sum(patiences)) == (len(saves), settings.write_patience_s)
+    side.close()
 
 
 def test_an_unserved_rank_fails_every_block() -> None:

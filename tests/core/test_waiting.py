@@ -26,9 +26,12 @@ from tokenlake.wire.slots import join_keys
 COMPUTES_S = 0.3
 
 
-def wait_for(reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float) -> list[engine.Matched]:
+def wait_for(
+    reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float, expected_s: float = 0.0
+) -> list[engine.Matched]:
     """Ask for a match that may wait. The list that its reply will be in."""
-    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, in_flight_wait_s)
+    fields = join_keys(keys), 0.0, True, "", None, 0, in_flight_wait_s, 0.0, False, expected_s
+    return ask(reader.processes[0], engine.Match, *fields)
 
 
 def crowd(
@@ -289,6 +292,60 @@ def test_a_withdrawn_claim_ends_the_wait() -> None:
     claim(cluster, writer, keys, 0.0)
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
+
+
+@pytest.mark.parametrize("directory_node", [0, 1, 2], ids=["writer", "third node", "reader"])
+def test_a_match_may_come_before_the_markers_of_the_segments_that_it_expects(directory_node: int) -> None:
+    cluster, writer, reader, _ = marked()
+    keys = placed(cluster, directory_node, (directory_node + 1) % 3, 2)
+    expecting, other = wait_for(reader, keys, 5.0, 0.1), wait_for(cluster.join(2), keys, 5.0, 0.1)
+    cluster.run_for(0.05)
+    assert (expecting, other) == ([], [])
+    claim(cluster, writer, keys, 5.0)
+    cluster.run_for(0.3)
+    assert (expecting, other) == ([], [])
+    store(cluster, writer, keys)
+    cluster.run_for(0.05)
+    assert [reply.hits for reply in (*expecting, *other)] == [2, 2]
+
+
+@pytest.mark.parametrize("directory_node", [0, 1, 2], ids=["writer", "third node", "reader"])
+def test_expected_segments_whose_markers_never_come_are_computed_by_one_reader(directory_node: int) -> None:
+    cluster, _, reader, _ = marked()
+    keys = placed(cluster, directory_node, (directory_node + 1) % 3, 2)
+    waiting = [wait_for(one, keys, 5.0, 0.1) for one in (reader, cluster.join(2), cluster.join(1))]
+    cluster.run_for(0.09)
+    assert waiting == [[], [], []]
+    cluster.run_for(0.15)
+    (told,) = [replies[0] for replies in waiting if replies]
+    assert (told.hits, told.codes[0]) == (0, Code.MISSING)
+
+
+def test_a_marker_that_was_seen_and_withdrawn_ends_the_expectation() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0, 1.0)
+    cluster.run_for(0.1)
+    assert waiting == []
+    claim(cluster, writer, keys, 0.0)
+    cluster.run_for(0.1)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+
+
+def test_the_last_of_many_segments_is_noticed_as_soon_as_the_first() -> None:
+    """A prompt is stored in parts, which takes long; the pauses between the polls grow with each part only."""
+    cluster, writer, reader, _ = marked()
+    keys = placed(cluster, 1, 0, 8)
+    claim(cluster, writer, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    for at, key in enumerate(keys):
+        cluster.run_for(0.02)
+        assert waiting == []
+        writer.store([key], at, Storing(fill_s=0.001))
+    until = cluster.clock.now + 0.015
+    while not waiting and cluster.clock.now < until:
+        cluster.run_for(0.0005)
+    assert [reply.hits for reply in waiting] == [8]
 
 
 def test_the_marker_of_a_reserved_segment_stays() -> None:

@@ -192,11 +192,12 @@ class Cluster(World):
 
     def check_stand_ins(self, dead: int) -> None:
         """After `check_settled`: a node dies, and each segment that hashes to it and that another node owns is named by
-        its other candidate."""
+        its other candidate, so that each node finds it."""
         self.node(dead).crash()
         self.run_for(0.3)
         self.check()
         self._check_directory()
+        self._find_all(list(self.keepers()))
 
     def _check_directory(self) -> None:
         """Each segment that a node owns is named by the node that keeps its directory entry now."""
@@ -219,11 +220,12 @@ class Cluster(World):
         return keepers
 
     def _find_all(self, kept: list[tuple[TenantId, SegmentKey]]) -> None:
-        """Find every kept segment from every node. Engines that join may take regions from tenants without engines, so
-        only segments that stay must be found."""
+        """Find every kept segment from every node that is alive. Engines that join may take regions from tenants without
+        engines, so only segments that stay must be found."""
         self.calm()
         for tenant in dict.fromkeys(tenant for tenant, _ in kept):
-            engines = [self.join(node, tenant) for node in range(sum(not each.retired for each in self.nodes.values()))]
+            alive = [number for number, node in enumerate(self.nodes.values()) if node.core and not node.retired]
+            engines = [self.join(number, tenant) for number in alive]
             self.run_for(0.1)
             for key in (key for owner, key in kept if owner == tenant):
                 for engine in engines:

@@ -337,7 +337,8 @@ class Matches:
             limit_s = min(limit_s, request.deadline_s)
         wait_s = request.in_flight_wait_s
         may_wait = wait_s and not request.independent
-        wait = Wait(now, wait_s, request.in_flight_wait_per_segment_s) if may_wait else None
+        limits = wait_s, request.in_flight_wait_per_segment_s, request.in_flight_expected_s
+        wait = Wait(now, *limits) if may_wait else None
         match.search = _Search(match, match.keys, match.found, limit_s, wait, self._context.store.arrivals)
         self._begin(match.search)
 
@@ -574,7 +575,7 @@ class Matches:
             wait.limit_to(len(search.keys) - gap)
             if self._may_wait(search, wait, gap):
                 search.open = False
-                if search.found.codes[gap] == _MISSING:
+                if search.found.codes[gap] == _MISSING and self._context.now >= wait.expects_until:
                     self._claim(search, wait, gap)
                 else:
                     self._pause(search, wait, gap)

@@ -9,7 +9,9 @@ until the segment is stored, the marker is withdrawn or its time is over. A matc
     first missing segment UNKNOWN    a node did not answer its lookup in time: ask again at the same intervals, for at
                                      most `suspect_s`, after which a node that does not answer is SUSPECT
     first missing segment MISSING    set the marker at its directory node. Granted: answer the match, its engine
-                                     computes the segment. PENDING: another engine set the marker first; wait for it
+                                     computes the segment. PENDING: another engine set the marker first; wait for it.
+                                     A match whose engine was told of the segment by another engine waits without a
+                                     marker for its first `in_flight_expected_s`: that of the other engine may be late
 
 All matches of a tenant that wait for the same segment share one poll of its directory node, at growing intervals. A
 segment that arrives at this node, or of which this node as directory node hears, ends their waits without a poll. The
@@ -79,12 +81,18 @@ MAX_CLAIMED_BY_TENANT = 16 * MAX_CLAIMED
 class Wait:
     """The time for which one match may still wait for a segment that another engine computes."""
 
-    def __init__(self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0) -> None:
+    def __init__(
+        self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0, expected_s: float = 0.0
+    ) -> None:
         """`in_flight_wait_s`: maximum wait in seconds. `per_segment_s`: if above 0, the wait is also at most this many
-        seconds for each missing segment."""
+        seconds for each missing segment. `expected_s`: for so many seconds the match waits without a marker too."""
         self._per_segment_s = per_segment_s
         self.in_flight_wait_s = min(in_flight_wait_s, MAX_IN_FLIGHT_WAIT_S)
         self.until = now + self.in_flight_wait_s
+        self.expects_until = now + min(expected_s, self.in_flight_wait_s)
+        """Time until which a segment without a marker counts as in flight; 0 once the match has met a marker."""
+        self.key: SegmentKey | None = None
+        """The segment that the match waits for, or waited for last."""
         self.pause_s = FIRST_PAUSE_S
         self.repeats_until = math.inf
         """Time until which lookups that were not answered are repeated; infinite before the first such lookup."""
@@ -176,8 +184,14 @@ class WaitingMatches:
         the in-flight marker for the engine of this match; with another code if the match should look its segments up
         again, also at the end of its wait.
 
-        `code`: PENDING, DEFERRED or UNKNOWN, the code of the segment, by which the wait is counted. `sound()`: returns
-        False once the match should not wait any more for another reason; it is called at each poll."""
+        `code`: PENDING, DEFERRED or UNKNOWN, the code of the segment, by which the wait is counted; MISSING where the
+        match expects the segment. `sound()`: returns False once the match should not wait any more for another reason;
+        it is called at each poll."""
+        if code == Code.PENDING:
+            wait.expects_until = 0.0
+        if key != wait.key:
+            # The segments arrive one after the other: long pauses for the first ones must not delay the last one.
+            wait.key, wait.pause_s = key, FIRST_PAUSE_S
         metric = WAITS.get(Code(code), IN_FLIGHT_WAITS)
         if metric not in wait.counted:
             wait.counted[metric] = None
@@ -278,10 +292,15 @@ class WaitingMatches:
     ) -> None:
         """Ask the directory node of `key` to set the in-flight marker for this node. Calls `done` once, possibly before
         this returns, with MISSING: this node has the marker and its engine computes the segment; PENDING: another node
-        has the marker; LOCAL: the segment is stored by now; UNKNOWN: the directory node cannot tell, or did not
-        answer."""
+        has the marker, or may set it while the match of `wait` expects the segment; LOCAL: the segment is stored by
+        now; UNKNOWN: the directory node cannot tell, or did not answer."""
+        marker_s = 0.0 if self._context.now < wait.expects_until else wait.in_flight_wait_s
 
         def answered(code: Code) -> None:
+            if code is Code.PENDING:
+                wait.expects_until = 0.0
+            elif code is Code.MISSING and not marker_s:
+                code = Code.PENDING
             self._context.counters.add(IN_FLIGHT_CLAIMS, code is Code.MISSING)
             done(code)
 
@@ -298,12 +317,12 @@ class WaitingMatches:
             if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
                 code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:
-                self._directory_node.claim(directory_node, tenant, key, wait.in_flight_wait_s)
+                self._directory_node.claim(directory_node, tenant, key, marker_s)
             answered(Code.LOCAL if owner is not None else code)
             return
         self._peers.call(
             directory_node,
-            lambda call: wire.Lookup(call, tenant, key, "", wait.in_flight_wait_s, ring=self._context.ring_version),
+            lambda call: wire.Lookup(call, tenant, key, "", marker_s, ring=self._context.ring_version),
             self._context.config.match_deadline_s,
             replied,
         )

@@ -154,6 +154,9 @@ class Match(_Message, frozen=True, tag=4):
     """Maximum part of `in_flight_wait_s` for each missing segment; 0: no such bound."""
     independent: bool = False
     """Should every segment that is found be leased? Such a match does not wait for a segment in flight."""
+    in_flight_expected_s: Seconds = 0.0
+    """For this part of `in_flight_wait_s`, from its beginning on, a missing segment counts as in flight also without an
+    in-flight marker, because another engine has said that it stores it: the marker may arrive after the match."""
 
 
 class Matched(_Message, frozen=True, tag=5):

@@ -98,7 +98,7 @@ def test_files_that_are_replaced_while_vllm_has_the_adapter(engines: Three, tmp_
     assert hit(second, tokens, directory) == (expected[new], 0)
     # The first engine has the old adapter still: it fails the load of the new one's segments, and recomputes.
     assert hit(first, tokens, directory)[0] == expected[old]
-    assert first.call("load adapter", directory=str(directory))
+    assert first.call("load_adapter", directory=str(directory))
     # For some seconds after the failed load the adapter's segments are not looked up.
     until = time.monotonic() + 20
     while (found := hit(first, tokens, directory)) != (expected[new], 768):
@@ -116,7 +116,7 @@ def test_tokens_of_replaced_files_in_vllms_own_cache(engines: Three, tmp_path: P
     first, second = engines.first, engines.second
     assert hit(first, tokens[:800], directory)[1] == 0
     shutil.copytree(new, directory, dirs_exist_ok=True)
-    assert first.call("load adapter", directory=str(directory))
+    assert first.call("load_adapter", directory=str(directory))
     before = first.call("counts")
     first.generate([tokens], adapter=directory)
     assert first.call("flush")

@@ -57,7 +57,7 @@ def test_loads_slower_than_a_prefill_are_skipped(
     load: str, weighs: Callable[[str], Engine], expected: list[list[int]], cluster: Cluster
 ) -> None:
     engine = weighs(load)
-    engine.call("slow loads", seconds=SLOW_S)
+    engine.call("slow_loads", seconds=SLOW_S)
     hit, skipped = run(engine, expected)
     assert hit + skipped == WHOLE
     assert hit >= sum(len(tokens) // SEGMENT * SEGMENT for tokens in PROMPTS[:ENOUGH])

@@ -61,7 +61,7 @@ class Fleet:
 def fleet(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> Fleet:
     here, there = ({"socket": str(node.socket), **PATIENT} for node in cluster.nodes)
     fleet = Fleet(start(here), start(here), start({**here, "load": "sync"}), start({**there, "verify": True}))
-    fleet.slow.call("slow saves", seconds=SLOW_S)
+    fleet.slow.call("slow_saves", seconds=SLOW_S)
     return fleet
 
 
@@ -113,7 +113,7 @@ def test_many_at_once(fleet: Fleet, plain: Engine) -> None:
 def test_the_second_engine_waits_for_the_first(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
     tokens = prompt(700, 70)
     expected = plain.generate([tokens])
-    fleet.slow.call("expect prefill", token_s=0.01)
+    fleet.slow.call("expect_prefill", token_s=0.01)
     fields = computed(fleet.slow, tokens, PREFILL)
     waits, before = cluster.totals()[WAITS], counts(fleet.far)
     assert fleet.far.timed([tokens], params=fields).tokens == expected
@@ -124,7 +124,7 @@ def test_the_second_engine_waits_for_the_first(fleet: Fleet, plain: Engine, clus
 def test_a_frozen_first_engine_costs_a_bounded_wait(fleet: Fleet, plain: Engine) -> None:
     tokens = prompt(700, 71)
     expected = plain.generate([tokens])
-    fleet.slow.call("expect prefill", token_s=0.001)
+    fleet.slow.call("expect_prefill", token_s=0.001)
     fields, before = computed(fleet.slow, tokens, PREFILL), counts(fleet.far)
     assert fields["remote_prefill_s"] < 2.0
     fleet.slow.process.send_signal(signal.SIGSTOP)

@@ -13,8 +13,9 @@ from tests.engines.vllm.forked import refusals
 from tests.engines.vllm.scenario import Three, check_scenario, three
 from tokenlake_client.engines.vllm.request import media_digests
 from tokenlake_testing.cluster import Cluster
-from tokenlake_testing.engine_lines import Engine, image_of
+from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_pictures
+from tokenlake_testing.vllm_engine import image_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -83,6 +83,7 @@ def test_no_connector_answers_for_another_engine(multi: Engine, plain: Engine) -
     tokens = prompt(700, 5)
     answer = multi.timed([tokens], params={"do_remote_decode": True})
     assert (answer.tokens, answer.params) == (plain.generate([tokens]), [None])
+    assert "no prompt is handed over to another engine: the connector is within" in multi.log.read_text()
 
 
 def test_many_at_once(multi: Engine, plain: Engine) -> None:
@@ -126,7 +127,7 @@ def test_segments_of_a_killed_owner_are_recomputed(
     expected = [plain.generate([tokens])[0] for tokens in many]
     assert alone.generate(many) == expected
     assert alone.call("flush")
-    multi.call("slow loads", seconds=0.05)
+    multi.call("slow_loads", seconds=0.05)
     before = multi.call("counts")["loads_failed"]
     fetched = cluster.totals()["tokenlake_fetched_tokens_total"]
     answers: list[list[list[int]]] = []

@@ -159,7 +159,7 @@ def test_a_daemon_that_was_killed(run: Run) -> None:
 def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
     run.first.call("forget")
-    run.first.call("slow loads", seconds=0.2)
+    run.first.call("slow_loads", seconds=0.2)
     answers: list[int] = []
     thread = threading.Thread(target=lambda: answers.append(run.tokens(run.first, 4)))
     loaded = run.cluster.totals()["tokenlake_local_tokens_total"]
@@ -170,7 +170,7 @@ def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     run.cluster.nodes[0].kill()
     thread.join(TIMEOUT_S)
     assert len(answers) == 1, "other tokens, or none"
-    run.first.call("slow loads", seconds=0.0)
+    run.first.call("slow_loads", seconds=0.0)
     run.cluster.nodes[0].start()
     run.cluster.wait_ready()
     assert run.until_hit(run.first, 4)
@@ -264,7 +264,7 @@ def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
     try:
         for seed, spoiled in ((1, False), (2, True)):
             if spoiled:
-                engine.call("spoil writes")
+                engine.call("spoil_writes")
             until, cached, expected = time.monotonic() + 3 * TIMEOUT_S, 0, engine.generate([prompt(1000, seed)])
             while not cached and time.monotonic() < until:
                 engine.call("forget")

@@ -130,6 +130,15 @@ def test_a_node_that_dies_before_its_segments_are_fetched(
     assert until_hit(there, tokens, expected) == CACHED
 
 
+def test_no_prompt_is_handed_over(plain: Engine, here: Engine) -> None:
+    tokens = prompt(700, 4)
+    expected = plain.generate([tokens])
+    for params in ({"do_remote_decode": True}, {"do_remote_prefill": True, "remote_block_ids": ["00" * 32]}):
+        answer = again(here, tokens, params=params)
+        assert (answer.tokens, answer.params) == (expected, [None])
+    assert "no prompt is handed over to another engine: the segments of the model are" in here.log.read_text()
+
+
 def test_weights_that_change_in_place(
     plain: Engine, there: Engine, start: Start, window: Path, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two OpenAI servers, started as users start them, share the pool."""
+"""Two OpenAI servers, started as users start them, share the pool, and serve prompts apart behind vLLM's router."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tokenlake_testing.tiny_model import save_tiny_model
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 
 START_S = 240.0
+ROUTER = Path(__file__).parents[3] / ".venv-routers" / "bin" / "vllm-router"
 FLAG = json.dumps(
     {
         "kv_connector": "TokenLakeConnector",
@@ -60,7 +61,16 @@ class Server:
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
         with log.open("ab") as output:
             self.process = start_child(
-                [*command, "--model", str(model), *options, "--kv-transfer-config", FLAG],
+                [
+                    *command,
+                    "--model",
+                    str(model),
+                    "--served-model-name",
+                    "tiny",
+                    *options,
+                    "--kv-transfer-config",
+                    FLAG,
+                ],
                 stdout=output,
                 stderr=output,
                 env=environment,
@@ -78,36 +88,47 @@ class Server:
                 time.sleep(0.2)
 
     def complete(self, tokens: list[int]) -> str:
-        body = {"prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            found: Any = json.load(answer)
-        return str(found["choices"][0]["text"])
+        return completed(self.port, tokens)
 
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as answer:
             return totals(answer.read().decode())
 
     def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process)
 
 
-@pytest.fixture
-def servers(tmp_path: Path, cluster: Cluster) -> Iterator[list[Server]]:
-    model = with_tokenizer(tmp_path / "model")
+def completed(port: int, tokens: list[int], *, stream: bool = False) -> str:
+    """The answer of an OpenAI server to a prompt. Its text has the names of the tokens, because vLLM's router accepts
+    no prompts of token ids."""
+    text = " ".join(f"t{token}" for token in tokens)
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": stream}
+    url, content = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), content), timeout=60) as answer:
+        if not stream:
+            found: Any = json.load(answer)
+            return str(found["choices"][0]["text"])
+        lines = [line[len(b"data: ") :] for line in answer.read().splitlines() if line.startswith(b"data: {")]
+        return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[list[Server]]:
+    directory = tmp_path_factory.mktemp("servers")
+    model = with_tokenizer(directory / "model")
     running = []
     try:
         for number in range(2):
-            running.append(Server(model, cluster.nodes[0].socket, tmp_path / f"{number}.log"))
+            running.append(Server(model, cluster.nodes[0].socket, directory / f"{number}.log"))
         for server in running:
             server.ready()
         yield running
@@ -139,3 +160,53 @@ def test_one_server_reads_the_others_segments(servers: list[Server], cluster: Cl
     for page in pages:
         assert page["vllm:tokenlake_failures_total"] == page["vllm:tokenlake_loads_failed_total"] == 0
         assert page["vllm:tokenlake_hook_seconds_total"] > 0
+
+
+@pytest.fixture
+def router(servers: list[Server], tmp_path: Path) -> Iterator[int]:
+    """The port of vLLM's router, which sends prompts to the first server for prefill and to the second for decode."""
+    if not ROUTER.exists():
+        pytest.skip("vllm-router is not installed (`make install-routers`)")
+    port, log = reserve_port(), tmp_path / "router.log"
+    command = [str(ROUTER), "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--prometheus-port", str(reserve_port()), "--worker-startup-check-interval", "1"]
+    for part, server in zip(("--prefill", "--decode"), servers, strict=True):
+        command += [part, f"http://127.0.0.1:{server.port}"]
+    with log.open("wb") as output:
+        process = start_child(command, stdout=output, stderr=output)
+    try:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/readiness", timeout=5):
+                    break
+            except OSError:
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < until, log.read_text()[-3000:]
+                time.sleep(0.1)
+        yield port
+    finally:
+        end(process)
+
+
+def test_a_router_sends_prompts_to_one_server_for_prefill_and_to_another_for_decode(
+    servers: list[Server], router: int
+) -> None:
+    before = [server.metrics() for server in servers]
+    lengths = [2, 100, 256, 700, 1500]
+    prompts = [prompt(length, 80 + length) for length in lengths]
+    answers = [completed(router, tokens, stream=tokens is prompts[-1]) for tokens in prompts]
+    # Another request may be told of the counts of a step.
+    assert completed(router, prompt(2, 99))
+    after = [server.metrics() for server in servers]
+    growth = [
+        {name: page[name] - then.get(name, 0.0) for name in page} for page, then in zip(after, before, strict=True)
+    ]
+    assert growth[0]["vllm:tokenlake_prefills_offered_total"] >= len(prompts)
+    assert growth[1]["vllm:tokenlake_prefills_taken_total"] >= len(prompts)
+    assert growth[1]["vllm:tokenlake_prefills_recomputed_total"] == 0
+    assert growth[1]["vllm:tokenlake_loaded_tokens_total"] >= sum(lengths) - len(prompts)
+    # The first server has the cache of the prompts, and generates from it.
+    assert [servers[0].complete(tokens) for tokens in prompts] == answers
+    for page in growth:
+        assert page["vllm:tokenlake_failures_total"] == page["vllm:tokenlake_loads_failed_total"] == 0

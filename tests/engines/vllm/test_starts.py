@@ -12,8 +12,8 @@ from tests.engines.vllm.conftest import PATIENT, prompt
 from tests.engines.vllm.forked import ForkedEngine, answers
 from tokenlake.errors import Unreachable
 from tokenlake_testing.cluster import Cluster
-from tokenlake_testing.engine_lines import transfer_of
 from tokenlake_testing.families import save_latent
+from tokenlake_testing.vllm_engine import transfer_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -20,7 +20,8 @@ from tokenlake_client.engines.vllm import TokenLakeConnector
 from tokenlake_client.engines.vllm.counters import COUNTS, TIMES
 from tokenlake_client.engines.vllm.stats import TokenLakeStats
 from tokenlake_testing.cluster import Cluster, parse_metrics
-from tokenlake_testing.engine_lines import Engine, transfer_of
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.vllm_engine import transfer_of
 
 SOURCE = "vllm:tokenlake_prompt_tokens_total"
 

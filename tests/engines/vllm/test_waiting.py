@@ -65,7 +65,7 @@ def test_a_prompt_of_both_engines_is_computed_once(
         tokens = prompt(TOKENS, 10 + attempt)
         expected = plain.generate([tokens])[0]
         for engine in engines:
-            engine.call("expect prefill", token_s=LONG_S)
+            engine.call("expect_prefill", token_s=LONG_S)
         waits, (stored, hit) = cluster.totals()[WAITS], stored_and_hit(engines)
         begun = [threads.submit(engine.generate, [tokens, tokens]) for engine in engines]
         assert [future.result() for future in begun] == [[expected] * 2] * 2
@@ -87,7 +87,7 @@ def test_the_wait_for_a_stopped_engine_ends(
         tokens = prompt(TOKENS, 100 * ended + attempt)
         expected = plain.generate([tokens])
         for engine in engines:
-            engine.call("expect prefill", token_s=SHORT_S)
+            engine.call("expect_prefill", token_s=SHORT_S)
         before = cluster.totals()
         hit, computing = second.call("counts")["tokens_hit"], threads.submit(first.generate, [tokens])
         until = time.monotonic() + TIMEOUT_S

@@ -27,6 +27,8 @@ class InFlightWait(NamedTuple):
     """Seconds that the match may wait, for any number of missing segments; 0: the match does not wait."""
     segment_s: float
     """Seconds that the match may wait per missing segment; 0: only `total_s` limits the wait."""
+    expected_s: float = 0.0
+    """Seconds for which the match waits without an in-flight marker too: another engine has named the segments."""
 
     def seconds(self, missing: int) -> float:
         """Seconds that the match may wait for another engine when `missing` segments are missing."""

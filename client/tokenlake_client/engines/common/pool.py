@@ -123,6 +123,7 @@ class RequestInfo(NamedTuple):
             prompt_tokens=self.tokens,
             in_flight_wait_s=wait.total_s,
             in_flight_wait_per_segment_s=wait.segment_s,
+            in_flight_expected_s=wait.expected_s,
         )
 
 

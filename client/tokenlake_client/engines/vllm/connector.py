@@ -35,7 +35,7 @@ from tokenlake_client.engines.common.slots import SLOT_DTYPES
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, split_of
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -305,6 +305,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _split(self, request: Any) -> Split:
         # vLLM accepts each field of an answer from one connector only, and another one may hand the prompt over too.
         if self._inner:
+            if is_split(request.kv_transfer_params):
+                self._reports.warn("no prompt is handed over to another engine: the connector is within another one")
             return NOT_SPLIT
         try:
             return split_of(request.kv_transfer_params)
@@ -439,6 +441,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
             model=str(self._vllm_config.model_config.served_model_name),
+            refuse=lambda line: self._reports.warn(line, kind="remote prefill"),
         )
         self._log_status()
 

@@ -33,6 +33,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 
 __all__ = [
+    "EXPECTED_S",
     "LEAST_WAIT_S",
     "MAX_KEYS",
     "NOT_SPLIT",
@@ -41,7 +42,9 @@ __all__ = [
     "Offer",
     "RemotePrefill",
     "Split",
+    "TailRoom",
     "has_tail",
+    "is_split",
     "split_of",
 ]
 
@@ -52,10 +55,15 @@ READ = Hints(priority=-1, ttl_s=0.001)
 LEAST_WAIT_S = 0.25
 """Seconds: the least limit of the wait for segments that another engine has computed and is storing, also where this
 engine computes them in less time."""
+EXPECTED_S = 0.1
+"""Seconds for which a lookup waits for such segments without in-flight markers: those that the other engine has set
+before its answer may arrive at their directory nodes later than the lookup."""
 UNKNOWN_PREFILL_S = 1.0
 """Seconds: the assumed time to compute a prompt where neither engine has measured prefills."""
 
 _DECODE, _PREFILL, _KEYS, _SECONDS = "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_prefill_s"
+MAX_TAILS = 64
+"""The number of tails of very short prompts that an engine stores in a row."""
 MAX_KEYS = 1 << 14
 """Limit of the segments that a request names, whose check takes time of the engine's step."""
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -66,7 +74,8 @@ class RemotePrefill:
     """The statement that another engine has computed the request's tokens and stores them."""
 
     keys: tuple[str, ...] = ()
-    """The keys of the segments that it stores, in hexadecimal digits, from the first on; empty: not known."""
+    """The keys of the segments that it stores, in hexadecimal digits, from the first on; empty: not known, as for a
+    request that moves."""
     seconds: float = UNKNOWN_PREFILL_S
     """The predicted time in which that engine computes the tokens."""
 
@@ -119,17 +128,38 @@ def split_of(params: object) -> Split:
         return Split(decodes_elsewhere=True)
     if not params.get(_PREFILL):
         return NOT_SPLIT
-    keys, seconds = params.get(_KEYS), params.get(_SECONDS, UNKNOWN_PREFILL_S)
+    keys, seconds = params.get(_KEYS) or [], params.get(_SECONDS, UNKNOWN_PREFILL_S)
     if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
         raise ValueError(f"field {_SECONDS!r} of kv_transfer_params is {reprlib.repr(seconds)}; expected seconds")
     if isinstance(keys, list) and len(keys) > MAX_KEYS:
         raise ValueError(f"field {_KEYS!r} of kv_transfer_params has {len(keys)} elements; at most {MAX_KEYS}")
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        # Another connector's numbers of blocks, or a proxy that moves a request and states no segments.
-        return Split(prefill=RemotePrefill((), seconds))
-    if not all(map(_KEY.fullmatch, keys)):
+    if not isinstance(keys, list) or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
         raise ValueError(f"field {_KEYS!r} of kv_transfer_params is {reprlib.repr(keys)}; expected keys of segments")
     return Split(prefill=RemotePrefill(tuple(keys), seconds))
+
+
+def is_split(params: object) -> bool:
+    """Do a request's `kv_transfer_params` say that different engines serve its prefill and its decode?"""
+    return isinstance(params, Mapping) and bool(params.get(_DECODE) or params.get(_PREFILL))
+
+
+class TailRoom:
+    """Bounds the room that the tails of an engine take: each takes the room of a segment, whatever its length. Their
+    unused room, in tokens, does not exceed that of `MAX_TAILS` segments and the tokens of all prompts together."""
+
+    def __init__(self, segment: int) -> None:
+        """`segment`: the number of tokens of a segment."""
+        self._segment = segment
+        self._left = self._most = MAX_TAILS * segment
+
+    def take(self, prompt: int) -> bool:
+        """Is there room for the tail of a prompt of `prompt` tokens? The caller stores the tail then."""
+        self._left = min(self._most, self._left + prompt)
+        unused = self._segment - prompt % self._segment
+        if unused > self._left:
+            return False
+        self._left -= unused
+        return True
 
 
 def has_tail(tokens: int, segment: int) -> bool:

@@ -21,7 +21,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 from tokenlake_client.engines.common.pool import RequestInfo
-from tokenlake_client.engines.vllm.disaggregated import LEAST_WAIT_S, RemotePrefill
+from tokenlake_client.engines.vllm.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
 from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
@@ -253,7 +253,7 @@ class InFlightWaits:
         """How long a lookup may wait for a prompt of `total` tokens that another engine has computed and is storing."""
         seconds = self._costs.prefill_s(total, 0)
         predicted_s = prefill.seconds if seconds is None else seconds
-        return InFlightWait(min(max(LEAST_WAIT_S, FACTOR * predicted_s), LONGEST_S), 0.0)
+        return InFlightWait(min(max(LEAST_WAIT_S, FACTOR * predicted_s), LONGEST_S), 0.0, EXPECTED_S)
 
     def answered(self, request: str) -> None:
         """Record that the lookup of `request` does not wait for another engine any more."""

@@ -34,6 +34,8 @@ class _Task:
     plan: SavePlan
     pool: Callable[[], Any]
     ready: Callable[[], None]
+    since: float
+    """The time in seconds, by `time.monotonic`, at which the job was submitted."""
 
 
 class _BlocksTaken(Exception):
@@ -47,15 +49,16 @@ class SaveWriter:
     def __init__(
         self,
         reader: BlockReader,
-        store: Callable[[Any, SavePlan, Callable[[int, NDArray[np.uint8]], None]], bytes],
+        store: Callable[[Any, SavePlan, Callable[[int, NDArray[np.uint8]], None], float], bytes],
         counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
         *,
         tokens: int,
         queue: int,
     ) -> None:
-        """`store(pool, plan, fill)` stores the segments of a plan and returns a `Code` for each. `tokens`: the number
-        of tokens of a segment. `queue`: the largest number of jobs that wait."""
+        """`store(pool, plan, fill, since)` stores the segments of a plan, which was submitted at the time `since`, and
+        returns a `Code` for each. `tokens`: the number of tokens of a segment. `queue`: the largest number of jobs that
+        wait."""
         self._reader = reader
         self._store = store
         self._counters = counters
@@ -82,7 +85,7 @@ class SaveWriter:
         """Store the segments of `plan` in the background. `pool` returns the pool or None, and may wait. `ready`
         returns once the blocks hold the results of the step. Both are called in the background."""
         self._last = max(self._last, plan.job)
-        if not self._queue.submit(_Task(plan, pool, ready)):
+        if not self._queue.submit(_Task(plan, pool, ready, time.monotonic())):
             self._give_up(plan)
 
     def skip(self, job: int) -> None:
@@ -118,7 +121,7 @@ class SaveWriter:
                 self._count_lost(task.plan)
             else:
                 task.ready()
-                self._save(task.plan, pool)
+                self._save(task.plan, pool, task.since)
         except _BlocksTaken:
             self._give_up(task.plan)
         except Exception as error:
@@ -128,7 +131,7 @@ class SaveWriter:
             pool.claim(self._lost.popleft(), 0.0)
         self._counters.add(save_seconds=time.perf_counter() - started)
 
-    def _save(self, plan: SavePlan, pool: Any) -> None:
+    def _save(self, plan: SavePlan, pool: Any, since: float) -> None:
         per_segment = len(plan.blocks) // len(plan.keys)
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
@@ -137,7 +140,7 @@ class SaveWriter:
                     raise _BlocksTaken
                 self._reader.to_slot(slot, plan.blocks[index * per_segment : (index + 1) * per_segment])
 
-        codes = self._store(pool, plan, fill)
+        codes = self._store(pool, plan, fill, since)
         stored = sum(code in (Code.COMMITTED, Code.RESERVED) for code in codes)
         tokens = plan.tail or self._tokens
         self._counters.add(tokens_stored=stored * tokens, tokens_not_stored=(len(codes) - stored) * tokens)

@@ -25,7 +25,7 @@ from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split
+from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
@@ -66,15 +66,18 @@ class SchedulerSide:
         shared: bool = False,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
+        refuse: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`pool` returns the pool or None, and must not wait. `segment_bytes`: the size of a segment. `shared`: several
-        ranks fill one segment. `model`: the name under which vLLM serves it."""
+        ranks fill one segment. `model`: the name under which vLLM serves it. `refuse` is called with a line about a
+        request whose `kv_transfer_params` do not fit this engine."""
         self._pool = pool
         self._settings = settings
         self._segment = settings.segment_tokens
         self._block = block_tokens
         self._counters = counters
         self._report = report
+        self._refuse = refuse
         self._clock = clock
         self.rates = Rates()
         """The measured times of this engine's loads and prefills."""
@@ -85,6 +88,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._loads = ScheduledLoads(self._add_load_time, report)
         self._saves = ScheduledSaves(settings, block_tokens, shared=shared, model=model)
+        self._tails = TailRoom(settings.segment_tokens)
         self._last_saves: list[SavePlan] = []
         """The saves of requests that have finished since the last step. The plan of the next step hands them to the
         ranks."""
@@ -501,8 +505,12 @@ class SchedulerSide:
         tail = state.tail_key(pool, self._settings.salt, self._segment) if prefill.keys else None
         own = keys if tail is None else [*keys, tail]
         if prefill.keys != tuple(key.hex() for key in own[: len(prefill.keys)]):
-            self._report("a prefill of another engine", ValueError("its segments have other keys than this engine's"))
-            state.split = NOT_SPLIT
+            self._refuse(
+                f"request {state.request.request_id[:100]!r} is served as if no other engine had computed it: its "
+                "kv_transfer_params name segments with other keys than this engine's, so the engines differ in layout "
+                "(model, weights, dtype, segment_tokens), tenant or salt, or the prompts differ"
+            )
+            state.split, state.taken = NOT_SPLIT, False
             return keys, NO_WAIT
         keys = own[: len(prefill.keys)] if prefill.keys else keys
         state.tail = tail if tail in keys else None
@@ -570,7 +578,7 @@ class SchedulerSide:
         count = min(full, state.saved.segments)
         keys = list(state.keys(pool, self._settings.salt)[:count])
         tail = state.tail_key(pool, self._settings.salt, self._segment)
-        if tail is not None and count == full:
+        if tail is not None and count == full and self._tails.take(state.prompt):
             saves, granted = self._saves.plan_tail(pool, state, tail, table)
             keys += [tail] if granted else []
         if state.last_job in self._saves.jobs:

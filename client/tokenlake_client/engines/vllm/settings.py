@@ -157,7 +157,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             kinds.real(0, 3600, "seconds"),
-            "time that storing waits, behind the engine, while the write budget of the pool is full",
+            "time from the end of a step for which storing its segments waits, behind the engine, while the write "
+            "budget of the pool is full",
             why="a short burst of writes does not lose segments",
         ),
     ] = 1.0

@@ -198,11 +198,12 @@ class WorkerSide:
             load_seconds=time.perf_counter() - started,
         )
 
-    def _store(self, pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
+    def _store(self, pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None], since: float) -> bytes:
         codes: bytes
         if not plan.write:
             keys = [SegmentKey(key) for key in plan.keys]
-            patience = self._settings.write_patience_s
+            # While the pool refuses writes, the jobs of a full queue together wait no longer than one of them.
+            patience = max(0.0, self._settings.write_patience_s - (time.monotonic() - since))
             codes = pool.store_all(
                 keys, fill, plan.first, patience, request=plan.request, hints=plan.hints, contents=plan.contents
             )

@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.connector import check_failure_policy
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
+from tokenlake_client.engines.vllm.disaggregated import is_split
 from tokenlake_client.engines.vllm.epoch import on_weight_version
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
@@ -92,6 +93,13 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         return worker is None or worker.chunks.flush(timeout)
 
     # -- hooks of the scheduler's side
+
+    @timed
+    def on_new_request(self, request: Any) -> None:
+        """vLLM's hook for a request that has arrived."""
+        if is_split(request.kv_transfer_params):
+            self._reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
+        super().on_new_request(request)
 
     @timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
