@@ -505,8 +505,9 @@ class Device:
         for each in found:
             slab, shards, keys, places, notes = each
             count += len(keys) // KEY_BYTES
-            if not around.deliver(events.DiskFound(number, slab.tenant, slab.slot_bytes, shards, keys, places, notes)):
-                break
+            event = events.DiskFound(number, slab.tenant, slab.slot_bytes, shards, keys, places, notes)
+            if self._store is not store or not around.deliver(event):
+                return store
         around.deliver(events.DiskRecovered(number))
         log.info(
             "the disk tier at %s has %d segments after %.1f s: capacity %d MiB, reads %.2f GB/s, writes %.2f GB/s",
@@ -593,7 +594,7 @@ class Device:
                 self._capacity = room
         if full:
             log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
-        if changed:
+        if changed and self._store is store:
             self._around.deliver(self._ready())
 
 
