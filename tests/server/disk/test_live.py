@@ -8,101 +8,103 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, total, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, daemons, outcomes, read, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_server.disk.files import DirectoryFiles
+from tokenlake_server.disk.store import survey
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
 SEGMENTS = 12
-KEY = os.urandom(32).hex()
 
 
 def store(pool: Pool, prompt: Prompt) -> None:
-    assert outcomes(pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=10.0)) <= {
-        Code.COMMITTED,
-        Code.EXISTS,
-        Code.NOT_ADMITTED,
-    }
+    codes = pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=LIMIT_S)
+    assert outcomes(codes) <= {Code.COMMITTED, Code.EXISTS, Code.NOT_ADMITTED}
 
 
-def recovered(cluster: Cluster) -> None:
-    for node in cluster.nodes:
-        wait_until(lambda: total(node, "tokenlake_disk_serving") == 1, "the disk is in use")  # noqa: B023
+def read_each(pool: Pool, prompts: list[Prompt]) -> int:
+    """Read each segment of the prompts by itself, and compare its bytes. Returns how many there are."""
+    found = 0
+    for prompt in prompts:
+        for index, key in enumerate(pool.prefix(prompt.tokens).keys):
+            with pool.match([key], deadline_s=PATIENT_S) as lease:
+                arrays = lease.fetch(deadline_s=LIMIT_S)
+                assert prompt.wrong(arrays, index) == 0, "wrong bytes"
+                found += len(arrays)
+    return found
 
 
-def test_memory_is_written_out_at_the_end(tmp_path: Path) -> None:
-    prompts = [Prompt(seed, SEGMENTS) for seed in range(5)]
-    with daemons(disk=str(tmp_path)) as cluster:
-        recovered(cluster)
+def started(cluster: Cluster, **settings: str) -> None:
+    """Start the only node again, and wait until its disk is in use."""
+    (node,) = cluster.nodes
+    if not node.running:
+        node.start(**settings)
+    cluster.wait_ready()
+    wait_until(lambda: total(node, "tokenlake_disk_serving") == 1, "the disk is in use")
+
+
+def test_memory_comes_back_after_sigterm(tmp_path: Path) -> None:
+    """The segments are encrypted. Where `disk_save_s` is 0, memory is lost."""
+    prompts, lost = [Prompt(seed, SEGMENTS) for seed in range(5)], Prompt(9, SEGMENTS)
+    directory, file = tmp_path / "disk", tmp_path / "settings.toml"
+    directory.mkdir()
+    file.touch(0o600)
+    file.write_text(f'disk_keys = ["{os.urandom(32).hex()}"]')
+    with daemons(disk=str(directory), config=str(file)) as cluster:
+        node = cluster.nodes[0]
+        started(cluster)
         with cluster.connect(0, LAYOUT) as pool:
             for prompt in prompts:
                 store(pool, prompt)
-        cluster.nodes[0].stop()
-        cluster.nodes[0].start()
-        cluster.wait_ready()
-        recovered(cluster)
+        assert node.stop() == 0
+        started(cluster, **{"disk-save-s": "0"})
         with cluster.connect(0, LAYOUT) as pool:
             for prompt in prompts:
                 wait_until(lambda: read(pool, prompt) == SEGMENTS, "all segments come back")  # noqa: B023
-        health = json.loads(cluster.nodes[0].page("/health"))
-        assert health["disks"][0]["path"] == str(tmp_path)
-        assert health["disks"][0]["serving"] is True
-
-
-def test_nothing_is_written_out_where_the_switch_is_off(tmp_path: Path) -> None:
-    prompt = Prompt(1, SEGMENTS)
-    with daemons(disk=str(tmp_path), disk_save_s="0") as cluster:
-        recovered(cluster)
-        with cluster.connect(0, LAYOUT) as pool:
-            store(pool, prompt)
-        cluster.nodes[0].stop()
-        cluster.nodes[0].start()
-        cluster.wait_ready()
-        recovered(cluster)
-        with cluster.connect(0, LAYOUT) as pool:
-            assert read(pool, prompt) == 0
-
-
-@pytest.mark.parametrize("key", ["", KEY], ids=["plain", "encrypted"])
-def test_segments_on_disk_outlive_a_kill(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory holds a third of the prompts. What is on disk when the daemon is killed is found by it and by another
-    node, with the same bytes."""
-    prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
-    if key:
-        monkeypatch.setenv("TOKENLAKE_DISK_KEYS", key)
-    with daemons(disk=str(tmp_path), memory="4MiB") as cluster:
-        node = cluster.nodes[0]
-        recovered(cluster)
+            store(pool, lost)
+        health = json.loads(node.page("/health"))["disks"][0]
+        assert (health["path"], health["serving"], health["problem"]) == (str(directory), True, "")
+        assert node.stop() == 0
+        started(cluster)
         with cluster.connect(0, LAYOUT) as pool:
             for prompt in prompts:
-                store(pool, prompt)
-            wait_until(lambda: total(node, "tokenlake_disk_written_segments_total") > 200, "segments are on disk")
-            before = sum(read(pool, prompt) for prompt in prompts)
-        for _ in range(3):
-            node.kill()
-            written = _segments(tmp_path)
-            node.start()
-            cluster.wait_ready()
-            recovered(cluster)
+                wait_until(lambda: read(pool, prompt) == SEGMENTS, "all segments come back")  # noqa: B023
+            assert read(pool, lost) == 0
+    data = b"".join(each.read_bytes() for each in directory.iterdir())
+    assert not any(prompt.content(0)[:64] in data for prompt in prompts)
+
+
+def test_segments_on_disk_outlive_kills(tmp_path: Path) -> None:
+    """Memory holds a third of the prompts."""
+    prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
+    with daemons(disk=str(tmp_path), disk_writes_per_day="0") as cluster:
+        node = cluster.nodes[0]
+        started(cluster)
+        for _ in range(2):
             with cluster.connect(0, LAYOUT) as pool:
-                found = sum(read(pool, prompt) for prompt in prompts)
-                assert found > 0
                 for prompt in prompts:
                     store(pool, prompt)
-            assert written > 100
-        assert before > 0
-    data = b"".join(each.read_bytes() for each in tmp_path.glob("slab-*"))
-    plain = any(prompt.content(0)[:64] in data for prompt in prompts)
-    assert plain == (not key)
+                wait_until(lambda: segments(tmp_path) > 100, "some are on disk")
+            node.kill()
+            on_disk = segments(tmp_path)
+            started(cluster)
+            with cluster.connect(0, LAYOUT) as pool:
+                wait_until(lambda: read_each(pool, prompts) >= 0.99 * on_disk, "what was on disk")  # noqa: B023
 
 
-def _segments(path: Path) -> int:
-    from tokenlake_server.disk.files import DirectoryFiles
-    from tokenlake_server.disk.store import survey
+def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
+    with daemons(disk=str(tmp_path)) as cluster:
+        started(cluster)
+        with pytest.raises(Exception, match="a directory that no other process uses; process [0-9]+ does"):
+            daemons(disk=str(tmp_path)).__enter__()
 
-    files = DirectoryFiles(path)
+
+def segments(path: Path) -> int:
+    """The segments in the index of a directory."""
+    files = DirectoryFiles(path, lock=False)
     try:
         return sum(len(each.stored) for each in survey(files))
     finally:
