@@ -22,7 +22,7 @@ from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files
 
 E = TypeVar("E")
-REGION_BYTES = 4 << 20
+REGION_BYTES = 16 << 20
 DEADLINE_S = 30.0
 QUICK = Patience(
     slow_s=0.5, errors=3, check_s=0.02, most_check_s=0.05, sync_s=0.02, capacity_s=0.05, probe_bytes=2 << 20
