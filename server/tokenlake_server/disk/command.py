@@ -151,8 +151,8 @@ def _opened(path: Path, *, lock: bool) -> Iterator[DirectoryFiles]:
             yield files
         finally:
             files.close()
-    except DirectoryInUse as holder:
-        raise click.ClickException(f"{path} is in use by {holder}; stop the daemon first") from None
+    except DirectoryInUse as process:
+        raise click.ClickException(f"{path} is in use by {process}; stop the daemon first") from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or path}: {error.strerror or error}") from error
 

@@ -102,9 +102,9 @@ class DirectoryFiles:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(fd, 32).decode(errors="replace").strip()
+            process = os.read(fd, 32).decode(errors="replace").strip()
             os.close(fd)
-            raise DirectoryInUse(f"process {holder}" if holder.isdigit() else "another process") from None
+            raise DirectoryInUse(f"process {process}" if process.isdigit() else "another process") from None
         except BaseException:
             os.close(fd)
             raise

@@ -198,8 +198,8 @@ def _locked(disks: Sequence[Disk]) -> list[Files | None]:
 def _lock(disk: Disk) -> Files | None:
     try:
         return DirectoryFiles(Path(disk.path))
-    except DirectoryInUse as holder:
-        expected = f"a directory that no other process uses; {holder} does"
+    except DirectoryInUse as process:
+        expected = f"a directory that no other process uses; {process} does"
     except (FileNotFoundError, NotADirectoryError):
         expected = "a directory that exists; create it, or leave it out"
     except PermissionError as error:
@@ -224,5 +224,5 @@ def _opener(path: str, first: Files | None) -> Callable[[], Files]:
 def _reopened(path: str) -> Files:
     try:
         return DirectoryFiles(Path(path))
-    except DirectoryInUse as holder:
-        raise OSError(f"{holder} uses the directory") from None
+    except DirectoryInUse as process:
+        raise OSError(f"{process} uses the directory") from None
