@@ -52,8 +52,8 @@ KEPT = Metric("tokenlake_disk_kept_segments_total", "Segments that memory evicte
 
 LOOK_EVERY = 8
 """Evictions after which the rules look for further segments to write."""
-AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 16, 64, 512
-"""The segments that are examined for a write: those that would be evicted next, a sixteenth of the slots, within these
+AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 8, 64, 1024
+"""The segments that are examined for a write: those that would be evicted next, an eighth of the slots, within these
 limits."""
 WRITE_SEGMENTS, WRITE_BYTES = 64, 64 << 20
 """Limits of one write; it has at least one segment."""

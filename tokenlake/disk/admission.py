@@ -4,10 +4,17 @@ A write costs endurance of the device and bandwidth. Two limits hold: written by
 that memory evicts, and at most a number of bytes per day. Under them the segments with the highest retention values are
 written: a threshold on the value follows the candidates so that the share of them that passes is the one that the
 limits allow.
+
+A segment is useful only if those before it in its prompt are found too. So the segments of one request are admitted
+together: after the first of them was admitted, all others of at least its value are, although the threshold has risen
+meanwhile.
 """
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
 from enum import StrEnum
 
 __all__ = ["SHARE", "Admission", "DailyBudget", "Refusal"]
@@ -23,6 +30,10 @@ STEP = 0.05
 """Relative step of the threshold."""
 MEMORY = 0.995
 """Weight that the counts of candidates and evictions keep with each further candidate: 200 of them count."""
+MAX_REQUESTS = 4096
+"""Requests whose decision is remembered."""
+LEAST_CREDIT = -256
+"""Credit below which also the further segments of a request are refused that was admitted."""
 LEAST_VALUE = 1e-9
 """Least threshold above 0, in accesses per second."""
 
@@ -77,6 +88,8 @@ class Admission:
         """Segments that may be written now, by the share of what memory evicted."""
         self._threshold = 0.0
         self._asked = self._evicted = 1.0
+        self._requests: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        """By request: the least value that was admitted, and the greatest that was refused."""
 
     @property
     def threshold(self) -> float:
@@ -88,12 +101,26 @@ class Admission:
         self._credit = min(float(MAX_CREDIT), self._credit + SHARE * segments)
         self._evicted += segments
 
-    def asks(self, value: float, least: float, share: float = SHARE) -> Refusal | None:
-        """Returns None if a candidate of this retention value is admitted, else the reason. `least`: the value of the
-        segment that it would displace on disk. `share`: the share of what memory evicts that may be written, by the
-        budget of bytes per day too. Counts the candidate, unless the limit by what memory evicts is reached."""
-        if self._credit < 1:
+    def asks(self, request: Hashable, value: float, least: float, share: float = SHARE) -> Refusal | None:
+        """Returns None if a candidate of this retention value is admitted, else the reason. `request`: names the
+        request that accessed it last. `least`: the value of the segment that it would displace on disk. `share`: the
+        share of what memory evicts that may be written, by the budget of bytes per day too. Counts the candidate,
+        unless the limit by what memory evicts is reached."""
+        admitted, refused = self._requests.get(request, (math.inf, -1.0))
+        if self._credit < (LEAST_CREDIT if value >= admitted else 1):
             return Refusal.SHARE
+        refusal = self._by_value(value, least, share)
+        if value >= admitted:
+            return None
+        if value <= refused:
+            return Refusal.VALUE
+        self._requests[request] = (min(admitted, value), refused) if refusal is None else (admitted, value)
+        self._requests.move_to_end(request)
+        if len(self._requests) > MAX_REQUESTS:
+            self._requests.popitem(last=False)
+        return refusal
+
+    def _by_value(self, value: float, least: float, share: float) -> Refusal | None:
         self._asked = self._asked * MEMORY + 1.0
         self._evicted *= MEMORY
         # The credit stays near half of its maximum, so that the threshold decides and not the order of the candidates.

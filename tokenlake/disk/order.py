@@ -1,8 +1,8 @@
 """The order in which segments leave a slab: that of the learned policy of memory, by groups.
 
 Segments that were accessed at about the same time, with equal features (the inputs of the model of re-use), form a
-group: the model values them alike at every age. The group of least value gives a segment up first, and of one group the segment
-that left memory first, which is the deepest of its prompt.
+group: the model values them alike at every age. The group of least value gives a segment up first, and of one group the
+segment that left memory first, which is the deepest of its prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tokenlake.disk.index import Index
 from tokenlake.store.eviction.odds import EDGES, Features, Odds
 
-__all__ = ["Order"]
+__all__ = ["TOGETHER_S", "Order"]
 
 TOGETHER_S = 10.0
 """Seconds within which accesses fall into one group."""

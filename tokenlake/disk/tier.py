@@ -27,7 +27,7 @@ from types import MappingProxyType
 from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
 from tokenlake.disk.index import NO_ENTRY, Index
 from tokenlake.disk.notes import Note, Notes
-from tokenlake.disk.order import Order
+from tokenlake.disk.order import TOGETHER_S, Order
 from tokenlake.disk.places import Place, stride
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
@@ -233,7 +233,9 @@ class DiskTier:
         if self._writes_per_day and device.budget.left(now) < slab.stride:
             return Refusal.DAY
         admission = self._admission(segment.tenant, segment.slot_bytes)
-        refusal = admission.asks(value, victim[1] if victim is not None else 0.0, self._share_of_day(now))
+        least = victim[1] if victim is not None else 0.0
+        request = segment.hints, int(segment.touched / TOGETHER_S)
+        refusal = admission.asks(request, value, least, self._share_of_day(now))
         return refusal or self._write(slab, segment, accesses, victim)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
