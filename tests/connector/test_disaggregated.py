@@ -475,7 +475,13 @@ def test_an_aborted_request_lets_others_wait_for_its_segments() -> None:
     keys = tuple(bench.pool.prefix(one.all_token_ids).keys)
     assert (keep, offer) == (True, None)
     assert bench.pool.claimed == [(keys, LONGEST_S)]
-    assert bench.side.step([], lambda name: []).held == (("r", plan.saves[-1].job),)
+    held = bench.side.step([], lambda name: [])
+    assert held.held == (("r", plan.saves[-1].job),)
+    # The pool may have refused some of them, for which no engine must wait any longer.
+    bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
+    assert bench.pool.claimed == [(keys, LONGEST_S), (keys, 0.0)]
+    bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
+    assert len(bench.pool.claimed) == 2
 
 
 def test_an_aborted_request_whose_segments_are_stored_leaves_at_once() -> None:

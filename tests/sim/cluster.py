@@ -220,8 +220,8 @@ class Cluster(World):
         return keepers
 
     def _find_all(self, kept: list[tuple[TenantId, SegmentKey]]) -> None:
-        """Find every kept segment from every node that is alive. Engines that join may take regions from tenants without
-        engines, so only segments that stay must be found."""
+        """Find every kept segment from every node that is alive. Engines that join may take regions from tenants
+        without engines, so only segments that stay must be found."""
         self.calm()
         for tenant in dict.fromkeys(tenant for tenant, _ in kept):
             alive = [number for number, node in enumerate(self.nodes.values()) if node.core and not node.retired]

@@ -163,7 +163,11 @@ def test_fields_of_another_prompt(fleet: Fleet, plain: Engine) -> None:
     fields = computed(fleet.prefill, tokens, PREFILL)
     assert fleet.prefill.call("flush")
     for decoder in fleet.decoders:
+        before = counts(decoder)
         assert decoder.timed([other], params=fields).tokens == plain.generate([other])
+        assert counts(decoder)["failures"] == before["failures"]
+        assert growth(decoder, before)[:2] == (0, 1)
+        assert "name segments with other keys than this engine's" in decoder.log.read_text()
         assert decoder.timed([tokens], params={**fields, "remote_block_ids": ["x"]}).tokens == plain.generate([tokens])
 
 

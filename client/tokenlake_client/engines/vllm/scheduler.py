@@ -95,6 +95,9 @@ class SchedulerSide:
         self._held: list[tuple[str, int]] = []
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
+        self._moving: dict[int, tuple[Sequence[SegmentKey], int]] = {}
+        """By the number of the last save job of a request that moves: the keys of its segments, and the index of the
+        first one that has an in-flight marker until the job is done."""
         self._step = 0
         self._cached_adapters = CachedAdapters(clock)
         self._weights: str | None = None
@@ -401,6 +404,9 @@ class SchedulerSide:
             for state in self._requests.values():
                 state.saved.confirm(report.step)
         self._saves.done(report.done)
+        for job in [job for job in self._moving if job <= report.done]:
+            # The markers of stored segments are gone; those of refused ones would let other engines wait in vain.
+            self._withdraw(*self._moving.pop(job))
 
     def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:
         """To be called when `request` has finished. Returns (True: vLLM must keep its blocks until the ranks report
@@ -438,7 +444,9 @@ class SchedulerSide:
             return False
         try:
             first = self._saves.first_unfinished(state.request.request_id)
-            pool.claim(state.keys(pool, self._settings.salt)[first : state.saved.segments], LONGEST_S)
+            keys = list(state.keys(pool, self._settings.salt)[: state.saved.segments])
+            pool.claim(keys[first:], LONGEST_S)
+            self._moving[state.last_job] = keys, first
         except Exception as error:
             self._report("setting in-flight markers", error)
         self._held.append((state.request.request_id, state.last_job))
@@ -524,10 +532,19 @@ class SchedulerSide:
             return
         try:
             keys = state.keys(pool, self._settings.salt)
-            if seconds or not self._waits.computed_here(keys):
+            if seconds:
                 pool.claim(keys[state.gap :], seconds)
+            else:
+                self._withdraw(keys, state.gap)
         except Exception as error:
             self._report("setting in-flight markers", error)
+
+    def _withdraw(self, keys: Sequence[SegmentKey], first: int) -> None:
+        """Remove the in-flight markers of a prompt's segments from index `first` on, unless another request of this
+        engine computes them."""
+        pool = self._pool()
+        if pool is not None and not self._stopped and not self._waits.computed_here(keys):
+            pool.claim(keys[first:], 0.0)
 
     def _send_hints(self, state: RequestState, hints: Hints) -> None:
         """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
