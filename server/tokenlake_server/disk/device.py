@@ -302,9 +302,11 @@ class Device:
             self._changed.notify_all()
         for event in done:
             self._around.post(event)
+        # A device that hangs keeps its threads; the daemon ends without them.
+        until = time.monotonic() + 2 * self._patience.slow_s
         for thread in (*self._threads, self._keeper):
             if thread.ident is not None:
-                thread.join(2 * self._patience.slow_s)
+                thread.join(max(0.0, until - time.monotonic()))
 
     # -- threads that read and write
 
@@ -588,6 +590,8 @@ class Device:
     def _tell_capacity(self, store: DiskStore, full: bool) -> None:
         room = store.slab_bytes if full else self._room(store)
         with self._changed:
+            # It waits for the control loop now, and not for the device.
+            self._running.pop(self._keeper.name, None)
             self._full = False
             changed = full or abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
             if changed:

@@ -13,6 +13,7 @@ from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.store import survey
+from tokenlake_server.event_log import replay
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -53,7 +54,7 @@ def test_memory_comes_back_after_sigterm(tmp_path: Path) -> None:
     directory.mkdir()
     file.touch(0o600)
     file.write_text(f'disk_keys = ["{os.urandom(32).hex()}"]')
-    with daemons(disk=str(directory), config=str(file)) as cluster:
+    with daemons(disk=str(directory), config=str(file), record=str(tmp_path / "events")) as cluster:
         node = cluster.nodes[0]
         started(cluster)
         with cluster.connect(0, LAYOUT) as pool:
@@ -73,6 +74,7 @@ def test_memory_comes_back_after_sigterm(tmp_path: Path) -> None:
             for prompt in prompts:
                 wait_until(lambda: read(pool, prompt) == SEGMENTS, "all segments come back")  # noqa: B023
             assert read(pool, lost) == 0
+    assert not replay(tmp_path / "events").difference
     data = b"".join(each.read_bytes() for each in directory.iterdir())
     assert not any(prompt.content(0)[:64] in data for prompt in prompts)
 
