@@ -33,6 +33,7 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef
+from tokenlake_bench.disk_matches import MatchesResult, measure_matches
 from tokenlake_bench.report import write_json
 from tokenlake_server.arena import Arena
 from tokenlake_server.contents import Contents
@@ -99,6 +100,8 @@ class DiskResult(msgspec.Struct, kw_only=True):
     indexed_segments: int = 0
     index_s: float = 0.0
     """Seconds in which the index of that many segments is read."""
+    matches: MatchesResult | None = None
+    """Matches that hit memory while a daemon's disk is saturated."""
     wrong_bytes: int = 0
     load_average: float = 0.0
     """Of the last minute, at the begin."""
@@ -118,7 +121,11 @@ def run_disk(arguments: DiskArguments) -> None:
         for slot_bytes in sizes:
             result.rows += _rows(Path(directory), slot_bytes, arguments, bool(fio), result)
         result.indexed_segments, result.index_s = INDEXED, _index_time(Path(directory))
+        of_daemon = Path(directory, "daemon")
+        of_daemon.mkdir()
+        result.matches = measure_matches(of_daemon, arguments.seconds, arguments.rounds)
     console.print(_table(result))
+    console.print(_matches_text(result.matches))
     console.print(f"{INDEXED:,} segments are indexed in {result.index_s:.2f} s; wrong bytes: {result.wrong_bytes}")
     if arguments.json_file is not None:
         write_json(result, arguments.json_file)
@@ -353,6 +360,15 @@ def _fio(directory: Path, operation: str, slot_bytes: int, arguments: DiskArgume
         raise Unreachable(f"fio failed: {error.stderr.strip() or error.stdout.strip()}") from error
     (job,) = json.loads(output[output.index("{") :])["jobs"]
     return float(job[operation]["bw_bytes"])
+
+
+def _matches_text(result: MatchesResult) -> str:
+    return (
+        f"a match of {result.keys} segments in memory while engines read {result.read_bytes_per_s / 1e9:.2f} GB/s "
+        f"from disk: p50 {1e3 * result.p50_s:.2f} ms, p99 {1e3 * result.p99_s:.2f} ms; without a disk, with "
+        f"{result.cpu_share:.2f} processors busy: p99 {1e3 * result.p99_without_disk_s:.2f} ms; "
+        f"ratio {result.ratio:.2f}"
+    )
 
 
 def _table(result: DiskResult) -> Table:
