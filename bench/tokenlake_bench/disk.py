@@ -143,12 +143,15 @@ def _rows(
     ):
         for rig in (plain, encrypted):
             rig.fill()
-        for _ in range(arguments.rounds):
+        for turn in range(arguments.rounds):
             for operation in ("write", "read"):
-                rate = _fio(directory, operation, slot_bytes, arguments) if fio else None
-                for rig in (plain, encrypted):
-                    own = rig.run(operation, arguments.seconds)
-                    taken.setdefault((operation, rig is encrypted), []).append((own, rate))
+                # fio is the first in one turn and the last in the next.
+                rate = _fio(directory, operation, slot_bytes, arguments) if fio and turn % 2 == 0 else None
+                both = [rig.run(operation, arguments.seconds) for rig in (plain, encrypted)]
+                if fio and rate is None:
+                    rate = _fio(directory, operation, slot_bytes, arguments)
+                for own, is_encrypted in zip(both, (False, True), strict=True):
+                    taken.setdefault((operation, is_encrypted), []).append((own, rate))
         result.wrong_bytes += plain.wrong_bytes + encrypted.wrong_bytes
     for (operation, is_encrypted), rates in taken.items():
         fios = [rate for _, rate in rates if rate is not None]

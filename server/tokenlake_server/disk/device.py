@@ -119,26 +119,42 @@ class DeviceState(NamedTuple):
     """Places that did not hold the segment that the index names."""
 
 
-class _Read:
-    """The execution of one `DiskRead`; guarded by the lock of the device."""
+class _Segments:
+    """The segments of one instruction; `codes` and `left` are guarded by the lock of the device."""
+
+    def __init__(self, instruction: DiskRead | DiskWrite) -> None:
+        self.keys = split_keys(instruction.keys)
+        self.slots = unpack_slots(instruction.slots)
+        self.places = unpack_places(instruction.places)
+        self.left = len(self.keys)
+        """Segments that have not ended."""
+        self.codes = bytearray([Code.LOST]) * self.left
+        self._names = instruction.tenant, instruction.slot_bytes, instruction.shards
+
+    def where(self, index: int) -> StoredSegment:
+        """One of the segments, and its place."""
+        return StoredSegment(*self._names, self.keys[index], *self.places[index])
+
+
+class _Read(_Segments):
+    """The execution of one `DiskRead`."""
 
     def __init__(self, instruction: DiskRead) -> None:
+        super().__init__(instruction)
         self.instruction = instruction
-        count = self.left = len(instruction.keys) // KEY_BYTES
-        self.codes = bytearray([Code.LOST]) * count
+        count = len(self.keys)
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
 
     def done(self) -> Event:
         return events.FetchDone(self.instruction.fetch, bytes(self.codes), bytes(self.checksums))
 
 
-class _Write:
-    """The execution of one `DiskWrite`; guarded by the lock of the device."""
+class _Write(_Segments):
+    """The execution of one `DiskWrite`."""
 
     def __init__(self, instruction: DiskWrite) -> None:
+        super().__init__(instruction)
         self.instruction = instruction
-        count = self.left = len(instruction.keys) // KEY_BYTES
-        self.codes = bytearray([Code.LOST]) * count
 
     def done(self) -> Event:
         return events.DiskWritten(self.instruction.write, bytes(self.codes))
@@ -370,8 +386,8 @@ class Device:
 
     def _read_one(self, store: DiskStore, segment_io: SegmentIO, job: _Read, index: int) -> Code:
         each = job.instruction
-        where = _segment(each, index)
-        (segment,) = self._around.arena.slots([unpack_slots(each.slots)[index]], each.slot_bytes)
+        where = job.where(index)
+        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
         try:
             stored = store.read(segment_io, where, segment)
         except Mismatch as difference:
@@ -382,15 +398,15 @@ class Device:
         size = len(stored.checksums)
         job.checksums[index * size : (index + 1) * size] = stored.checksums
         if stored.content:
-            self._around.contents().offer(each.tenant, split_keys(where.key), [stored.content])
+            self._around.contents().offer(each.tenant, [job.keys[index]], [stored.content])
         return Code.LOCAL
 
     def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:
         each = job.instruction
-        where = _segment(each, index)
-        (segment,) = self._around.arena.slots([unpack_slots(each.slots)[index]], each.slot_bytes)
+        where = job.where(index)
+        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
         size = CHECKSUM_BYTES * each.shards
-        content = self._around.contents().contents(each.tenant, split_keys(where.key), 1 << 12)
+        content = self._around.contents().contents(each.tenant, [job.keys[index]], 1 << 12)
         stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"")
         store.write(segment_io, where, segment, stored)
         return Code.COMMITTED
@@ -611,20 +627,13 @@ def _lose(write: _Write) -> None:
     write.codes[:] = bytes([Code.LOST]) * len(write.codes)
 
 
-def _segment(order: DiskRead | DiskWrite, index: int) -> StoredSegment:
-    key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-    slot, generation = unpack_places(order.places)[index]
-    return StoredSegment(order.tenant, order.slot_bytes, order.shards, key, slot, generation)
-
-
 def _places(write: _Write) -> Iterator[Place]:
     """The entries of the segments that were written."""
     order = write.instruction
-    keys = split_keys(order.keys)
-    for index, (slot, generation) in enumerate(unpack_places(order.places)):
+    for index, (slot, generation) in enumerate(write.places):
         if write.codes[index] == Code.COMMITTED:
             note = order.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES]
-            yield Place(slot, generation, order.shards, keys[index], note)
+            yield Place(slot, generation, order.shards, write.keys[index], note)
 
 
 def _checked(files: Files, patience: Patience) -> tuple[float, float]:
