@@ -27,10 +27,20 @@ __all__ = ["Cluster"]
 class Cluster(World):
     """Nodes, links and engines; call `check` after each step, `settle` at the end."""
 
-    def __init__(self, nodes: int = 3, seed: int = 0, *, regions: int = 3, recording: bool = False, **rules: float):
+    def __init__(
+        self,
+        nodes: int = 3,
+        seed: int = 0,
+        *,
+        regions: int = 3,
+        recording: bool = False,
+        disk_places: int = 0,
+        **rules: float,
+    ):
         """`rules`: fields of `CoreConfig` that differ from the defaults of `World`, which are shorter than a
-        daemon's."""
-        super().__init__([f"n{index}" for index in range(nodes)], seed, regions=regions, recording=recording, **rules)
+        daemon's. `disk_places`: segments that the disk of each node holds."""
+        names = [f"n{index}" for index in range(nodes)]
+        super().__init__(names, seed, regions=regions, recording=recording, disk_places=disk_places, **rules)
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
         pairs = itertools.combinations(self._names, 2)

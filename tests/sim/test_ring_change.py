@@ -4,6 +4,7 @@ neighbour leads to its owner."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ FOUND = (Code.LOCAL, Code.REMOTE)
 class Pool:
     """Nodes with segments at random owners, and readers at all nodes."""
 
-    def __init__(self, seed: int, **rules: float) -> None:
+    def __init__(self, seed: int, **rules: Any) -> None:
         self.random = random.Random(seed)
         rules = {"lease_s": 60.0, "reservation_s": 30.0, "dirty_share": 1.0, "session_reserve_share": 1.0, **rules}
         self.cluster = Cluster(NODES, seed, regions=40, recording=True, **rules)

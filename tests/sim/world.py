@@ -23,6 +23,7 @@ SHORT_RULES = {
     "session_reserve_share": 0.6,
     "previous_ring_s": 1.2,
     "drain_s": 2.0,
+    "disk_writes_per_day": 0.0,
 }
 """Deadlines that a short run reaches, and shares of at least one slot in an arena of a dozen."""
 REMEMBERED = 64
@@ -32,8 +33,12 @@ REMEMBERED = 64
 class World:
     """`Cluster` without its nodes; nodes, engines and links depend on this part alone."""
 
-    def __init__(self, names: Iterable[str], seed: int, *, regions: int, recording: bool, **rules: float) -> None:
+    def __init__(
+        self, names: Iterable[str], seed: int, *, regions: int, recording: bool, disk_places: int = 0, **rules: float
+    ) -> None:
         self.clock = RandomClock(seed)
+        self.disk_places = disk_places
+        """Segments that the disk of each node holds; 0: no node has a disk."""
         self.recording = recording
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}

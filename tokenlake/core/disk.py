@@ -300,12 +300,9 @@ class Disk:
 
     def ready(self, event: DiskReady) -> None:
         """A device can be used."""
-        known = event.device in self._tier.devices
         self._tier.ready(
             event.device, event.capacity_bytes, event.read_bytes_per_s, event.write_bytes_per_s, self._context.now
         )
-        if not known:
-            self._context.emit(Note(f"disk {event.device} is in use: {event.capacity_bytes >> 20} MiB"))
 
     def check_device(self, event: DiskFound | DiskRecovered) -> None:
         """Raises `ValueError` for a device that is not in use. Changes nothing."""
@@ -354,14 +351,12 @@ class Disk:
     def recovered(self, device: int) -> None:
         """Everything on a device was found."""
         self._tier.recovered(device)
-        self._context.emit(Note(f"disk {device}: {len(self._tier)} segments are on disk"))
 
-    def gone(self, device: int, reason: str) -> None:
+    def gone(self, device: int) -> None:
         """A device cannot be used any more: what was on it counts as evicted."""
         if device not in self._tier.devices:
             return
         self._tier.gone(device)
-        self._context.emit(Note(f"disk {device} is set aside: {reason}"))
 
         def work() -> bool:
             by_tenant: dict[TenantId, list[SegmentKey]] = {}

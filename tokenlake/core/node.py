@@ -165,7 +165,7 @@ class NodeCore:
             events.DiskReady: self._disk.ready,
             events.DiskFound: self._disk.found,
             events.DiskRecovered: lambda e: self._disk.recovered(e.device),
-            events.DiskGone: lambda e: self._disk.gone(e.device, e.reason),
+            events.DiskGone: lambda e: self._disk.gone(e.device),
             events.DiskWritten: self._disk.written,
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),

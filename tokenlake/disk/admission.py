@@ -52,13 +52,13 @@ class Refusal(StrEnum):
 
 
 class DailyBudget:
-    """Bytes that may be written now, of a number per day. A new budget begins with a tenth of what it may save up."""
+    """Bytes that may be written now, of a number per day. A new budget begins with all that it may save up."""
 
     def __init__(self, bytes_per_day: float, now: float) -> None:
         """`bytes_per_day`: infinity for no limit."""
         self._rate = bytes_per_day / DAY_S
         self._most = self._rate * BURST_S
-        self._left = self._most / 10
+        self._left = self._most
         self._at = now
 
     def left(self, now: float) -> float:
@@ -73,7 +73,7 @@ class DailyBudget:
 
     def resize(self, bytes_per_day: float, now: float) -> None:
         """Change the bytes per day; what is left stays."""
-        left = self.left(now)
+        left = self.left(now) if self._rate else math.inf
         self._rate = bytes_per_day / DAY_S
         self._most = self._rate * BURST_S
         self._left = min(left, self._most)
@@ -124,7 +124,8 @@ class Admission:
         self._asked = self._asked * MEMORY + 1.0
         self._evicted *= MEMORY
         # The credit stays near half of its maximum, so that the threshold decides and not the order of the candidates.
-        share = min(0.95, min(share, SHARE) * self._evicted / self._asked * 2 * self._credit / MAX_CREDIT)
+        # Segments that were read back and are evicted again need no write: they leave more for the candidates.
+        share = min(0.95, min(share, SHARE) * max(1.0, self._evicted / self._asked) * 2 * self._credit / MAX_CREDIT)
         above = value >= self._threshold and value > 0
         # The threshold rises with each candidate above it, and falls with each one below: it stays where `share` of
         # the candidates are above it.

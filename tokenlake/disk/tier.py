@@ -413,9 +413,9 @@ class DiskTier:
         """The device whose writes under way end first, of those that have less than `MAX_WRITING_S` of them."""
         best: Device | None = None
         for device in self.devices.values():
-            if device.writable and device.writing < MAX_WRITING_S * device.write_rate:
-                if best is None or _fill(device) < _fill(best):
-                    best = device
+            able = device.writable and device.writing < MAX_WRITING_S * device.write_rate
+            if able and (best is None or _fill(device) < _fill(best)):
+                best = device
         return best
 
     def _slab_on(self, device: Device, tenant: TenantId, slot_bytes: int) -> Slab:

@@ -43,11 +43,11 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 class SimulateArguments:
     """Arguments of the command line. `engine_cache_tokens`: length of the GPU cache of each instance, None where
     `capacity_tokens` is all memory for caches. `disk_tokens`: tokens that the disks of all nodes hold, None for none;
-    `disk_writes_per_day`: their budget of writes in the setting's unit, None for its default. `rate`: requests per second of all copies together, None for the trace's
-    own. `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
-    requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time. `pools`:
-    None for `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of
-    range."""
+    `disk_writes_per_day`: their budget of writes in the setting's unit, None for its default. `rate`: requests per
+    second of all copies together, None for the trace's own. `copies`: so many copies of the trace run side by side,
+    shifted, with shared templates. `swarm`: number of requests in each added swarm of parallel agents. `open_loop`:
+    every request arrives at its recorded time. `pools`: None for `pool`, and for `pool-real` where a compared system is
+    real. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3

@@ -1,7 +1,7 @@
 """The disk of one simulated node: sizes and times, and which segment lies at which place, without bytes.
 
-Reads wait for each other, and so do writes; both have a rate of their own, as on an NVMe drive whose queues are not full
-of the other kind.
+Reads wait for each other, and so do writes; both have a rate of their own, as on an NVMe drive whose queues are not
+full of the other kind.
 """
 
 from __future__ import annotations

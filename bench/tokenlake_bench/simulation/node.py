@@ -114,8 +114,8 @@ class SimNode:
         disk_bytes: int = 0,
         disk: DiskShape | None = None,
     ) -> None:
-        """`index`: number of this node among the `nodes` nodes of the cluster. `disk_bytes`: size of its disk; 0: it has
-        none. `disk`: its shape, by default the usual one."""
+        """`index`: number of this node among the `nodes` nodes of the cluster. `disk_bytes`: size of its disk; 0: it
+        has none. `disk`: its shape, by default the usual one."""
         self.index = index
         self.name = core.config.node
         self.core = core

@@ -44,8 +44,8 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     which requests under way take no memory, as in live mode. `wrong_bytes` is 0 because segments have no bytes.
     `systems`: every form of the pool and every other system, by name. An instance
     is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all memory for
-    caches; `disk_tokens` are those that the pool's disks hold, None without disks. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
-    `complete`: the run was not interrupted.
+    caches; `disk_tokens` are those that the pool's disks hold, None without disks. `rate`: arriving requests per
+    second. `messages_per_request`: frames between nodes of the pool. `complete`: the run was not interrupted.
     """
 
     systems: dict[str, SystemRow]

@@ -193,7 +193,9 @@ def test_a_router_sends_prompts_to_one_server_for_prefill_and_to_another_for_dec
     servers: list[Server], router: int
 ) -> None:
     before = [server.metrics() for server in servers]
-    lengths = [2, 100, 256, 700, 1500]
+    # With those of the test before these are less than eight prompts, so the time of a prefill is not known, and the
+    # second server waits long for the segments.
+    lengths = [2, 256, 700, 1500]
     prompts = [prompt(length, 80 + length) for length in lengths]
     answers = [completed(router, tokens, stream=tokens is prompts[-1]) for tokens in prompts]
     # Another request may be told of the counts of a step.
