@@ -103,8 +103,9 @@ def verify_command(path: Path, file: Path | None, as_json: bool) -> None:
         keys = DiskKeys(load(file, {}).config.disk_keys)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    with _opened(path, lock=True) as files:
+    with _opened(path, lock=False) as files:
         _identity(files, path)
+    with _opened(path, lock=True) as files:
         slabs = _survey(files)
         counts = Counter[str]()
         first = ""
@@ -129,11 +130,13 @@ def verify_command(path: Path, file: Path | None, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def wipe_command(path: Path, aside: bool, yes: bool) -> None:
     """Remove all files of the disk tier from PATH; other files stay. The daemon must not run."""
-    with _opened(path, lock=True) as files:
-        names = aside_names(files) + ([] if aside else own_names(files))
-        if not names:
+    with _opened(path, lock=False) as files:
+        # The lock would leave a file of this user.
+        if not aside_names(files) + ([] if aside else own_names(files)):
             click.echo(f"{path} has no such files")
             return
+    with _opened(path, lock=True) as files:
+        names = aside_names(files) + ([] if aside else own_names(files))
         nbytes = sum(_size(files, name) for name in names)
         if not yes:
             click.confirm(f"Remove {len(names)} files, {nbytes / (1 << 20):,.1f} MiB, from {path}?", abort=True)

@@ -48,7 +48,7 @@ from tokenlake_server.disk.files import Files
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
 from tokenlake_server.disk.store import DiskStore, Place, WrongKeys
 
-__all__ = ["THREADS", "Device", "DeviceState", "Patience", "Surroundings", "measure"]
+__all__ = ["RESERVE_BYTES", "THREADS", "Device", "DeviceState", "Patience", "Surroundings", "measure"]
 
 log = logging.getLogger(__name__)
 
