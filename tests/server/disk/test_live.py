@@ -39,8 +39,8 @@ def read_each(pool: Pool, prompts: list[Prompt]) -> int:
 
 
 def started(cluster: Cluster, **settings: str) -> None:
-    """Start the only node again, and wait until its disk is in use."""
-    (node,) = cluster.nodes
+    """Start the first node if it does not run, and wait until its disk is in use."""
+    node = cluster.nodes[0]
     if not node.running:
         node.start(**settings)
     cluster.wait_ready()
@@ -80,20 +80,25 @@ def test_memory_comes_back_after_sigterm(tmp_path: Path) -> None:
 
 
 def test_segments_on_disk_outlive_kills(tmp_path: Path) -> None:
-    """Memory holds a third of the prompts."""
+    """Memory holds a third of the prompts. The engines of the node and of another one, which has no disk, find after
+    each kill what was on disk."""
     prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
-    with daemons(disk=str(tmp_path), disk_writes_per_day="0") as cluster:
+    with daemons(2) as cluster:
         node = cluster.nodes[0]
+        node.stop()
+        node.settings |= {"disk": str(tmp_path), "disk-writes-per-day": "0"}
         started(cluster)
-        for _ in range(2):
+        for reader in (0, 1):
             with cluster.connect(0, LAYOUT) as pool:
                 for prompt in prompts:
                     store(pool, prompt)
                 wait_until(lambda: segments(tmp_path) > 100, "some are on disk")
+            cluster.nodes[1].stop()
             node.kill()
             on_disk = segments(tmp_path)
+            cluster.nodes[1].start()
             started(cluster)
-            with cluster.connect(0, LAYOUT) as pool:
+            with cluster.connect(reader, LAYOUT) as pool:
                 wait_until(lambda: read_each(pool, prompts) >= 0.99 * on_disk, "what was on disk")  # noqa: B023
 
 
