@@ -28,14 +28,14 @@ ROUTERS_VENV := .venv-routers
 ROUTERS_PIP := $(ROUTERS_VENV)/bin/python -m pip --quiet
 
 .PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd \
-	install-promtool install-routers
+	install-promtool install-routers install-nixl
 .NOTPARALLEL:
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
 # Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
-test: install-dev install-engines install-etcd install-promtool install-routers lint
+test: install-dev install-engines install-etcd install-promtool install-routers install-nixl lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
@@ -91,6 +91,12 @@ install-promtool:
 		dpkg-deb --fsys-tarfile $$package/*.deb | \
 			tar --extract --directory $(BIN) --strip-components=3 ./usr/bin/promtool; } || \
 		echo "promtool is not installed and cannot be (that needs apt-get): its tests are skipped" >&2
+
+# The tests of reads with NIXL need its extension module; without it they are skipped by name.
+install-nixl: $(VENV)/.installed
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("nixl_cu12"))' || \
+		$(PIP_INSTALL) --no-deps nixl-cu12 || \
+		echo "NIXL is not installed and cannot be: its tests are skipped" >&2
 
 install-vllm: $(VLLM_VENV)/.installed
 

@@ -193,6 +193,13 @@ def handover(**arguments: object) -> None:
     show_default=True,
     help="on: also two nodes with certificates, in turn with the plain ones.",
 )
+@click.option(
+    "--nixl",
+    type=click.Choice(["on", "off"]),
+    default="off",
+    show_default=True,
+    help="on: also two nodes that read with NIXL, and NIXL alone, in turn with the plain ones.",
+)
 @click.option("--rounds", default=30, show_default=True, help="Repetitions of each row, per peer.")
 @click.option("--peer-python", type=_FILE, help="Interpreter with the peers' packages. [default: this one]")
 @_json

@@ -115,7 +115,8 @@ class Pull(abc.ABC):
         self.aborted = False
         """True once the receiver's rules have aborted the transfer."""
         self.returned = False
-        """True once `FetchDone` was delivered; from then on no byte is written into the receiver's slots."""
+        """True once `FetchDone` was delivered; from then on bytes are written into slots only that it reports as
+        held."""
 
     @abc.abstractmethod
     def send(self, bulk: instructions.SendBulk) -> None:
@@ -139,12 +140,13 @@ class Pull(abc.ABC):
         if self.sender is not None and self.sender.sends.pop(self.stream, None) is not None:
             self.sender.deliver(events.SendDone(self.stream))
 
-    def end_receiving(self, codes: bytes, checksums: bytes) -> None:
-        """Deliver the event `FetchDone` with these codes and checksums to the receiver. Must be called once."""
+    def end_receiving(self, codes: bytes, checksums: bytes, held: bytes = b"") -> None:
+        """Deliver the event `FetchDone` with these codes, checksums and held slots to the receiver. Must be called
+        once."""
         self.returned = True
         del self.receiver.receives[self.order.fetch]
         answered = self.answered or (None if self.aborted else False)
-        self.receiver.deliver(events.FetchDone(self.order.fetch, codes, checksums, answered))
+        self.receiver.deliver(events.FetchDone(self.order.fetch, codes, checksums, answered, held))
 
 
 class NodeDriver:

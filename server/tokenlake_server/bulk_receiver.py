@@ -1,9 +1,10 @@
 """Receives segments' bytes from other daemons, over blocking sockets in a bounded number of threads.
 
-The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`) replies with one `Pulled` frame and the
-raw slots. A large fetch is split in two halves over two connections. Where a node has several network interfaces for
-bulk connections, the connections spread over them, and the others take the place of one that fails. The rules reserved
-the slots of the receiver and pin those of the sender for as long as the transfer lasts.
+The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`) replies with one `Pulled` frame, behind
+which a transport (`tokenlake_server.transports`) brings the bytes. A large fetch is split in two halves over two
+connections. Where a node has several network interfaces for bulk connections, the connections spread over them, and the
+others take the place of one that fails. The rules reserved the slots of the receiver and pin those of the sender for as
+long as the transfer lasts.
 
 A fetch can be aborted at any time: while it waits for a thread, connects, or receives. One node never takes all
 threads, so that a node that does not answer leaves some for the others.
@@ -18,6 +19,8 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import xxhash
 
@@ -30,13 +33,17 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, split_keys, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import NewKeys, ended, introduce, limit_wait, no_keys, size_buffer
+from tokenlake_server.blocking_sockets import NewKeys, no_keys
+from tokenlake_server.bulk_connections import BulkConnections, limit
 from tokenlake_server.bulk_paths import BulkPaths
-from tokenlake_server.bulk_stream import BulkStream, is_length
+from tokenlake_server.bulk_stream import BulkStream
 from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
+from tokenlake_server.peer_addresses import Endpoint, PeerAddresses
+from tokenlake_server.transports.base import Incoming, Inflow, ReadFailed, Settling
+from tokenlake_server.transports.choice import Transports
+from tokenlake_server.transports.tcp import Tcp
 
 __all__ = ["RECEIVE_THREADS", "THREADS_PER_NODE", "BulkReceiver"]
 
@@ -48,14 +55,9 @@ others serve fetches from other peers."""
 THREADS_PER_NODE = RECEIVE_THREADS - 2
 """Maximum number of these threads that receive from one node at a time: the pieces of background transfers that may be
 under way, in two halves each, and a large fetch."""
-IDLE_CONNECTIONS = 4
-"""Limit of the unused bulk connections per path to a peer that stay open for later fetches."""
 STALL_S = 0.25
 """Least seconds without progress after which a transfer whose first bytes have come is given up; more than the 200 ms
 after which TCP sends a lost packet again."""
-PROGRESS_BYTES = 64 << 10
-"""Bytes, or the rest of a piece, that count as progress. A path that passes fewer, for instance only small packets,
-counts as one that passes none."""
 HALVES_BYTES = 16 << 20
 """Bytes from which a fetch is split in two halves, each over a connection of its own: a single connection is limited by
 one processor on each side."""
@@ -65,8 +67,8 @@ cache."""
 
 
 class _Job:
-    """The execution of one `StartFetch`. One thread fetches each of `parts` (ranges of indices into the keys) and alone
-    writes the entries of its range in `codes` and `checksums`. The control loop may call `abort` at any time."""
+    """The execution of one `StartFetch`. One thread fetches each of `parts` (indices of keys) and alone writes the
+    entries of its indices in `codes`, `checksums` and `held`. The control loop may call `abort` at any time."""
 
     def __init__(self, instruction: StartFetch, first_path: int) -> None:
         self.instruction = instruction
@@ -75,13 +77,18 @@ class _Job:
         count = len(instruction.keys) // KEY_BYTES
         self.codes = bytearray([Code.LOST]) * count
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
+        self.held = bytearray(count)
+        """See `FetchDone`."""
         self.answered: bool | None = None
         """See `FetchDone`. Set to True by any thread of the job to which bytes came, and to False by one that failed
         before, or that waited for further bytes in vain."""
         half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
         self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
-        self._socks: set[socket.socket] = set()
+        self._used: dict[object, Callable[[], None]] = {}
+        """The resources that threads of the fetch wait for, and how such a wait is ended."""
+        self._holding: set[Settling] = set()
+        """Reads that may still write into held slots."""
         self._left = len(self.parts)
         self._aborted = False
 
@@ -92,27 +99,43 @@ class _Job:
             if not self._aborted and (stalled or self.answered is None):
                 self.answered = False
 
+    def began(self) -> None:
+        """Record that bytes have come."""
+        self.answered = True
+
     @property
     def aborted(self) -> bool:
         """True once `abort` was called."""
         return self._aborted
 
-    def rest(self, part: range) -> range:
-        """The part from the first segment on that has not come."""
-        return range(next((index for index in part if self.codes[index] == Code.LOST), part.stop), part.stop)
+    def rest(self, part: Sequence[int]) -> list[int]:
+        """The segments of the part that have not come, and into whose slots bytes may be written."""
+        first = next((at for at, index in enumerate(part) if self.codes[index] == Code.LOST), len(part))
+        return [index for index in part[first:] if not self.held[index]]
 
-    def use(self, sock: socket.socket) -> None:
-        """Record that the fetch uses the socket: from now on `abort` shuts it down. Raises TimeoutError when the fetch
-        was aborted before."""
+    def use(self, resource: object, end: Callable[[], None]) -> None:
+        """Record that the fetch waits for the resource: from now on `abort` calls `end`. Raises TimeoutError when the
+        fetch was aborted before."""
         with self._lock:
-            self._socks.add(sock)
+            self._used[resource] = end
             if self._aborted:
                 raise TimeoutError("aborted")
 
-    def leave(self, sock: socket.socket) -> None:
-        """Record that the fetch does not use the socket any more: from now on `abort` leaves it alone."""
+    def use_socket(self, sock: socket.socket) -> None:
+        """As `use`: an abort shuts the socket down. Closing it would not wake the thread that reads it."""
+        self.use(sock, partial(_shut_down, sock))
+
+    def leave(self, resource: object) -> None:
+        """Record that the fetch does not use the resource any more: from now on `abort` leaves it alone."""
         with self._lock:
-            self._socks.discard(sock)
+            self._used.pop(resource, None)
+
+    def hold(self, sent: Sequence[int], read: Settling, positions: range) -> None:
+        """Record that a read may still write into the slots of the segments at these positions of `sent`."""
+        with self._lock:
+            self._holding.add(read)
+        for position in positions:
+            self.held[sent[position]] = self.codes[sent[position]] != Code.LOCAL
 
     def end_part(self) -> bool:
         """Count that one part of the fetch has ended. Returns whether it was the last part."""
@@ -120,14 +143,32 @@ class _Job:
             self._left -= 1
             return not self._left
 
+    def on_settled(self, call: Callable[[], None]) -> None:
+        """Call `call` once when nothing is written into the held slots any more. Called after the last part."""
+        left = list(self._holding)
+
+        def settled(read: Settling) -> None:
+            with self._lock:
+                self._holding.discard(read)
+                last = not self._holding
+            if last:
+                call()
+
+        for read in left:
+            read.on_settled(partial(settled, read))
+
     def abort(self) -> None:
-        """Abort the fetch: shut its connections down, so that their threads stop waiting and no more bytes are written
-        into the slots. Closing a socket would not wake the thread that reads it."""
+        """Abort the fetch: end the waits of its threads, so that no more bytes are written into the slots, but for
+        those that are held."""
         with self._lock:
             self._aborted = True
-            for sock in self._socks:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            for end in self._used.values():
+                end()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class BulkReceiver:
@@ -140,13 +181,13 @@ class BulkReceiver:
         arena: Arena,
         driver: Driver,
         new_keys: NewKeys = no_keys,
+        transports: Transports | None = None,
     ) -> None:
-        """`new_keys`: makes the keys of connections."""
-        self._identity = identity
-        self._new_keys = new_keys
+        """`new_keys`: makes the keys of connections; `transports`: without them bytes come over TCP."""
+        self.connections = BulkConnections(identity, addresses, new_keys)
+        self._transports = transports or Transports(Tcp(arena))
         self._buffers: list[bytearray] = []
         """Buffers for encrypted bytes that no thread uses now."""
-        self._addresses = addresses
         self._paths = BulkPaths(addresses)
         self._next_path = itertools.count()
         self._arena = arena
@@ -169,8 +210,6 @@ class BulkReceiver:
                 thread.start()
         except RuntimeError as error:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
-        self._idle: dict[tuple[str, Endpoint], list[BulkStream]] = {}
-        self._idle_lock = threading.Lock()
         self.contents = Contents()
         """Takes the contents of the segments that come."""
         driver.carry_out(StartFetch, self._start)
@@ -243,66 +282,81 @@ class BulkReceiver:
         if job.end_part():
             fetch = job.instruction.fetch
             self._jobs.pop(fetch, None)
-            self._driver.post(events.FetchDone(fetch, bytes(job.codes), bytes(job.checksums), job.answered))
+            held = bytes(job.held) if any(job.held) else b""
+            self._driver.post(events.FetchDone(fetch, bytes(job.codes), bytes(job.checksums), job.answered, held))
+            if held:
+                job.on_settled(lambda: self._driver.post(events.FetchSettled(fetch)))
 
     def _pull_over_any(self, job: _Job, part: range) -> None:
-        """Receive the segments over the path of the part; where it fails, the rest of them over another one."""
+        """Receive the segments over the path of the part; where it fails, the rest of them over another one. Where the
+        transport fails and not the path, the rest comes over TCP."""
         node, answer_s = job.instruction.node, job.instruction.answer_s
+        offer = self._transports.offer(node) if part else ("", 0)
         paths = self._paths.order(node, job.first_path + job.parts.index(part))
         until = time.monotonic() + answer_s
+        rest: Sequence[int] = part
         while True:
             path = paths.pop(0)
             now = time.monotonic()
             try:
-                self._pull(job, part, path, now + (until - now) / (len(paths) + 1))
+                self._pull(job, rest, path, now + (until - now) / (len(paths) + 1 + bool(offer[0])), offer)
                 return
             except (OSError, TokenLakeError) as error:
-                if not (job.aborted and job.answered):
-                    # What keeps this connection from answering may keep the idle ones from it.
-                    self._drop_idle(node, path)
-                if job.aborted or isinstance(error, Unreachable):
-                    raise
-                self._paths.failed(node, path)
-                if not paths:
-                    raise
+                if isinstance(error, ReadFailed) and not job.aborted:
+                    offer = "", 0
+                    paths.insert(0, path)
+                else:
+                    if not (job.aborted and job.answered):
+                        # What keeps this connection from answering may keep the idle ones from it.
+                        self.connections.drop_idle(node, path)
+                    if job.aborted or isinstance(error, Unreachable):
+                        raise
+                    self._paths.failed(node, path)
+                    if not paths:
+                        raise
                 log.info("fetch %d from %s leaves the path %s: %s", job.instruction.fetch, node, path.address, error)
-            part = job.rest(part)
+            rest = job.rest(rest)
+            if part and not rest:
+                return
             if time.monotonic() >= until:
                 # Bytes had come over the path before.
                 until = time.monotonic() + answer_s
 
-    def _pull(self, job: _Job, part: range, path: Endpoint, until: float) -> None:
+    def _pull(self, job: _Job, part: Sequence[int], path: Endpoint, until: float, offer: tuple[str, int]) -> None:
         instruction = job.instruction
         whole = False
-        stream = self._borrow(instruction.node, path, job, until)
+        stream = self.connections.borrow(instruction.node, path, until, job.use_socket)
         buffer = self._buffers.pop() if self._buffers else bytearray()
         try:
-            keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            pull = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
-            _limit(stream.sock, until)
+            keys = b"".join(instruction.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in part)
+            agent, version = offer
+            pull = peer.Pull(
+                instruction.tenant, keys, instruction.request, instruction.background, agent=agent, version=version
+            )
+            limit(stream.sock, until)
             stream.send_frame(pull)
             reply = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))
-            self._receive(_Inflow(stream, job, until, buffer), job, part, reply)
+            self._receive(stream, buffer, job, part, reply, until)
             whole = True
         finally:
             self._buffers.append(buffer)
             job.leave(stream.sock)
             if whole:
-                self._give_back(instruction.node, path, stream)
+                self.connections.give_back(instruction.node, path, stream)
             else:
                 stream.sock.close()
 
-    def _receive(self, inflow: _Inflow, job: _Job, part: range, reply: peer.Pulled) -> None:
+    def _receive(
+        self, stream: BulkStream, buffer: bytearray, job: _Job, part: Sequence[int], reply: peer.Pulled, until: float
+    ) -> None:
         instruction = job.instruction
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
         if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):
             raise ProtocolRefused(f"node {instruction.node} answered for other segments than were requested")
-        if not part and reply.slot_bytes == peer.PROBE_BYTES:
-            inflow.fill(memoryview(bytearray(peer.PROBE_BYTES)))
-        elif not part:
+        if not part and reply.slot_bytes != peer.PROBE_BYTES:
             raise ProtocolRefused(f"node {instruction.node} answered a probe with {reply.slot_bytes} bytes")
-        elif not sent:
+        if part and not sent:
             job.answered = True
         if sent and reply.slot_bytes != instruction.slot_bytes:
             raise ProtocolRefused(
@@ -311,75 +365,39 @@ class BulkReceiver:
         if reply.contents:
             own = split_keys(instruction.keys)
             self.contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
-        places = unpack_slots(instruction.slots[part.start * SLOT_BYTES : part.stop * SLOT_BYTES])
-        views = self._arena.slots(places, instruction.slot_bytes)
-        for position, index in enumerate(sent):
-            expected = reply.checksums[position * per_segment : (position + 1) * per_segment]
-            if _receive_segment(inflow, views[index - part.start], instruction.shards) != expected:
-                job.codes[index] = Code.BAD_CHECKSUM
-                continue
-            job.checksums[index * per_segment : (index + 1) * per_segment] = expected
-            job.codes[index] = Code.LOCAL
-
-    # -- connections
-
-    def _borrow(self, node: str, path: Endpoint, job: _Job, until: float) -> BulkStream:
-        """An idle bulk connection to `node` over `path`, else a new one, made until the time `until`. The caller owns
-        it, and an abort of `job` shuts it down."""
-        idle = self._take_idle(node, path)
-        sock = idle.sock if idle is not None else socket.socket(path.family, socket.SOCK_STREAM)
-        try:
-            # From here on an abort also ends the attempt to connect: it shuts the socket down.
-            job.use(sock)
-            if idle is not None:
-                return idle
-            _limit(sock, until)
-            set_tcp_options(sock)
-            try:
-                sock.connect(path.address)
-            except OSError:
-                self._addresses.failed(node, path)
-                raise
-            _limit(sock, until)
-            keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
-            size_buffer(sock, socket.SO_RCVBUF, encrypted=keys is not None)
-            return BulkStream(sock, keys)
-        except BaseException:
-            job.leave(sock)
-            sock.close()
-            raise
-
-    def _take_idle(self, node: str, path: Endpoint) -> BulkStream | None:
-        with self._idle_lock:
-            idle = self._idle.get((node, path))
-            while idle:
-                stream = idle.pop()
-                if not _dropped(stream.sock):
-                    return stream
-                stream.sock.close()
-        return None
-
-    def _drop_idle(self, node: str, path: Endpoint) -> None:
-        with self._idle_lock:
-            idle = self._idle.pop((node, path), [])
-        for stream in idle:
-            stream.sock.close()
-
-    def _give_back(self, node: str, path: Endpoint, stream: BulkStream) -> None:
-        with self._idle_lock:
-            if node in self._addresses:
-                idle = self._idle.setdefault((node, path), [])
-                if len(idle) < IDLE_CONNECTIONS:
-                    idle.append(stream)
-                    return
-        stream.sock.close()
+        if not part:
+            slots = [memoryview(bytearray(peer.PROBE_BYTES))]
+        else:
+            packed = instruction.slots
+            places = unpack_slots(b"".join(packed[index * SLOT_BYTES : (index + 1) * SLOT_BYTES] for index in sent))
+            slots = self._arena.slots(places, instruction.slot_bytes)
+        incoming = Incoming(
+            instruction.node,
+            stream,
+            reply,
+            slots,
+            until,
+            max(STALL_S, instruction.answer_s),
+            job.began,
+            job.use,
+            partial(job.hold, sent),
+            buffer,
+        )
+        with self._transports.of(reply).receive(incoming) as inflow:
+            if not part:
+                inflow.fill(slots[0])
+            for position, index in enumerate(sent):
+                expected = reply.checksums[position * per_segment : (position + 1) * per_segment]
+                if _receive_segment(inflow, slots[position], instruction.shards) == expected:
+                    job.checksums[index * per_segment : (index + 1) * per_segment] = expected
+                    job.codes[index] = Code.LOCAL
+                else:
+                    job.codes[index] = Code.BAD_CHECKSUM
+                inflow.taken(position + 1)
 
     def follow(self) -> None:
         """Follow a change of the addresses: close the idle connections with nodes that left."""
-        with self._idle_lock:
-            left = [(node, path) for node, path in self._idle if node not in self._addresses]
-        for node, path in left:
-            self._drop_idle(node, path)
+        self.connections.follow()
 
     def close(self) -> None:
         """Abort all fetches and wait for the threads that receive."""
@@ -390,64 +408,12 @@ class BulkReceiver:
             job.abort()
         for thread in self._threads:
             thread.join()
-        with self._idle_lock:
-            for stream in [stream for idle in self._idle.values() for stream in idle]:
-                stream.sock.close()
-            self._idle.clear()
+        self.connections.close()
 
 
-class _Inflow:
-    """The bytes of segments that come to a connection, behind the header of a reply."""
-
-    def __init__(self, stream: BulkStream, job: _Job, until: float, buffer: bytearray) -> None:
-        """`until`: the time at which the first bytes must have come. `buffer`: for encrypted bytes."""
-        self._stream = stream
-        self._sock = sock = stream.sock
-        self._buffer = buffer
-        self._job = job
-        self._stall_s = max(STALL_S, job.instruction.answer_s)
-        self._until = until
-        self._since = 0
-        """Bytes that came since the last progress."""
-        self._begun = False
-        """True after the first progress."""
-        sock.settimeout(None)
-        limit_wait(sock, "SO_RCVTIMEO", until - time.monotonic())
-
-    def fill(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes. Raises OSError: ConnectionError when the connection ends first,
-        TimeoutError when no progress is made in time; and `ProtocolRefused` for an encrypted record that is not the
-        next one."""
-        self._stream.fill(target, self._receive, self._buffer)
-
-    def _receive(self, target: memoryview) -> None:
-        filled = 0
-        while filled < len(target):
-            try:
-                received = self._sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                # The kernel's timeout has passed without a byte.
-                received = -1
-            if not received:
-                raise ended()
-            filled += max(0, received)
-            self._since += max(0, received)
-            if self._since >= PROGRESS_BYTES or (filled == len(target) and not is_length(target)):
-                self._progress()
-            elif time.monotonic() >= self._until:
-                raise TimeoutError("the node did not send in time")
-
-    def _progress(self) -> None:
-        self._since = 0
-        self._until = time.monotonic() + self._stall_s
-        if not self._begun:
-            self._begun = self._job.answered = True
-            limit_wait(self._sock, "SO_RCVTIMEO", self._stall_s)
-
-
-def _receive_segment(inflow: _Inflow, segment: memoryview, shards: int) -> bytes:
+def _receive_segment(inflow: Inflow, segment: memoryview, shards: int) -> bytes:
     """Fill `segment` with the next bytes and return the checksums of its shards, concatenated. Each piece of at most
-    `CACHED_BYTES` is hashed as soon as it is received. Raises the errors of `_Inflow.fill`."""
+    `CACHED_BYTES` is hashed as soon as it is received. Raises the errors of `Inflow.fill`."""
     size = len(segment) // shards
     if size > CACHED_BYTES:
         digests = [_receive_shard(inflow, segment[at : at + size]) for at in range(0, len(segment), size)]
@@ -461,29 +427,10 @@ def _receive_segment(inflow: _Inflow, segment: memoryview, shards: int) -> bytes
     return b"".join(digest.to_bytes(CHECKSUM_BYTES, "little") for digest in digests)
 
 
-def _receive_shard(inflow: _Inflow, shard: memoryview) -> int:
+def _receive_shard(inflow: Inflow, shard: memoryview) -> int:
     digest = xxhash.xxh3_64()
     for at in range(0, len(shard), CACHED_BYTES):
         piece = shard[at : at + CACHED_BYTES]
         inflow.fill(piece)
         digest.update(piece)
     return digest.intdigest()
-
-
-def _limit(sock: socket.socket, until: float) -> None:
-    """Let the calls of `sock` raise TimeoutError at the time `until`. Raises TimeoutError after that time."""
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the node did not answer in time")
-    sock.settimeout(left_s)
-
-
-def _dropped(sock: socket.socket) -> bool:
-    """True when the other side closed an idle connection, or sent bytes although nothing was requested."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -26,25 +26,22 @@ from tokenlake.wire.slots import split_keys, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking_sockets import limit_wait, size_buffer
 from tokenlake_server.bulk_receiver import RECEIVE_THREADS
-from tokenlake_server.bulk_stream import ROOM_BYTES, BulkStream
+from tokenlake_server.bulk_stream import BulkStream
 from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
+from tokenlake_server.transports.base import SEND_STALL_S, Outgoing
+from tokenlake_server.transports.choice import Transports
+from tokenlake_server.transports.tcp import Tcp
 
 __all__ = ["BulkSender"]
 
 log = logging.getLogger(__name__)
 
-SEND_STALL_S = 10
-"""Seconds after which a bulk connection is closed whose receiver has taken no bytes (twice as long in the worst case),
-so that a frozen receiver does not keep the slots pinned."""
 LONGEST_SEND_S = MAX_DEADLINE_S
 """Most seconds that one send may take, as long as the longest deadline of a fetch."""
-CONNECTIONS_PER_PEER = RECEIVE_THREADS + 1
-"""Limit of the bulk connections that one peer may open: a peer uses one per thread that receives, and one to measure
-the bandwidth."""
-ZEROS = memoryview(bytes(1 << 20))
-"""Bytes that answer probes."""
-MAX_IOVEC = 64
+CONNECTIONS_PER_PEER = RECEIVE_THREADS + 2
+"""Limit of the bulk connections that one peer may open: a peer uses one per thread that receives, one to measure the
+bandwidth, and one to probe this node's memory."""
 MAX_CONTENTS = 1 << 20
 """Limit of the bytes of the contents of segments in one answer."""
 
@@ -69,13 +66,12 @@ class BulkSender:
     """Carries out the instruction `SendBulk` of the rules, with one thread for each bulk connection (stream) that a
     peer opened. The number of connections of each peer is bounded, and so is the time of a send."""
 
-    def __init__(self, arena: Arena, driver: Driver) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, driver: Driver, transports: Transports | None = None) -> None:
+        """`transports`: without them bytes are sent over TCP."""
+        self._transports = transports or Transports(Tcp(arena))
         self._driver = driver
         self._streams: dict[int, _Stream] = {}
         self._last = 0
-        self._rooms: list[bytearray] = []
-        """Buffers for encrypted bytes that no thread uses now."""
         self.contents = Contents()
         """Knows the contents of the segments, which are sent with their bytes."""
         driver.carry_out(SendBulk, self._hand_over)
@@ -160,37 +156,19 @@ class BulkSender:
             stream.sock.close()
 
     def _send(self, stream: BulkStream, instruction: SendBulk, request: peer.Pull) -> None:
-        if instruction.codes:
-            size, views = (
-                instruction.slot_bytes,
-                self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes),
-            )
-        else:
-            step = len(ZEROS)
-            size = request.probe_bytes
-            views = [ZEROS[: min(step, size - at)] for at in range(0, size, step)]
+        size = instruction.slot_bytes if instruction.codes else request.probe_bytes
+        slots = unpack_slots(instruction.slots)
         contents: tuple[bytes, ...] = ()
         if self.contents.models(request.tenant):
             keys = zip(split_keys(request.keys), instruction.codes, strict=False)
             present = [key for key, code in keys if code == Code.LOCAL]
             contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
-        header = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
+        answer = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
         # A reader at the least rate that is assumed of a peer takes a third of its deadline.
-        limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * sum(map(len, views)) / LEAST_RATE)
-        until = time.monotonic() + limit_s
-        room = self._rooms.pop() if self._rooms else bytearray(ROOM_BYTES)
-        try:
-            for buffers in stream.outgoing(header, views, room):
-                while buffers:
-                    if time.monotonic() > until:
-                        raise TimeoutError(f"the receiver has not taken all bytes after {limit_s:.0f} s")
-                    sent = stream.sock.sendmsg(buffers[:MAX_IOVEC])
-                    while buffers and sent >= len(buffers[0]):
-                        sent -= len(buffers.pop(0))
-                    if sent:
-                        buffers[0] = buffers[0][sent:]
-        finally:
-            self._rooms.append(room)
+        count = instruction.codes.count(Code.LOCAL) if instruction.codes else 1
+        limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * size * count / LEAST_RATE)
+        outgoing = Outgoing(stream, answer, slots, time.monotonic() + limit_s, limit_s)
+        self._transports.to_answer(request, slots).send(outgoing)
 
     def close(self) -> None:
         """Close all bulk connections and wait for their threads."""

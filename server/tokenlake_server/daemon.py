@@ -52,6 +52,8 @@ from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
+from tokenlake_server.transports.choice import open_transports
+from tokenlake_server.transports.nixl import Nixl
 from tokenlake_server.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -144,7 +146,8 @@ class Daemon:
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
         )
-        self.senders = BulkSender(arena, self.driver)
+        self._transports = open_transports(config, incarnation, arena)
+        self.senders = BulkSender(arena, self.driver, self._transports)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
@@ -157,7 +160,9 @@ class Daemon:
             certificates,
             config.bulk_listen,
         )
-        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys)
+        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys, self._transports)
+        if self._transports.nixl is not None:
+            self._connect_nixl(self._transports.nixl)
         self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort)
         self.peers.on_stranger = lambda node: self.membership.look()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
@@ -283,6 +288,8 @@ class Daemon:
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine, disks)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [*self.engines.gauges(), *disk_gauges(disks)]
+        if self._transports.nixl is not None:
+            snapshot.gauges += self._transports.nixl.gauges()
         snapshot.gauges.append(Level(STARTED, (), self._started))
         if self._certificates is not None:
             valid = self._certificates.current
@@ -323,6 +330,23 @@ class Daemon:
         elif isinstance(event, events.PullRequested):
             self.senders.refuse(event.stream)
 
+    def _connect_nixl(self, nixl: Nixl) -> None:
+        """Exchange with other nodes how memory is read, over the control connections."""
+
+        def introduce(*nodes: str) -> None:
+            for node in nodes or self.peers.connected:
+                self.peers.tell(node, nixl.introduction)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(introduce)
+
+        nixl.tell = tell
+        self.peers.on_connected = introduce
+        self.peers.on_lost = nixl.lost
+        self.peers.on_memory_agent = nixl.heard
+        nixl.start(self.receivers.connections)
+
     def _replace(self, instruction: ReplaceRegion) -> None:
         self.engines.region_closed(instruction.region)
         task = self._loop.create_task(self._replace_until_done(instruction))
@@ -336,7 +360,7 @@ class Daemon:
         while not self._closing.is_set():
             try:
                 # The allocation runs in a thread, because the kernel may take seconds to allocate the pages.
-                await asyncio.to_thread(self._arena.replace, instruction.region, instruction.fresh)
+                await asyncio.to_thread(self._replace_memory, instruction)
             except Exception as error:
                 if not logged:
                     log.error("region %d could not be replaced, trying again: %s", instruction.region, error)
@@ -346,6 +370,14 @@ class Daemon:
                 continue
             self.driver.handle(events.RegionReady(instruction.fresh))
             return
+
+    def _replace_memory(self, instruction: ReplaceRegion) -> None:
+        nixl = self._transports.nixl
+        if nixl is not None:
+            nixl.remove(instruction.region)
+        self._arena.replace(instruction.region, instruction.fresh)
+        if nixl is not None:
+            nixl.add(instruction.fresh)
 
     async def _save_state(self) -> None:
         """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
@@ -379,6 +411,8 @@ class Daemon:
             await asyncio.to_thread(self.metrics.close)
         await asyncio.to_thread(self.receivers.close)
         await asyncio.to_thread(self.senders.close)
+        if self._transports.nixl is not None:
+            await asyncio.to_thread(self._transports.nixl.close)
         await asyncio.to_thread(self.checker.close)
         await asyncio.to_thread(self.disk.close)
         await asyncio.gather(*self._replacing)

@@ -157,6 +157,12 @@ class PeerConnections:
         self.on_stranger: Callable[[str], None] = lambda node: None
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
+        self.on_connected: Callable[[str], None] = lambda node: None
+        """Called with the name of a node when there is a control connection with it."""
+        self.on_lost: Callable[[str], None] = lambda node: None
+        """Called with the name of a node when that connection has ended."""
+        self.on_memory_agent: Callable[[str, peer.MemoryAgent], None] = lambda node, message: None
+        """Called with the name of a node that has told how its memory can be read, and its message."""
         self._newer: set[str] = set()
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
@@ -511,12 +517,16 @@ class PeerConnections:
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, since, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
         self._driver.handle(events.PeerUp(node, incarnation))
+        self.on_connected(node)
 
     def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:
         try:
             message = decode(peer.control_decoder, body)
             if isinstance(message, peer.ConnectionKey):
                 self._take_key(node, message)
+                return
+            if isinstance(message, peer.MemoryAgent):
+                self.on_memory_agent(node, message)
                 return
         except ProtocolRefused as error:
             tag = peer.unknown_tag(body)
@@ -556,6 +566,7 @@ class PeerConnections:
         del self._connections[node]
         self._newer.discard(node)
         self._keys.forget(node)
+        self.on_lost(node)
         if self._closing:
             return
         log.warning("connection with %s ended: %s", node, reason)
@@ -580,7 +591,11 @@ class PeerConnections:
     def _say(self, instruction: SendToPeer) -> None:
         self._send(instruction.node, instruction.message)
 
-    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey) -> None:
+    def tell(self, node: str, message: peer.MemoryAgent) -> None:
+        """Tell a node how the memory of this one can be read; nothing is sent without a control connection."""
+        self._send(node, message)
+
+    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey | peer.MemoryAgent) -> None:
         current = self._connections.get(node)
         if current is not None:
             current[0].send(pack_frame(message))

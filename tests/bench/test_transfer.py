@@ -36,6 +36,7 @@ def arguments(**changed: object) -> TransferArguments:
         "sizes": "1MiB",
         "rounds": 1,
         "encrypt": "off",
+        "nixl": "off",
         "peer_python": None,
         "json_file": None,
         "plot_file": None,

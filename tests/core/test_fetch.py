@@ -24,8 +24,8 @@ from tests.core.scenes import (
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
+from tokenlake.core import events, peers
 from tokenlake.core import fetch as fetches
-from tokenlake.core import peers
 from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.grants import SHIPPED
 from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
@@ -338,3 +338,25 @@ def test_an_offer_that_waits_too_long_leaves_the_owner() -> None:
     cluster.run_for(1.0)
     cluster.settle()
     cluster.check_settled()
+
+
+def test_a_slot_into_which_bytes_may_still_come_is_not_used_again() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    core, now = cluster.core(2), cluster.clock.now
+    orders = core.handle(events.Requested(reader.processes[0].connection, engine.Fetch(9, lease, 0, 3, 0.0)), now)
+    order = next(order for order in orders if isinstance(order, StartFetch))
+    lost, checksums = bytes([Code.LOST]) * 3, bytes(8 * SHARDS * 3)
+    core.handle(events.FetchDone(order.fetch, lost, checksums, None, b"\0\1\0"), now)
+    (pool,) = core.store.pools()
+    assert pool.quarantined == 1
+    assert core.census()["transfers that hold slots"] == 1
+    core.check_integrity()
+    core.handle(events.FetchSettled(order.fetch), now)
+    assert pool.quarantined == 0
+    core.check_integrity()
+    with pytest.raises(ValueError, match="holds no slots"):
+        core.handle(events.FetchSettled(order.fetch), now)

@@ -257,3 +257,9 @@ def test_a_configuration_does_not_change() -> None:
 
 def test_the_settings_of_engines_are_not_the_daemons() -> None:
     assert load(None, {"TOKENLAKE_ENGINE_LOAD": "sync"}).config == load(None, {}).config
+
+
+def test_nixl_needs_a_trusted_fabric() -> None:
+    assert load(transport="nixl", fabric="trusted").config.transport == "nixl"
+    with pytest.raises(ConfigurationError, match="does not encrypt"):
+        load(transport="nixl")

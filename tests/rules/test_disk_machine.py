@@ -16,8 +16,9 @@ from tokenlake.disk.index import Index
 from tokenlake.disk.tier import DiskTier, Slab
 from tokenlake.store import Segment, State
 
-PLACES = 6
-NUMBERS = st.integers(0, 11)
+PLACES = 3
+SEGMENTS = 7
+NUMBERS = st.integers(0, SEGMENTS - 1)
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -41,7 +42,7 @@ class DiskMachine(RuleBasedStateMachine):
         """The tier has said which segments are void."""
         forgotten, self.tier.forgotten = self.tier.forgotten, []
         for _, key, place in forgotten:
-            number = next(number for number in range(12) if key_of(number) == key)
+            number = next(number for number in range(SEGMENTS) if key_of(number) == key)
             if self.disk.get(number) == place:
                 assert self.held.get(number, -1.0) <= self.now, f"segment {number} left although it is held"
                 del self.disk[number]
@@ -81,6 +82,20 @@ class DiskMachine(RuleBasedStateMachine):
         if done and not void:
             self.disk[number] = place
         self._gone()
+
+    @rule(number=NUMBERS, value=st.floats(0.1, 1.0), done=st.booleans())
+    def moves_to_disk(self, number: int, value: float, done: bool) -> None:
+        """A segment is stored, written, perhaps in vain, and evicted from memory."""
+        self.arrives(number)
+        self.is_written(number, value)
+        self.write_ends(number, done)
+        self.leaves(number, True)
+
+    @rule(first=NUMBERS)
+    def fills(self, first: int) -> None:
+        """More segments move to disk than it has places."""
+        for number in range(first, first + PLACES + 1):
+            self.moves_to_disk(number % SEGMENTS, 0.5, True)
 
     @rule(number=NUMBERS, keep=st.booleans())
     def leaves(self, number: int, keep: bool) -> None:
@@ -150,7 +165,7 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         """The tier finds what the model has, at the same places, and nothing else."""
-        for number in range(12):
+        for number in range(SEGMENTS):
             entry = self.tier.find(TENANT, key_of(number))
             assert (entry == NO_ENTRY) == (number not in self.disk), f"segment {number}"
             if entry >= 0:
@@ -158,7 +173,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.tier.check_integrity()
 
 
-DiskMachine.TestCase.settings = settings(deadline=None, stateful_step_count=40)
+DiskMachine.TestCase.settings = settings(deadline=None, stateful_step_count=25)
 TestDisk = DiskMachine.TestCase
 
 
@@ -225,6 +240,6 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found = settings(max_examples=400, stateful_step_count=40, phases=[Phase.generate], deadline=None, database=None)
+    found = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], deadline=None, database=None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(DiskMachine, settings=found)

@@ -17,10 +17,14 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struc
     "engine requests": (engine.request_decoder, typing.get_args(engine.EngineRequest)),
     "engine replies": (engine.reply_decoder, typing.get_args(engine.EngineReply)),
     "peers": (peer.peer_decoder, typing.get_args(peer.PeerMessage)),
-    "control connections": (peer.control_decoder, (*typing.get_args(peer.PeerMessage), peer.ConnectionKey)),
+    "control connections": (
+        peer.control_decoder,
+        (*typing.get_args(peer.PeerMessage), peer.ConnectionKey, peer.MemoryAgent),
+    ),
     "handshakes": (peer.handshake_decoder, typing.get_args(peer.Handshake)),
     "bulk requests": (peer.bulk_request_decoder, (peer.Pull,)),
     "bulk replies": (peer.pulled_decoder, (peer.Pulled,)),
+    "bulk progress": (peer.taken_decoder, (peer.Taken,)),
 }
 MESSAGES = [
     pytest.param(decoder, message, id=message.__name__) for decoder, known in DECODERS.values() for message in known

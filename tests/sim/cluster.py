@@ -11,7 +11,7 @@ from tests.sim.link import Link
 from tests.sim.node import SimNode
 from tests.sim.world import World
 from tokenlake.core import NodeCore
-from tokenlake.core.fetch import FETCHED
+from tokenlake.core.fetch import FETCHED, FROM_DISK
 from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.misses import MISSED
@@ -193,7 +193,7 @@ class Cluster(World):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"
             counters = core.counters
-            answered = (LOCAL, FETCHED, SHIPPED, MISSED)
+            answered = (LOCAL, FETCHED, FROM_DISK, SHIPPED, MISSED)
             assert counters[ASKED] == sum(counters[metric] for metric in answered), f"{name}: tokens do not add up"
         keepers = self.keepers()
         assert all(len(names) == 1 for names in keepers.values()), f"two primary copies: {keepers}"

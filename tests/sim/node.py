@@ -93,6 +93,10 @@ class SimNode:
             observer=self._observe,
         )
         self.life.start()
+        self.find_disk()
+
+    def find_disk(self) -> None:
+        """The disk, if the node has one, reports what is on it."""
         if self.disk is not None:
             self.disk.start(Life(self.life, self.arena))
 

@@ -85,24 +85,42 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
             count = len(transfer.segments)
             returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count), None)
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
         if fetch in self._under_way:
             returned(self, fetch, codes, checksums, answered)
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
     # The receiver returns after its fetch is forgotten.
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
+    _nothing_settles(patch)
+
+
+def _nothing_settles(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "check_settled", lambda self, fetch: None)
+    patch.setattr(Transfers, "settled", lambda self, fetch: None)
+
+
+def held_slot_given_away(patch: pytest.MonkeyPatch) -> None:
+    """A slot is free at the end of its fetch, while a read that cannot be stopped may still write into it."""
+    original = Transfers.done
+
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
+        original(self, fetch, codes, checksums, answered)
+
+    patch.setattr(Transfers, "done", done)
+    _nothing_settles(patch)
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
         original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered)
 
     patch.setattr(Transfers, "done", done)
+    _nothing_settles(patch)
 
 
 def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -230,7 +248,7 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
 
 def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
     """A receiver's report is taken without a check."""
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
 
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
@@ -254,6 +272,7 @@ SEEN_BY_ENGINES = (
     stamp_forgotten,
     lease_ignored,
     late_receiver_ignored,
+    held_slot_given_away,
     aborted_fetch_trusted,
     write_of_two_held_by_one,
     expired_write_reused,

@@ -1,7 +1,8 @@
 """One transfer of segments, piece by piece, between a sender and a receiver that freeze and die independently.
 
 A piece is one shard of one segment. After `AbortFetch` pieces keep arriving until the receiver returns, as its thread
-stops only then.
+stops only then. In every second transfer the piece that travels at that moment cannot be stopped: it is written later,
+into a slot that is reported as held.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from tests.sim.arena import SHARDS, Arena
 from tests.sim.clock import RandomClock
 from tests.sim.world import World
 from tokenlake.core import NodeCore
+from tokenlake.core.events import FetchSettled
 from tokenlake.core.instructions import SendBulk, StartFetch
 from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef, unpack_slots
@@ -19,6 +21,8 @@ from tokenlake_testing.driver import NodeDriver, Pull
 
 __all__ = ["FROZEN_POLL_S", "Transfer"]
 
+LATE_S = 0.05
+"""Seconds after which a piece is written that could not be stopped."""
 STALL_S = 0.2
 """The longest stall of a transfer."""
 FROZEN_POLL_S = 0.01
@@ -56,6 +60,12 @@ class Transfer(Pull):
         self.landed = [0] * len(self.slots)
         self._into: Arena = target.arena
         self._from: Arena = source.arena
+        self._one_sided = stream % 2 == 0
+        """The receiver reads out of the sender's memory, and cannot stop a read."""
+        self._travels: int | None = None
+        """The segment whose piece travels now."""
+        self._held: int | None = None
+        """The segment into whose slot a piece is still written after `FetchDone`."""
         self._flipped = False
         """A bit flipped in a slot of the sender."""
         self._pieces: list[tuple[int, int, SlotRef]] = []
@@ -104,18 +114,36 @@ class Transfer(Pull):
             self.clock.after(self.clock.delay_s(), self._return)
         elif self._stall and len(self._pieces) == 1:
             self._stall = False
-            self.clock.after(self.clock.random.uniform(0.0, STALL_S), self._next)
+            stall_s = self.clock.random.uniform(0.0, STALL_S)
+            if self._one_sided:
+                self._travel(stall_s)
+            else:
+                self.clock.after(stall_s, self._next)
         else:
-            index, shard, slot = self._pieces.pop()
-            value = self._from.read(slot, shard)
-            self._flipped = self._flipped or self._from.flipped(slot)
-            self.clock.after(self.clock.delay_s(), self._land, index, shard, value)
+            self._travel(self.clock.delay_s())
+
+    def _travel(self, seconds: float) -> None:
+        index, shard, slot = self._pieces.pop()
+        value = self._from.read(slot, shard)
+        self._flipped = self._flipped or self._from.flipped(slot)
+        self._travels = index
+        self.clock.after(seconds, self._land, index, shard, value)
 
     def _land(self, index: int, shard: int, value: bytes) -> None:
+        self._travels = None
         if not self.returned:
             self._into.write(self.slots[index], shard, value)
             self.landed[index] += 1
+        elif self._held == index:
+            self.clock.after(LATE_S, self._settle, shard, value)
         self._next()
+
+    def _settle(self, shard: int, value: bytes) -> None:
+        """The piece that could not be stopped is written."""
+        assert self._held is not None
+        if not self.receiver.stopped:
+            self._into.write(self.slots[self._held], shard, value)
+        self.receiver.deliver(FetchSettled(self.order.fetch))
 
     # -- the receiver's side
 
@@ -152,7 +180,11 @@ class Transfer(Pull):
                 self.target.cluster.expect(whole_or_flipped, f"{self.target.name} received other bytes than sent")
                 self.codes[index] = Code.LOCAL if found == expected else Code.BAD_CHECKSUM
             checksums += expected if whole else bytes(8 * SHARDS)
-        self.end_receiving(bytes(self.codes), checksums)
+        held = bytearray(len(self.slots))
+        if self._one_sided and self._travels is not None and self.codes[self._travels] == Code.LOST:
+            self._held = self._travels
+            held[self._held] = 1
+        self.end_receiving(bytes(self.codes), checksums, bytes(held) if any(held) else b"")
         self.clock.after(self.clock.delay_s(), self.end_sending)
 
 

@@ -136,6 +136,8 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
                 raise refuse("etcd_user", expected)
     if len(config.bulk_listen) > MAX_ADDRESSES or not all(is_own_address(each.host) for each in config.bulk_listen):
         raise refuse("bulk_listen", f"at most {MAX_ADDRESSES} IP addresses of this machine, each one of an interface")
+    if config.transport == "nixl" and config.fabric != "trusted":
+        raise refuse("transport", "also the setting 'fabric' as 'trusted', because NIXL does not encrypt")
     if config.drain_s and not config.etcd:
         raise refuse("drain_s", "0, because a node can leave the ring only where 'etcd' stores the members")
     files = {name: getattr(config, name) for name in ("certificate", "key", "ca")}

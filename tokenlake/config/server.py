@@ -321,6 +321,25 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="a cache holds the content of prompts",
         ),
     ] = False
+    transport: Annotated[
+        str,
+        Setting(
+            kinds.one_of("auto", "tcp", "nixl"),
+            "how the bytes of segments come from other nodes: `tcp`, or with NIXL (RDMA) where both nodes have it and "
+            "have an RDMA network, or a machine, in common, and TCP elsewhere. `auto` uses NIXL where it is installed; "
+            "`nixl` refuses to start without it. NIXL needs `fabric`",
+            why="TCP reaches all nodes",
+        ),
+    ] = "auto"
+    fabric: Annotated[
+        str,
+        Setting(
+            kinds.one_of("untrusted", "trusted"),
+            "`trusted`: everyone on the network by which memory can be read may read all caches of this node. NIXL is "
+            "used only then, since it does not encrypt, also with a `certificate`",
+            why="a cache holds the content of prompts",
+        ),
+    ] = "untrusted"
     cluster_secret: Annotated[
         tuple[Secret, ...],
         Setting(

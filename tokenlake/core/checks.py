@@ -39,6 +39,9 @@ from tokenlake.wire.checks import check_peer_message, check_request
 
 __all__ = ["Checks"]
 
+MOST = 1 << 62
+"""Limit of the numbers of a device: bytes, and bytes per second."""
+
 
 class Checks:
     """Checks the events of one node against the state of its rules, which it never changes."""
@@ -70,7 +73,8 @@ class Checks:
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums, e.held),
+            events.FetchSettled: lambda e: self._transfers.check_settled(e.fetch),
             events.PullRequested: self._pull_requested,
             events.SendDone: _any,
             events.SlotChecked: _any,
@@ -85,7 +89,7 @@ class Checks:
             events.DiskRecovered: disk.check_device,
             events.DiskGone: _any,
             events.DiskWritten: disk.check_written,
-            events.SaveRequested: _any,
+            events.SaveRequested: _save,
             events.Tick: _any,
         }
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
@@ -175,8 +179,14 @@ def _any(event: Any) -> None:
 def _disk_ready(event: events.DiskReady) -> None:
     """Raise `ValueError` for a device without a size, or with rates that are no rates."""
     for name in ("device", "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s"):
-        if not 0 <= getattr(event, name) < math.inf:
+        if not 0 <= getattr(event, name) <= MOST:
             raise ValueError(f"a DiskReady with {name!r} of {getattr(event, name)}")
+
+
+def _save(event: events.SaveRequested) -> None:
+    """Raise `ValueError` for a limit that is no time."""
+    if not 0 <= event.limit_s < math.inf:
+        raise ValueError(f"a SaveRequested with a limit of {event.limit_s} s")
 
 
 def _check_found(event: events.DiskFound) -> None:

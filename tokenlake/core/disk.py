@@ -52,8 +52,8 @@ KEPT = Metric("tokenlake_disk_kept_segments_total", "Segments that memory evicte
 
 LOOK_EVERY = 8
 """Evictions after which the rules look for further segments to write."""
-AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 8, 64, 1024
-"""The segments that are examined for a write: those that would be evicted next, an eighth of the slots, within these
+AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 4, 64, 1024
+"""The segments that are examined for a write: those that would be evicted next, a quarter of the slots, within these
 limits."""
 WRITE_SEGMENTS, WRITE_BYTES = 64, 64 << 20
 """Limits of one write; it has at least one segment."""
@@ -119,6 +119,9 @@ class Disk:
         self._emit_forgotten()
         left, store.left = store.left, []
         for segment in left:
+            if segment.disk < 0:
+                # The same event has dropped the copy on disk.
+                continue
             gone = removals.get(segment.tenant, segment.key)
             void = gone is not None and gone.at == self._context.now and gone.rule in (CORRUPT_RULE, OPERATOR_RULE)
             keep = not void and segment.source is None

@@ -70,7 +70,8 @@ class PeerSent(_Event, frozen=True, tag=6):
 
 
 class FetchDone(_Event, frozen=True, tag=7):
-    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more.
+    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more, but
+    into those that are `held`.
 
     `codes`: per segment, LOCAL where all bytes arrived with the right checksums, otherwise the reason.
     `checksums`: 8 bytes per shard of each segment, zeros where its code is not LOCAL.
@@ -82,6 +83,15 @@ class FetchDone(_Event, frozen=True, tag=7):
     answered: bool | None = True
     """False if the other node was asked and no bytes came, or none any more: the bulk path to it may be dead. None if
     the transfer ended before that could be known."""
+    held: bytes = b""
+    """Per segment, 1 where a read that cannot be stopped may still write into the slot, else 0; empty: none. The event
+    `FetchSettled` follows."""
+
+
+class FetchSettled(_Event, frozen=True, tag=19):
+    """No bytes come any more into the slots that a `FetchDone` reported as held."""
+
+    fetch: int
 
 
 class PullRequested(_Event, frozen=True, tag=8):
@@ -169,7 +179,7 @@ class EvictRequested(_Event, frozen=True, tag=18):
     """Without keys: only segments of this size; 0 for all sizes."""
 
 
-class DiskReady(_Event, frozen=True, tag=19):
+class DiskReady(_Event, frozen=True, tag=20):
     """A device of the disk tier was opened, or is used again after a failure. `DiskFound` follows for all segments in
     its index, then `DiskRecovered`; the rules write to the device from then on."""
 
@@ -181,7 +191,7 @@ class DiskReady(_Event, frozen=True, tag=19):
     write_bytes_per_s: float
 
 
-class DiskFound(_Event, frozen=True, tag=20):
+class DiskFound(_Event, frozen=True, tag=21):
     """Segments that an earlier process wrote to a device, at most `MAX_FOUND`. The rules answer with `DiskForget` for
     those that they do not take."""
 
@@ -194,13 +204,13 @@ class DiskFound(_Event, frozen=True, tag=20):
     notes: bytes
 
 
-class DiskRecovered(_Event, frozen=True, tag=21):
+class DiskRecovered(_Event, frozen=True, tag=22):
     """All segments in the index of a device were passed in."""
 
     device: int
 
 
-class DiskGone(_Event, frozen=True, tag=22):
+class DiskGone(_Event, frozen=True, tag=23):
     """A device cannot be used any more, until the next `DiskReady`. Its reads and writes that are under way end with
     their events all the same, before or after this one."""
 
@@ -208,7 +218,7 @@ class DiskGone(_Event, frozen=True, tag=22):
     reason: str
 
 
-class DiskWritten(_Event, frozen=True, tag=23):
+class DiskWritten(_Event, frozen=True, tag=24):
     """A `DiskWrite` has ended. `codes`: per segment, COMMITTED where its bytes and its record are on the device, LOST
     otherwise."""
 
@@ -216,7 +226,7 @@ class DiskWritten(_Event, frozen=True, tag=23):
     codes: bytes
 
 
-class SaveRequested(_Event, frozen=True, tag=24):
+class SaveRequested(_Event, frozen=True, tag=25):
     """The daemon is about to end: the rules write the segments of highest retention value that are in memory only, for
     at most `limit_s`, without regard to the budget of writes. `Saved` follows exactly once, after the last
     `DiskWritten`."""
@@ -237,6 +247,7 @@ Event = (
     | PeerDown
     | PeerSent
     | FetchDone
+    | FetchSettled
     | PullRequested
     | SendDone
     | SlotChecked

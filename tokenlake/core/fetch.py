@@ -207,6 +207,8 @@ class Transfers:
         self._peers = peers
         self._under_way: dict[int, Transfer] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
+        self._held: dict[int, list[Segment]] = {}
+        """Segments that did not come, by transfer, into whose slots bytes may still come: pinned until then."""
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
         """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
         of these fetches. The segments that arrived stay pinned until then."""
@@ -318,7 +320,8 @@ class Transfers:
         self._under_way[fetch] = transfer
         # Half of the time is left for another copy. A node in good health answers as soon as a ping.
         transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s))
-        transfer.answer_s = min(transfer.wait_s, transfer.answer_s + 3 * transfer.disk_s)
+        if transfer.disk_s:
+            transfer.answer_s = min(transfer.wait_s, transfer.answer_s + 3 * transfer.disk_s)
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -351,7 +354,7 @@ class Transfers:
         segment.hints = segment.hints.merged_over(note.hints)
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
         if pool is not None:
-            pool.retention.recall(segment, note.accesses)
+            pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def _read(self, transfer: Transfer) -> None:
         """Queue reads of the segments, which are reserved, one or more for each device."""
@@ -533,7 +536,7 @@ class Transfers:
         text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
-    def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def check_done(self, fetch: int, codes: bytes, checksums: bytes, held: bytes) -> None:
         """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
         nothing."""
         transfer = self._under_way.get(fetch)
@@ -542,15 +545,28 @@ class Transfers:
         count = len(transfer.segments)
         if len(codes) != count or codes.translate(None, KNOWN_CODES):
             raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
+        if held and (
+            len(held) != count or any(flag and code == Code.LOCAL for flag, code in zip(held, codes, strict=True))
+        ):
+            raise ValueError(f"fetch {fetch} of {count} segments with codes {codes.hex()} holds {held.hex()}")
         if len(checksums) != CHECKSUM_BYTES * transfer.shards * count:
             raise ValueError(
                 f"fetch {fetch} of {count} segments of {transfer.shards} shards ended with {len(checksums)} bytes of "
                 "checksums"
             )
 
-    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None) -> None:
+    def check_settled(self, fetch: int) -> None:
+        """Raises `ValueError` when the transfer holds no slots. Changes nothing."""
+        if fetch not in self._held:
+            raise ValueError(f"fetch {fetch} holds no slots")
+
+    def settled(self, fetch: int) -> None:
+        """Free the slots of a transfer into which bytes could still come when it was done."""
+        self._context.store.unpin(*self._held.pop(fetch))
+
+    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
-        the slots of the others, and call the callbacks that wait for them. `answered`: see `FetchDone`."""
+        the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         if transfer.timer is not None:
             transfer.timer.cancel()
@@ -574,7 +590,10 @@ class Transfers:
             if codes[index] == Code.LOCAL:
                 store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
             else:
-                store.unpin(segment)
+                if held and held[index]:
+                    self._held.setdefault(fetch, []).append(segment)
+                else:
+                    store.unpin(segment)
                 store.discard(segment, self._context.now)
         if transfer.device is not None:
             self._read_ended(transfer, codes)
@@ -632,6 +651,7 @@ class Transfers:
             yield from transfer.segments
         for outcomes in self._settling.values():
             yield from (segment for segment, code, _ in outcomes if code is Code.LOCAL)
+        yield from itertools.chain.from_iterable(self._held.values())
 
     def census(self) -> dict[str, int]:
         """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
@@ -642,6 +662,7 @@ class Transfers:
             "queued transfers": len(self._queue),
             "segments in transfer": len(self._waiters),
             "transfers that end": len(self._settling),
+            "transfers that hold slots": len(self._held),
         }
 
     def check_integrity(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tokenlake.disk.index import Index
 from tokenlake.store.eviction.odds import EDGES, Features, Odds
+from tokenlake.store.eviction.records import GHOST_S
 
 __all__ = ["TOGETHER_S", "Order"]
 
@@ -23,7 +24,7 @@ _NONE = 0xFFFFFFFF
 
 
 class _Group:
-    __slots__ = ("age", "at", "entry", "head", "name", "number", "size", "tail")
+    __slots__ = ("age", "at", "entry", "head", "name", "number", "size", "tail", "used")
 
     def __init__(self, number: int, name: tuple[int, Features], at: float) -> None:
         self.number = number
@@ -33,6 +34,8 @@ class _Group:
         self.age = 0
         self.head = self.tail = _NONE
         self.size = 0
+        self.used = 0
+        """Number of entries that left within the present bucket of age because they were accessed again."""
         self.entry = 0
         """Number of the group's valid entry in the heap."""
 
@@ -73,10 +76,11 @@ class Order:
         group.size += 1
         self._size += 1
 
-    def leave(self, entry: int) -> None:
-        """Take an entry out of the order."""
+    def leave(self, entry: int, used: bool = False) -> None:
+        """Take an entry out of the order. `used`: its segment is accessed again."""
         index = self._index
         group = self._groups[index.groups[entry]]
+        group.used += used
         before, behind = index.previous[entry], index.next[entry]
         if before == _NONE:
             group.head = behind
@@ -90,6 +94,7 @@ class Order:
         group.size -= 1
         self._size -= 1
         if not group.size:
+            self._learn(group)
             del self._groups[group.number], self._names[group.name]
 
     def accessed_at(self, entry: int) -> float:
@@ -137,8 +142,17 @@ class Order:
             number = heapq.heappop(self._aging)[1]
             group = self._groups.get(number)
             if group is not None:
+                self._learn(group)
                 group.age = max(group.age, bisect_right(EDGES, now - group.at) - 1)
                 self._push(group)
+
+    def _learn(self, group: _Group) -> None:
+        """Let the model learn how many of the group were accessed again in its present bucket of age, if memory has
+        forgotten them by then."""
+        used, group.used = group.used, 0
+        if used + group.size and group.age + 1 < len(EDGES) and EDGES[group.age] >= GHOST_S:
+            members = used + group.size
+            self._odds().add(group.name[1], group.age, used / members, members)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the links of a group or the sizes do not add up."""

@@ -40,7 +40,7 @@ __all__ = ["Device", "DiskTier", "Slab"]
 DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
 MAX_SLABS = 0xFFFF
-MAX_WRITING_S = 0.25
+MAX_WRITING_S = 1.0
 """Maximum seconds of writing that one device has under way: further segments wait for the next look."""
 SHRUNK = 64
 """Maximum number of places by which one call shrinks a slab."""
@@ -321,7 +321,7 @@ class DiskTier:
         slab, slot = self.slab(entry), self._index.slots[entry]
         at = slab.number, slot
         self._reads[at] = self._reads.get(at, 0) + 1
-        self._leave_order(slab, entry)
+        self._leave_order(slab, entry, used=True)
         return slab, slot
 
     def end_read(self, slab: Slab, slot: int, now: float) -> None:
@@ -344,7 +344,7 @@ class DiskTier:
         while too many entries are held."""
         if entry not in self._holds and len(self._holds) >= MAX_HELD:
             return
-        self._leave_order(self.slab(entry), entry)
+        self._leave_order(self.slab(entry), entry, used=True)
         self._holds[entry] = until
         self._ends.append((until, entry))
 
@@ -363,7 +363,7 @@ class DiskTier:
         self._index.set_note(entry, self._notes.pack(Note(note.depth, note.accesses + 1, hints)))
         slab = self.slab(entry)
         if self._index.groups[entry]:
-            self._leave_order(slab, entry)
+            self._leave_order(slab, entry, used=True)
             self._settle(slab, entry, now, now)
 
     # -- leaving
@@ -392,9 +392,9 @@ class DiskTier:
         if not slab.void and (slab.number, slot) not in self._reads:
             slab.free.append(slot)
 
-    def _leave_order(self, slab: Slab, entry: int) -> None:
+    def _leave_order(self, slab: Slab, entry: int, used: bool = False) -> None:
         if self._index.groups[entry]:
-            slab.order.leave(entry)
+            slab.order.leave(entry, used)
 
     def _settle(self, slab: Slab, entry: int, at: float, now: float) -> None:
         """Put an entry in order, unless it is in memory too, is being written or read, or is held. `at`: the time of

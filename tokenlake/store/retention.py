@@ -191,9 +191,9 @@ class Retention(EvictionPolicy):
         """Returns the counted accesses that the other policy knows; see `EvictionPolicy`."""
         return self._policy.accesses(segment)
 
-    def recall(self, segment: Segment, accesses: int) -> None:
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:
         """Tell the other policy of earlier accesses; see `EvictionPolicy`."""
-        self._policy.recall(segment, accesses)
+        self._policy.recall(key, accesses, hints, now)
 
     def save(self) -> bytes:
         """Returns the statistics that the other policy has learned, encoded; see `EvictionPolicy`."""

@@ -18,6 +18,7 @@ __all__ = [
     "MAX_ADDRESSES",
     "Address",
     "Addresses",
+    "AgentName",
     "Amount",
     "Index",
     "Key",
@@ -62,6 +63,9 @@ Address = Annotated[str, Meta(max_length=280)]
 MAX_ADDRESSES = 8
 Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
 """Addresses of one node as `HOST:PORT`, the host being an IP address."""
+
+AgentName = Annotated[str, Meta(max_length=128)]
+"""Name of an agent by which the memory of a node is read, another one in each of its lives; empty: none."""
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

@@ -1,8 +1,9 @@
 """Messages between daemons.
 
 The control connection carries all messages. A bulk connection carries the bytes of segments: `Pull` frames in one
-direction and, for each, a `Pulled` frame followed by raw bytes in the other. Both begin with the handshake `PeerHello`,
-`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. Between nodes with
+direction and, for each, a `Pulled` frame followed by raw bytes in the other; or by no bytes, where the reader takes
+them out of the sender's memory and answers with `Taken`. Both begin with the handshake `PeerHello`, `PeerChallenge`,
+`PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. Between nodes with
 certificates the control connection is encrypted, and bulk and query connections begin with `OpenConnection` and
 `PeerWelcome`. A request carries a `call` that its reply repeats.
 """
@@ -19,6 +20,7 @@ from tokenlake.wire.fields import (
     NO_RING,
     Address,
     Addresses,
+    AgentName,
     Amount,
     Index,
     Name,
@@ -49,6 +51,7 @@ __all__ = [
     "EvictionStatistics",
     "Lookup",
     "LookupReply",
+    "MemoryAgent",
     "Offer",
     "OfferReply",
     "OpenConnection",
@@ -70,6 +73,7 @@ __all__ = [
     "ReleaseLease",
     "RenewLease",
     "ExplainMissingReply",
+    "Taken",
     "Touched",
     "Unfound",
     "ClearInFlight",
@@ -78,6 +82,7 @@ __all__ = [
     "handshake_decoder",
     "peer_decoder",
     "pulled_decoder",
+    "taken_decoder",
     "unknown_tag",
 ]
 
@@ -88,6 +93,9 @@ the connection of a node that sends larger ones. The longest message is `Evictio
 HANDSHAKE_BYTES = 64 << 10
 """The same until the other side has proven its identity."""
 
+
+MAX_DESCRIPTION = 1 << 20
+"""Limit of the bytes of a `MemoryAgent`."""
 
 PROBE_BYTES = 64 << 10
 """Bytes behind the answer to a `Pull` without keys that names no other number."""
@@ -168,6 +176,19 @@ class OpenConnection(_Message, frozen=True, tag=61):
     after which both directions carry records (`tokenlake.wire.records`), or with `PeerRefused`."""
 
     connection: Nonce
+
+
+class MemoryAgent(_Message, frozen=True, tag=62):
+    """The agent by which the receiver may read the sender's memory (NIXL). Sent when the two connect, and again when
+    the agent or its memory changed. Without a name: there is none any more."""
+
+    agent: AgentName
+    version: Index
+    """Changes with the memory that `description` names."""
+    networks: Annotated[tuple[Name, ...], Meta(max_length=8)]
+    """The networks of the sender over which memory can be read, for instance `rdma`."""
+    description: Annotated[bytes, Meta(max_length=MAX_DESCRIPTION)]
+    """How the agent is reached, and the keys of its memory, as the agent's library writes them."""
 
 
 class Lookup(_Message, frozen=True, tag=4):
@@ -398,6 +419,9 @@ class Pull(_Message, frozen=True, tag=20):
     """True: no engine waits for the segments."""
     probe_bytes: ProbeBytes = PROBE_BYTES
     """Of a probe. A node of an earlier version sends `PROBE_BYTES`."""
+    agent: AgentName = ""
+    version: Index = 0
+    """The `MemoryAgent` of the receiver by which the sender can read its memory; empty: it needs the bytes."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
@@ -412,6 +436,16 @@ class Pulled(_Message, frozen=True, tag=21):
     contents: tuple[bytes, ...] = ()
     """The encoded `tokenlake.content.Content` of the segments whose code is LOCAL, in order, empty where the sender has
     none; of the first segments only, or of none."""
+    places: bytes = b""
+    """The places of these segments in the sender's memory (`tokenlake.wire.places`), in order: no bytes follow, and the
+    segments stay there until the receiver has sent `Taken` for all of them, or the connection ends. Only where the
+    `Pull` named the present agent of the sender."""
+
+
+class Taken(_Message, frozen=True, tag=63):
+    """Follows a `Pulled` with places: the sender has read so many of the segments, from the first one on."""
+
+    count: Index
 
 
 MAX_KEYS = 1024
@@ -446,13 +480,14 @@ PeerMessage = (
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey] = msgspec.msgpack.Decoder(
-    PeerMessage | ConnectionKey
+control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey | MemoryAgent] = msgspec.msgpack.Decoder(
+    PeerMessage | ConnectionKey | MemoryAgent
 )
 Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
+taken_decoder: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
 
 
 class _Tagged(msgspec.Struct, array_like=True):
@@ -462,7 +497,7 @@ class _Tagged(msgspec.Struct, array_like=True):
 
 
 _tag_decoder = msgspec.msgpack.Decoder(_Tagged)
-_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey)}
+_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey, MemoryAgent)}
 
 
 def unknown_tag(body: bytes) -> int | None:

@@ -15,6 +15,7 @@ from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
+from tokenlake_bench.transfer.bare_nixl import BareNixl
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, start_peer
@@ -23,6 +24,7 @@ from tokenlake_bench.transfer.pool_rows import PoolRows
 from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, row_of
 from tokenlake_bench.transfer.show import comparison_table, row_table
 from tokenlake_bench.transfer.windows import Windows
+from tokenlake_server.transports.nixl_agent import library
 
 __all__ = ["TransferArguments", "run_transfer"]
 
@@ -45,6 +47,7 @@ class TransferArguments:
     sizes: str
     rounds: int
     encrypt: str
+    nixl: str
     peer_python: Path | None
     json_file: Path | None
     plot_file: Path | None
@@ -58,6 +61,8 @@ class TransferArguments:
                 raise ConfigurationError("sizes", label, f"sizes among {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
+        if self.nixl == "on" and library() is None:
+            raise ConfigurationError("nixl", "on", "off, because NIXL is not installed (make install-nixl)")
         check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
@@ -131,11 +136,21 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
                 if kind.name in taken[mode]:
                     theirs.append(row_of(kind, taken[mode][kind.name], taken[machine.name], mode))
         if arguments.encrypt == "on":
-            encrypted = stack.enter_context(closing(PoolRows(size, windows, encrypted=True)))
+            encrypted = stack.enter_context(closing(PoolRows(size, windows, "encrypted")))
             taken = run("with certificates", encrypted)
             for kind in size.rows_between_nodes():
                 result.comparisons += compare(kind, taken[encrypted.name], PLAIN, taken[pool.name])
                 theirs.append(row_of(kind, taken[encrypted.name][kind.name], taken[machine.name], encrypted.name))
+        if arguments.nixl == "on":
+            bare = stack.enter_context(closing(BareNixl(size, windows)))
+            read = stack.enter_context(closing(PoolRows(size, windows, "nixl")))
+            taken = run("with NIXL", bare, read)
+            for kind in size.rows_between_nodes():
+                result.comparisons += compare(kind, taken[read.name], PLAIN, taken[pool.name])
+                result.comparisons += compare(kind, taken[read.name], bare.name, taken[bare.name])
+                for system in (read, bare):
+                    if kind.name in taken[system.name]:
+                        theirs.append(row_of(kind, taken[system.name][kind.name], taken[machine.name], system.name))
         if not ours:
             run("the pool alone")
     result.rows += [row_of(kind, ours[kind.name], ceilings) for kind in size.rows()]

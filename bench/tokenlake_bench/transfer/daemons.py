@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenlake.config import ServerConfig
 from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
-from tokenlake_bench.transfer.base import WINDOWS, Size
+from tokenlake_bench.transfer.base import WINDOWS, Nodes, Size
 from tokenlake_client import Pool
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Node
@@ -53,8 +53,7 @@ class Daemons:
     writer: so no node dials a node that is not running yet.
     """
 
-    def __init__(self, size: Size, encrypted: bool = False) -> None:
-        """`encrypted`: the nodes have certificates."""
+    def __init__(self, size: Size, nodes: Nodes = "plain") -> None:
         self._layout = layout_of(size)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         region = size.window_bytes + HEADER
@@ -80,7 +79,10 @@ class Daemons:
             )
             for name, port in ports.items()
         }
-        if encrypted:
+        if nodes == "nixl":
+            for node in self.nodes.values():
+                node.settings |= {"transport": "nixl", "fabric": "trusted"}
+        if nodes == "encrypted":
             directory = Path(self._directory.name) / "ca"
             authority, _ = init_ca(directory, ServerConfig().cluster)
             for name, node in self.nodes.items():
@@ -94,7 +96,9 @@ class Daemons:
         until = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError, Unreachable):
-                if node.metrics()["tokenlake_peers_connected"] >= peers:
+                metrics = node.metrics()
+                # With NIXL the memory of the other nodes is probed first.
+                if min(metrics["tokenlake_peers_connected"], metrics.get("tokenlake_nixl_nodes", peers)) >= peers:
                     return Pool.connect(node.socket, self._layout)
             if not node.running or time.monotonic() > until:
                 logs = " | ".join(node.log.read_text()[-1000:] for node in self.nodes.values() if node.log.exists())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
+from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Nodes, Size
 from tokenlake_bench.transfer.daemons import ALONE_WINDOWS, Daemons
 from tokenlake_bench.transfer.load import Load
 from tokenlake_bench.transfer.windows import Windows, keys_of
@@ -39,11 +39,12 @@ deadline."""
 class PoolRows:
     """The pool as a `System`: real daemons, with this process as their client."""
 
-    def __init__(self, size: Size, windows: Windows, encrypted: bool = False) -> None:
-        """Starts the daemons and stores the segments that the measured calls read. `encrypted`: the nodes have
-        certificates, and only calls that need two nodes are measured."""
-        self.name = "encrypted" if encrypted else "tokenlake"
-        self._encrypted = encrypted
+    def __init__(self, size: Size, windows: Windows, nodes: Nodes = "plain") -> None:
+        """Starts the daemons and stores the segments that the measured calls read. Where the nodes are not plain, only
+        calls that need two nodes are measured."""
+        self.name: str = "tokenlake" if nodes == "plain" else nodes
+        self._nodes: Nodes = nodes
+        self._two_only = nodes != "plain"
         self._size = size
         self._windows = windows
         self._stored = 0
@@ -59,22 +60,22 @@ class PoolRows:
         self._rows = self._row_methods()
 
     def _start(self) -> None:
-        daemons = Daemons(self._size, self._encrypted)
+        daemons = Daemons(self._size, self._nodes)
         self._open.callback(daemons.close)
         writer = self._open.enter_context(daemons.start("writer"))
         # No node runs alone where only calls that need two nodes are measured.
-        self._alone = writer if self._encrypted else self._open.enter_context(daemons.start("alone"))
+        self._alone = writer if self._two_only else self._open.enter_context(daemons.start("alone"))
         # Every slot that the measured stores will take is written once, so that no page is touched for the first time
         # while the clock runs.
-        for number in range(0 if self._encrypted else ALONE_WINDOWS - WINDOWS):
+        for number in range(0 if self._two_only else ALONE_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
-            if not self._encrypted:
+            if not self._two_only:
                 self._prepare(self._alone, keys, number)
             # The node that stores segments owns them: `writer` owns these, and `reader` has to fetch them.
             self._prepare(writer, keys, number)
         self._reader = self._open.enter_context(daemons.start("reader", peers=1))
-        if self._size.key_rows() and not self._encrypted:
+        if self._size.key_rows() and not self._two_only:
             # The node `reader` stores these segments itself, so it owns them and its matches find them locally.
             self._prepare(self._reader, self._near, 0)
             # The segments stay leased during the measurement, so that the segments of the load do not displace them.
@@ -108,7 +109,7 @@ class PoolRows:
                 ),
                 f"{MATCH}_under_load": self._match_under_load,
             }
-        if self._encrypted:
+        if self._two_only:
             between_nodes = {kind.name for kind in size.rows_between_nodes()}
             return {name: method for name, method in rows.items() if name in between_nodes}
         return rows

@@ -10,8 +10,8 @@
       |<------------------------------------------ DiskWritten -------------|
       | DiskForget, DiskTrim ---------------------------------------------->| records
 
-Reads come first; one thread prefers writes, so that neither waits for ever, and at least one thread does not write. The
-rules bound the number of reads and writes under way.
+Reads come first; one thread prefers writes, so that neither waits for ever. The rules bound the number of reads and
+writes under way.
 
 A device whose operations fail or take seconds is set aside: its reads and writes end at once, but for those that a
 thread still carries out, and the rules forget its segments. It is checked again and again, by writing and reading a
@@ -208,8 +208,12 @@ class Device:
         self._open_files = open_files
         self._around = surroundings
         self._patience = patience
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         """Guards all fields below."""
+        self._changed = threading.Condition(self._lock)
+        """For the thread of the index: there are records, or the state changed."""
+        self._queued = threading.Condition(self._lock)
+        """For the other threads: there are segments to read or write, or the daemon ends."""
         self._store: DiskStore | None = None
         """None while the device is not in use."""
         self._queue = _Queue()
@@ -218,8 +222,6 @@ class Device:
         """What the thread of the index is to record, in order."""
         self._running: dict[str, float] = {}
         """Begin of the operation of each thread."""
-        self._writing = 0
-        """Threads that write."""
         self._errors: deque[float] = deque()
         """Times of the last errors."""
         self._problem = ""
@@ -260,7 +262,7 @@ class Device:
                 if isinstance(job, _Read):
                     self._jobs[job.instruction.fetch] = job
                 self._queue.of(job).extend((job, index) for index in range(job.left))
-                self._changed.notify_all()
+                self._queued.notify(job.left)
                 return
         self._around.post(job.done())
 
@@ -316,6 +318,7 @@ class Device:
             self._closing = True
             done = self._all_ended()
             self._changed.notify_all()
+            self._queued.notify_all()
         for event in done:
             self._around.post(event)
         # A device that hangs keeps its threads; the daemon ends without them.
@@ -347,25 +350,22 @@ class Device:
         queue = self._queue
         with self._changed:
             while not self._closing:
-                writes = queue.writes if self._writing < THREADS - 1 else deque[_Op]()
-                order = (queue.reads, queue.background, writes)
-                waiting = next(filter(None, (writes, *order) if prefers_writes else order), None)
+                order = (queue.reads, queue.background, queue.writes)
+                waiting = next(filter(None, (queue.writes, *order) if prefers_writes else order), None)
                 if waiting and self._store is not None:
                     op = waiting.popleft()
-                    self._writing += isinstance(op[0], _Write)
                     self._running[threading.current_thread().name] = time.monotonic()
                     return self._store, op
-                self._changed.wait()
+                self._queued.wait()
         return None
 
     def _finish(self, job: _Job, index: int, code: Code) -> None:
         with self._changed:
             del self._running[threading.current_thread().name]
-            if isinstance(job, _Write):
-                self._writing -= 1
             job.codes[index] = code
             done = self._ended(job, 1)
-            self._changed.notify_all()
+            if not job.left or self._store is None or self._closing:
+                self._changed.notify_all()
         if done is not None:
             self._around.post(done)
 

@@ -87,9 +87,9 @@ class EvictionPolicy(ABC):
         """Returns the counted accesses of a segment, in order or not, as far as the policy knows; at least 1."""
         return 1
 
-    def recall(self, segment: Segment, accesses: int) -> None:  # noqa: B027  most policies count no accesses
-        """`segment`, which was never in order and will be inserted, had so many accesses before it left the memory of
-        this node; ignored if the policy remembers it."""
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:  # noqa: B027
+        """A segment that comes back from disk, and is not in order, had so many accesses, the last one with these
+        hints. Ignored if the policy remembers it; most policies count no accesses."""
 
     def save(self) -> bytes:
         """Returns the statistics that the policy has learned, encoded, without anything about single segments; empty

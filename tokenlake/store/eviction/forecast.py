@@ -67,16 +67,11 @@ class Forecast(EvictionPolicy):
         """Add `segment` to the order: at its first insert to the cohort of the present time, otherwise to its earlier
         cohort. See `EvictionPolicy`."""
         now = self._advance(now)
-        record = segment.policy_state
-        if isinstance(record, Record) and record.cohort is not None:
-            self._enter(segment, record, again=True)
+        if isinstance(segment.policy_state, Record):
+            self._enter(segment, segment.policy_state, again=True)
             return
         ghost = self._ghosts.pop(segment.key, None)
-        if ghost is not None:
-            record = ghost
-        elif not isinstance(record, Record):
-            record = Record(now)
-        segment.policy_state = record
+        record = segment.policy_state = Record(now) if ghost is None else ghost
         self._count_access(record, now)
         self._enter(segment, record)
 
@@ -175,11 +170,14 @@ class Forecast(EvictionPolicy):
             record = self._ghosts.get(segment.key)
         return 1 if record is None else max(1, record.accesses)
 
-    def recall(self, segment: Segment, accesses: int) -> None:
-        """Let the first insert of `segment` count one more than `accesses`; see `EvictionPolicy`."""
-        if segment.policy_state is None:
-            record = segment.policy_state = Record(self._now)
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:
+        """Make a ghost of the segment, without a cohort: the model learns nothing from its next access. See
+        `EvictionPolicy`."""
+        if key not in self._ghosts:
+            now = self._advance(now)
+            record = Record(now)
             record.accesses = accesses
+            self._add_ghost(key, record, hints, now)
 
     def save(self) -> bytes:
         """Returns the statistics of the model, encoded; see `EvictionPolicy`."""
@@ -343,7 +341,6 @@ class Forecast(EvictionPolicy):
     def check_integrity(self) -> None:
         """Raises AssertionError when sizes, cohorts or bounds do not add up."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        assert all(record.cohort is not None for record in self._ghosts.values())
         live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
         assert len(live) == self._live == len({cohort.number for cohort in live})
         assert self._size == sum(len(cohort.here) for cohort in live)

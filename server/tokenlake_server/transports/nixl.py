@@ -1,0 +1,759 @@
+"""Reads out of the memory of other nodes with NIXL: RDMA between machines, the kernel's copy between processes of one.
+
+One thread owns the agent (`nixl_agent`) and polls it while this node reads, or is read. The agents of other nodes come
+over the control connections (`MemoryAgent`). A node is read only after a probe, a read of `PROBE_BYTES` into memory
+that is no slot, has brought the right bytes; a read that failed, or made no progress, takes that back, and segments
+come over TCP until a later probe.
+
+A read that is under way can be neither stopped nor released. Its slots are held (`Incoming.hold`) until it is done. One
+that failed, or is not done `SETTLE_S` after its reader left, ends the life of the agent, and with it all reads:
+
+::
+
+    life n: lends and reads -> lends nothing more, other nodes use TCP, at most RETIRE_S -> agent ends, slots are free
+    life n + 1: another name; the memory is registered again, and other nodes are told
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.metrics import Level, Metric
+from tokenlake.store.region import RegionShape
+from tokenlake.wire import peer
+from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.frames import decode
+from tokenlake.wire.places import HOST, Place, unpack_places
+from tokenlake.wire.slots import SlotRef
+from tokenlake_server.arena import Arena
+from tokenlake_server.bulk_connections import BulkConnections
+from tokenlake_server.transports.base import SEND_STALL_S, Incoming, Outgoing, ReadFailed
+from tokenlake_server.transports.nixl_agent import Agent, NotStarted, Span, State
+
+__all__ = ["PIECE_BYTES", "WINDOW", "Nixl"]
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+"""Bytes of a read, of one segment or several: a piece is verified while the next ones come."""
+WINDOW = 2
+"""Number of pieces of one reader that are under way at a time."""
+TAKEN_S = 1.0
+"""Seconds after which a reader reports its progress to the sender."""
+PROBE_S = 1.0
+"""Seconds within which a probe must have come. The first one connects the two agents."""
+PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
+"""Seconds after a failure before a node is probed again, and the most; each pause is twice as long as that before,
+until a probe has come."""
+SETTLE_S = 2.0
+"""Seconds for which a read that its reader has left may go on before the agent's life ends."""
+RETIRE_S = 2.0
+"""Seconds for which the reads of other nodes, and other reads, may go on when the life of an agent ends."""
+BIRTH_S = 60.0
+"""Seconds between two attempts to make an agent, or to register memory with it, where one failed."""
+SPIN_S = 20e-6
+"""A poll that took longer has moved bytes, and the next one follows at once."""
+SHORT_S, LONG_S = 50e-6, 5e-3
+"""Seconds between two polls while bytes are awaited, and after `PATIENCE_S` without any."""
+PATIENCE_S = 0.05
+
+NODES = Metric("tokenlake_nixl_nodes", "Other nodes whose memory is read with NIXL now", kind="gauge")
+LIVES = Metric("tokenlake_nixl_agents", "NIXL agents of this daemon since its start", kind="gauge")
+BYTES = Metric("tokenlake_nixl_bytes", "Bytes read with NIXL since the start of the daemon", kind="gauge")
+FAILURES = Metric("tokenlake_nixl_failures", "Reads and probes with NIXL that failed since the start", kind="gauge")
+UNSETTLED = Metric(
+    "tokenlake_nixl_unsettled_reads", "Reads that were given up and may still write; their slots wait", kind="gauge"
+)
+
+
+class _Piece(NamedTuple):
+    here: list[Span]
+    there: list[Span]
+    stop: int
+    """Bytes of the whole read up to the end of this piece."""
+
+
+class _Read:
+    """One read of a thread, cut into pieces that come in order. The reader calls `wait`, `cancel`, `end` and
+    `on_settled`; the other methods are called by the agent's thread."""
+
+    def __init__(self, node: str, agent: str, pieces: Sequence[_Piece]) -> None:
+        self.node = node
+        self.agent = agent
+        self.handles: deque[tuple[int, int]] = deque()
+        """The pieces under way: NIXL's handle, and the bytes of the read up to the end of the piece."""
+        self.ended_at = 0.0
+        """The time at which the reader left; 0: it has not."""
+        self.settled = False
+        self.failed = ""
+        """Why no more bytes come; empty while they may."""
+        self._pieces = deque(pieces)
+        self._changed = threading.Condition()
+        self._arrived = 0
+        """The bytes of the read that are there, from its beginning on."""
+        self._asked = 0
+        """The bytes up to the end of the last piece that was started."""
+        self._moved_at = 0.0
+        self._cancelled = False
+        self._calls: list[Callable[[], None]] = []
+
+    def wait(self, nbytes: int, until: float, stall_s: float) -> None:
+        """Wait until the first `nbytes` are there, at most until the time `until`, or `stall_s` after the last piece.
+        Raises `ReadFailed`; and TimeoutError when it was cancelled."""
+        with self._changed:
+            while self._arrived < nbytes:
+                if self._cancelled:
+                    raise TimeoutError("aborted")
+                left_s = max(until, self._moved_at + stall_s) - time.monotonic()
+                if self.failed or left_s <= 0:
+                    raise ReadFailed(self.failed or "no bytes came in time")
+                self._changed.wait(left_s)
+
+    def cancel(self) -> None:
+        """End the wait of the reader."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def end(self) -> range:
+        """The reader leaves: no further piece is started. Returns the bytes of the read that may still be written."""
+        with self._changed:
+            self.ended_at = time.monotonic()
+            self._pieces.clear()
+            return range(self._arrived, self._asked)
+
+    def on_settled(self, call: Callable[[], None]) -> None:
+        """See `Settling`."""
+        with self._changed:
+            if not self.settled:
+                self._calls.append(call)
+                return
+        call()
+
+    @property
+    def whole(self) -> bool:
+        """True if all pieces have come, or were started."""
+        return not self._pieces
+
+    def next_piece(self) -> _Piece | None:
+        """The next piece, which is started then; None where there is none."""
+        with self._changed:
+            if not self._pieces or self.failed:
+                return None
+            piece = self._pieces.popleft()
+            self._asked = piece.stop
+            return piece
+
+    def not_started(self) -> None:
+        """Nothing is under way, although a piece was to be started."""
+        with self._changed:
+            self._asked = self._arrived
+
+    def came(self, stop: int) -> int:
+        """The bytes up to `stop` are there. Returns the number of those that were not before."""
+        with self._changed:
+            nbytes, self._arrived = stop - self._arrived, stop
+            self._moved_at = time.monotonic()
+            self._changed.notify_all()
+        return nbytes
+
+    def fail(self, reason: str) -> None:
+        """No more bytes come, or it is not known whether some do."""
+        with self._changed:
+            self.failed = self.failed or reason
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Nothing of it is under way any more."""
+        with self._changed:
+            self.settled = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
+class _Remote:
+    """What is known of the agent of another node."""
+
+    def __init__(self, told: peer.MemoryAgent, before: _Remote | None) -> None:
+        self.told = told
+        self.known: str = before.known if before is not None else ""
+        """The name by which this node's agent knows an agent of the node; empty: it knows none."""
+        self.met = False
+        """True if it knows what was told."""
+        self.proven: bool = before is not None and before.proven and before.told.agent == told.agent
+        """True if the last probe, or read, from the agent succeeded."""
+        self.probe_at = 0.0
+        self.failures: int = before.failures if before is not None else 0
+        """Without a success since."""
+
+    @property
+    def ready(self) -> bool:
+        """True if segments can be read."""
+        return self.met and self.proven
+
+
+class Nixl:
+    """The transport over NIXL; see `Transport`. `heard`, `lost`, `gauges` and `close` are called on the control loop,
+    or while it does not run; the other methods by any thread."""
+
+    def __init__(
+        self,
+        node: str,
+        incarnation: int,
+        arena: Arena,
+        regions: Sequence[int],
+        networks: Sequence[str],
+        make: Callable[[str], Agent] = Agent,
+    ) -> None:
+        """`regions`: the numbers of the arena's regions; `networks`: the networks by which this node can be read;
+        `make`: makes an agent with a name."""
+        self._make = make
+        self._name = f"{node}/{incarnation}"
+        self._networks = tuple(networks)
+        self._arena = arena
+        self.tell: Callable[[], None] = lambda: None
+        """Called, in the agent's thread, when `introduction` has changed."""
+        self._changed = threading.Condition()
+        """Guards the fields below, and wakes the two threads."""
+        self._orders: deque[Callable[[], None]] = deque()
+        """Work for the agent's thread."""
+        self._remotes: dict[str, _Remote] = {}
+        self._memory: dict[int, Span] = {number: self._span(number) for number in regions}
+        self._lent = 0
+        """Answers with places that are under way: this node is read."""
+        self._introduction: peer.MemoryAgent | None = None
+        """Of the present life; None while this node lends nothing."""
+        self._closing = False
+        self._probe = mmap.mmap(-1, 2 * peer.PROBE_BYTES)
+        """The bytes that other nodes' probes read, then those that this node's last probe has read."""
+        self._probe[: peer.PROBE_BYTES] = os.urandom(peer.PROBE_BYTES)
+        self._probe_checksum = _checksum(self._probe[: peer.PROBE_BYTES])
+        # The fields below belong to the agent's thread.
+        self._agent: Agent | None = None
+        self._lives = 0
+        self._version = 0
+        self._born_at = -math.inf
+        """The time of the last attempt to make an agent."""
+        self._reads: list[_Read] = []
+        self._bytes = 0
+        self._failures = 0
+        self._thread = threading.Thread(target=self._work, name="nixl", daemon=True)
+        self._thread.start()
+        self._prober: threading.Thread | None = None
+
+    def start(self, connections: BulkConnections) -> None:
+        """Begin to probe other nodes."""
+        self._prober = threading.Thread(target=self._keep_probing, args=(connections,), name="nixl-probe", daemon=True)
+        self._prober.start()
+
+    @property
+    def introduction(self) -> peer.MemoryAgent:
+        """The message by which other nodes learn how to read this one now."""
+        return self._introduction or peer.MemoryAgent("", 0, (), b"")
+
+    # -- the side that reads
+
+    def offer(self, node: str) -> tuple[str, int]:
+        """The agent of `node` and its version, if its memory can be read now; else an empty name."""
+        with self._changed:
+            remote = self._remotes.get(node)
+            return (remote.told.agent, remote.told.version) if remote is not None and remote.ready else ("", 0)
+
+    @contextlib.contextmanager
+    def receive(self, incoming: Incoming) -> Iterator[_Inflow]:
+        """See `Transport`."""
+        agent, _ = self.offer(incoming.node)
+        if not agent:
+            raise ReadFailed("the node's memory is not read any more")
+        read = _Read(incoming.node, agent, _pieces(incoming))
+        size = incoming.answer.slot_bytes
+        incoming.use(read, read.cancel)
+        self._order(lambda: self._reads.append(read))
+        try:
+            yield _Inflow(incoming, read)
+        except ReadFailed as error:
+            self._failed(incoming.node, str(error))
+            raise
+        finally:
+            left = read.end()
+            if left:
+                incoming.hold(read, range(left.start // size, -(-left.stop // size)))
+
+    # -- the side that is read
+
+    def lends(self, pull: peer.Pull, slots: Sequence[SlotRef]) -> bool:
+        """True if the reader of these slots can read them by itself, with what it knows of this node."""
+        with self._changed:
+            known = self._introduction
+            return (
+                known is not None
+                and (pull.agent, pull.version) == (known.agent, known.version)
+                and all(slot.region in self._memory for slot in slots)
+                and (bool(slots) or (not pull.keys and pull.probe_bytes == peer.PROBE_BYTES))
+            )
+
+    def send(self, outgoing: Outgoing) -> None:
+        """See `Transport`."""
+        places = self._places(outgoing)
+        answer = peer.Pulled(
+            outgoing.answer.slot_bytes,
+            outgoing.answer.codes,
+            outgoing.answer.checksums or self._probe_checksum,
+            outgoing.answer.contents,
+            b"".join(place.pack() for place in places),
+        )
+        sock = outgoing.stream.sock
+        with self._lending():
+            outgoing.stream.send_frame(answer)
+            taken = 0
+            while taken < len(places):
+                left_s = outgoing.until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"the reader has not taken all segments after {outgoing.limit_s:.0f} s")
+                sock.settimeout(min(SEND_STALL_S, left_s))
+                message = decode(peer.taken_decoder, outgoing.stream.read_frame(peer.MAX_FRAME))
+                if not taken < message.count <= len(places):
+                    raise ProtocolRefused(f"{message.count} of {len(places)} segments are taken, after {taken}")
+                taken = message.count
+        sock.settimeout(None)
+
+    def _places(self, outgoing: Outgoing) -> list[Place]:
+        size = outgoing.answer.slot_bytes
+        if not outgoing.answer.codes:
+            return [Place(_address(self._probe), size, 0, HOST)]
+        shape = RegionShape(self._arena.region_bytes, size)
+        with self._changed:
+            bases = [self._memory[slot.region] for slot in outgoing.slots]
+        return [
+            Place(base + shape.offset(slot.slot), size, slot.generation, device)
+            for slot, (base, _, device) in zip(outgoing.slots, bases, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _lending(self) -> Iterator[None]:
+        with self._changed:
+            self._lent += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._lent -= 1
+
+    # -- regions
+
+    def remove(self, region: int) -> None:
+        """The memory of a region goes: it is not lent any more when this returns. Blocks, for some milliseconds, or
+        while an agent is replaced."""
+        with self._changed:
+            span = self._memory.pop(region, None)
+        if span is not None:
+            self._order_and_wait(lambda: self._deregister(span))
+
+    def add(self, region: int) -> None:
+        """The region has new memory, which is lent when the other nodes know it."""
+        span = self._span(region)
+
+        def register() -> None:
+            # An agent that cannot register it is replaced, and the next one registers all memory.
+            with self._changed:
+                self._memory[region] = span
+            if self._agent is not None:
+                self._agent.register(span)
+                self._describe()
+
+        self._order(register)
+
+    def _span(self, region: int) -> Span:
+        made = self._arena.region(region)
+        return _address(made.map), made.nbytes, HOST
+
+    def _deregister(self, span: Span) -> None:
+        if self._agent is not None:
+            self._agent.deregister(span)
+
+    # -- other nodes
+
+    def heard(self, node: str, message: peer.MemoryAgent) -> None:
+        """A node has told how it can be read."""
+        with self._changed:
+            before = self._remotes.pop(node, None)
+            if message.agent and set(message.networks) & set(self._networks):
+                self._remotes[node] = _Remote(message, before)
+        self._order(self._meet_all)
+
+    def lost(self, node: str) -> None:
+        """The control connection with a node has ended."""
+        with self._changed:
+            remote = self._remotes.pop(node, None)
+        if remote is not None:
+            self._order(lambda: self._forget(remote.told.agent, "the connection with the node has ended"))
+
+    def gauges(self) -> list[Level]:
+        """For the metrics page."""
+        with self._changed:
+            ready = sum(remote.ready for remote in self._remotes.values())
+        unsettled = sum(bool(read.ended_at) for read in list(self._reads))
+        return [
+            Level(NODES, (), ready),
+            Level(LIVES, (), self._lives),
+            Level(BYTES, (), self._bytes),
+            Level(FAILURES, (), self._failures),
+            Level(UNSETTLED, (), unsettled),
+        ]
+
+    def close(self) -> None:
+        """End both threads and the agent. All reads have ended."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._prober is not None:
+            self._prober.join()
+
+    def _failed(self, node: str, reason: str) -> None:
+        with self._changed:
+            self._failures += 1
+            remote = self._remotes.get(node)
+            if remote is None:
+                return
+            was, remote.proven = remote.ready, False
+            remote.failures += 1
+            pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(remote.failures - 1, 16))
+            remote.probe_at = time.monotonic() + pause_s
+        if was or remote.failures == 1:
+            log.warning("segments of %s come over TCP for at least %.0f s, not with NIXL: %s", node, pause_s, reason)
+
+    # -- the agent's thread
+
+    def _order(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._orders.append(work)
+            self._changed.notify_all()
+
+    def _order_and_wait(self, work: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def working() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        self._order(working)
+        while not done.wait(0.1):
+            if not self._thread.is_alive():
+                return
+
+    def _work(self) -> None:
+        """Own the agent until the daemon ends, in a thread."""
+        moved_at = 0.0
+        while True:
+            orders = self._next_orders()
+            if orders is None:
+                break
+            for order in orders:
+                try:
+                    order()
+                except Exception as error:
+                    self._broken(str(error))
+            if self._agent is None:
+                self._be_born()
+                continue
+            began = time.perf_counter()
+            try:
+                self._poll()
+            except Exception as error:
+                log.exception("NIXL failed")
+                self._broken(str(error))
+            now = time.perf_counter()
+            if now - began > SPIN_S or orders:
+                moved_at = now
+            else:
+                time.sleep(SHORT_S if now - moved_at < PATIENCE_S else LONG_S)
+        self._die("the daemon stops")
+
+    def _next_orders(self) -> list[Callable[[], None]] | None:
+        """Wait for work: orders, bytes that are awaited, or an agent to make. None when the daemon ends."""
+        with self._changed:
+            while not self._closing and not self._orders:
+                wait_s = None if self._agent is not None else max(0.0, self._born_at + BIRTH_S - time.monotonic())
+                if wait_s == 0 or self._reads or (self._lent and self._agent is not None):
+                    break
+                self._changed.wait(wait_s)
+            orders = list(self._orders)
+            self._orders.clear()
+            return None if self._closing else orders
+
+    def _be_born(self) -> None:
+        """Make the agent of a new life."""
+        now = time.monotonic()
+        if now - self._born_at < BIRTH_S:
+            self._fail_all("there is no agent")
+            return
+        self._lives += 1
+        self._born_at = now
+        agent = None
+        try:
+            agent = self._make(f"{self._name}/{self._lives}")
+            agent.register((_address(self._probe), len(self._probe), HOST))
+            for span in list(self._memory.values()):
+                agent.register(span)
+        except OSError as error:
+            log.error("this node and others read from each other over TCP, not with NIXL: %s", error)
+            if agent is not None:
+                agent.end()
+            self._fail_all(str(error))
+            return
+        self._agent = agent
+        self._describe()
+        self._meet_all()
+
+    def _describe(self) -> None:
+        """Tell other nodes how to read this one from now on."""
+        if self._agent is None:
+            return
+        self._version += 1
+        description = self._agent.description()
+        if len(description) > peer.MAX_DESCRIPTION:
+            log.error("other nodes read from this one over TCP: NIXL's keys take %d bytes", len(description))
+            return
+        with self._changed:
+            self._introduction = peer.MemoryAgent(self._agent.name, self._version, self._networks, description)
+        self.tell()
+
+    def _meet_all(self) -> None:
+        """Let the agent know the agents of other nodes that it does not know yet, or not as they are now."""
+        if self._agent is None:
+            return
+        with self._changed:
+            unmet = [(node, remote) for node, remote in self._remotes.items() if not remote.met]
+        for node, remote in unmet:
+            if any(read.node == node for read in self._reads):
+                # They end soon, or end the life of the agent.
+                continue
+            if remote.known:
+                self._agent.forget(remote.known)
+            try:
+                name = self._agent.meet(remote.told.description)
+                if name != remote.told.agent:
+                    self._agent.forget(name)
+                    raise OSError(f"its agent calls itself {name}, and the node {remote.told.agent}")
+            except OSError as error:
+                self._failed(node, str(error))
+                continue
+            with self._changed:
+                remote.known, remote.met = name, True
+                self._changed.notify_all()
+
+    def _forget(self, agent: str, reason: str) -> None:
+        for read in self._reads:
+            if read.agent == agent:
+                read.fail(reason)
+        if self._agent is not None:
+            self._agent.forget(agent)
+
+    def _poll(self) -> None:
+        assert self._agent is not None
+        for read in self._reads:
+            if not read.failed:
+                self._advance(self._agent, read)
+        if not self._reads:
+            self._agent.progress()
+        now = time.monotonic()
+        for read in list(self._reads):
+            if not read.handles and (read.whole or read.ended_at):
+                self._reads.remove(read)
+                read.settle()
+                self._meet_all()
+            elif read.ended_at and (now - read.ended_at > SETTLE_S or read.failed):
+                # NIXL does not tell whether more bytes come.
+                self._failed(read.node, read.failed or "a read did not end")
+                self._retire(f"a read from {read.node} cannot be stopped")
+                return
+
+    def _advance(self, agent: Agent, read: _Read) -> None:
+        """Take the pieces that have come, and start further ones."""
+        while read.handles:
+            handle, stop = read.handles[0]
+            state = agent.state(handle)
+            if state is State.FAILED:
+                self._forget(read.agent, "the node's agent does not answer any more")
+                return
+            if state is State.UNDER_WAY:
+                break
+            agent.release(handle)
+            read.handles.popleft()
+            self._bytes += read.came(stop)
+        while len(read.handles) < WINDOW and (piece := read.next_piece()) is not None:
+            try:
+                read.handles.append((agent.read(read.agent, piece.here, piece.there), piece.stop))
+            except NotStarted as error:
+                if not read.handles:
+                    read.not_started()
+                read.fail(str(error))
+            except OSError as error:
+                read.handles.append((0, piece.stop))
+                read.fail(str(error))
+
+    def _retire(self, reason: str) -> None:
+        """End this life: let the reads of others end, then the agent, and with it all reads."""
+        log.warning("NIXL's agent is replaced, and segments come over TCP meanwhile: %s", reason)
+        with self._changed:
+            self._introduction = None
+            for remote in self._remotes.values():
+                remote.known, remote.met, remote.proven = "", False, False
+        self.tell()
+        assert self._agent is not None
+        until = time.monotonic() + RETIRE_S
+        while time.monotonic() < until and (self._lent or any(not read.ended_at for read in self._reads)):
+            for read in self._reads:
+                if not read.failed:
+                    self._advance(self._agent, read)
+            self._agent.progress()
+            time.sleep(SHORT_S)
+        self._die(reason)
+        self._born_at = -math.inf
+
+    def _broken(self, reason: str) -> None:
+        """The agent is in an unknown state."""
+        if self._agent is not None:
+            self._retire(reason)
+
+    def _die(self, reason: str) -> None:
+        with self._changed:
+            self._introduction = None
+            for remote in self._remotes.values():
+                remote.known, remote.met, remote.proven = "", False, False
+        if self._agent is not None:
+            self._agent.end()
+            self._agent = None
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        """There is no agent: nothing is under way."""
+        reads, self._reads = self._reads, []
+        for read in reads:
+            read.handles.clear()
+            read.fail(reason)
+            read.settle()
+
+    # -- probes
+
+    def _keep_probing(self, connections: BulkConnections) -> None:
+        """Probe the nodes that are due, one after the other, in a thread."""
+        while True:
+            with self._changed:
+                due: tuple[str, _Remote] | None = None
+                while not self._closing and due is None:
+                    waiting = [
+                        (node, remote) for node, remote in self._remotes.items() if remote.met and not remote.proven
+                    ]
+                    now = time.monotonic()
+                    due = next((each for each in waiting if each[1].probe_at <= now), None)
+                    if due is None:
+                        self._changed.wait(min((each.probe_at - now for _, each in waiting), default=None))
+                if self._closing or due is None:
+                    return
+            self._probe_node(*due, connections)
+
+    def _probe_node(self, node: str, remote: _Remote, connections: BulkConnections) -> None:
+        until = time.monotonic() + PROBE_S
+        try:
+            with connections.opened(node, until) as stream:
+                ask = peer.Pull("", b"", agent=remote.told.agent, version=remote.told.version)
+                stream.send_frame(ask)
+                answer = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))
+                places = unpack_places(answer.places)
+                if [place.length for place in places] != [peer.PROBE_BYTES]:
+                    raise OSError("it does not let its memory be read now")
+                sink = (_address(self._probe) + peer.PROBE_BYTES, peer.PROBE_BYTES, HOST)
+                source = (places[0].address, peer.PROBE_BYTES, places[0].device)
+                read = _Read(node, remote.told.agent, [_Piece([sink], [source], peer.PROBE_BYTES)])
+                self._order(lambda: self._reads.append(read))
+                try:
+                    read.wait(peer.PROBE_BYTES, until, 0.0)
+                finally:
+                    read.end()
+                if _checksum(self._probe[peer.PROBE_BYTES :]) != answer.checksums:
+                    raise OSError("a probe has brought wrong bytes")
+                stream.send_frame(peer.Taken(1))
+        except (OSError, TokenLakeError, ValueError) as error:
+            self._failed(node, str(error))
+            return
+        with self._changed:
+            remote.proven, remote.failures = True, 0
+        log.info("the memory of %s is read with NIXL", node)
+
+
+class _Inflow:
+    """The bytes of a read; see `Inflow`."""
+
+    def __init__(self, incoming: Incoming, read: _Read) -> None:
+        self._incoming = incoming
+        self._read = read
+        self._wanted = 0
+        self._told_at = time.monotonic()
+
+    def fill(self, target: memoryview) -> None:
+        """See `Inflow`."""
+        first = not self._wanted
+        self._wanted += len(target)
+        self._read.wait(self._wanted, self._incoming.until, self._incoming.stall_s)
+        if first:
+            self._incoming.began()
+
+    def taken(self, count: int) -> None:
+        """See `Inflow`."""
+        now = time.monotonic()
+        if count == len(self._incoming.slots) or now - self._told_at > TAKEN_S:
+            self._told_at = now
+            self._incoming.stream.send_frame(peer.Taken(count))
+
+
+def _pieces(incoming: Incoming) -> list[_Piece]:
+    """Cut a read into pieces of at most `PIECE_BYTES`, of whole segments or of one. Raises `ProtocolRefused`."""
+    size = incoming.answer.slot_bytes
+    try:
+        places = unpack_places(incoming.answer.places)
+    except ValueError as error:
+        raise ProtocolRefused(f"node {incoming.node} sent no places: {error}") from error
+    if len(places) != len(incoming.slots) or any(place.length != size for place in places):
+        raise ProtocolRefused(f"node {incoming.node} sent the places of other segments than it has")
+    pieces: list[_Piece] = []
+    here, there, room, stop = list[Span](), list[Span](), PIECE_BYTES, 0
+    for slot, place in zip(incoming.slots, places, strict=True):
+        address = _address(slot)
+        for at in range(0, size, PIECE_BYTES):
+            length = min(PIECE_BYTES, size - at)
+            if length > room:
+                pieces.append(_Piece(here, there, stop))
+                here, there, room = [], [], PIECE_BYTES
+            here.append((address + at, length, HOST))
+            there.append((place.address + at, length, place.device))
+            room -= length
+            stop += length
+    return [*pieces, _Piece(here, there, stop)] if here else pieces
+
+
+def _address(memory: mmap.mmap | memoryview) -> int:
+    """The address of writable memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _checksum(probe: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(probe).to_bytes(CHECKSUM_BYTES, "little")

@@ -1,0 +1,1 @@
+"""Transports between two nodes of this process."""
