@@ -22,6 +22,7 @@ from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.metrics import Level
+from tokenlake.place import shown_place
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
@@ -139,7 +140,13 @@ class Daemon:
         certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(
-            config.node, incarnation, secrets, config.cluster, tuple(map(str, config.bulk_listen)), _reached(config)
+            config.node,
+            incarnation,
+            secrets,
+            config.cluster,
+            tuple(map(str, config.bulk_listen)),
+            _reached(config),
+            shown_place(config.place),
         )
         self._control_address = _reached(config)
         addresses = PeerAddresses(

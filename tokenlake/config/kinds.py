@@ -26,6 +26,7 @@ from tokenlake.config.values import (
     parse_address,
     parse_size,
 )
+from tokenlake.place import PLACE_EXPECTED, Place, parse_place, shown_place
 
 __all__ = [
     "HUGE_PAGE",
@@ -46,6 +47,7 @@ __all__ = [
     "password",
     "path",
     "peers",
+    "place",
     "real",
     "secrets",
     "size",
@@ -149,6 +151,21 @@ def name() -> Kind:
         return _name(value, _NAME_EXPECTED)
 
     return Kind(_NAME_EXPECTED, parse)
+
+
+def place() -> Kind:
+    """Returns the kind of a node's place (`tokenlake.place`), which may be empty."""
+    expected = f"{PLACE_EXPECTED}, or nothing"
+
+    def parse(value: object) -> Place:
+        if not isinstance(value, str):
+            raise ValueError(expected)
+        try:
+            return parse_place(value)
+        except ValueError:
+            raise ValueError(expected) from None
+
+    return Kind(expected, parse, shown_place)
 
 
 def cluster() -> Kind:

@@ -44,6 +44,7 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.liveness import Liveness
 from tokenlake.metrics import Metric
+from tokenlake.place import NOWHERE, Place
 from tokenlake.rate import Rate
 from tokenlake.timers import Timer
 from tokenlake.vacancy import UNKNOWN_VACANCY, Vacancy
@@ -105,6 +106,8 @@ class Peer:
         self.incarnation = Incarnation(0)
         self.liveness = Liveness()
         self.suspect = False
+        self.place = NOWHERE
+        """The place of the peer, as it told when it connected last."""
         self.draining = False
         """True while the peer hands its primary copies over before it leaves: nothing is handed over to it."""
         self.ring: RingVersion = NO_RING
@@ -267,9 +270,11 @@ class Peers:
 
     # -- connections
 
-    def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
-        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one."""
+    def came_up(self, node: NodeId, incarnation: Incarnation, place: Place = NOWHERE) -> None:
+        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one.
+        `place`: that of the node."""
         peer = self._peers[node]
+        peer.place = place
         self.went_down(node, peer.incarnation)
         peer.up, peer.suspect = True, False
         peer.liveness.heard(self._context.now)
