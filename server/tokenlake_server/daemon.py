@@ -21,8 +21,8 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.location import shown_location
 from tokenlake.metrics import Level
-from tokenlake.place import shown_place
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
 from tokenlake.wire import supervision
@@ -146,7 +146,7 @@ class Daemon:
             config.cluster,
             tuple(map(str, config.bulk_listen)),
             _reached(config),
-            shown_place(config.place),
+            shown_location(config.location),
         )
         self._control_address = _reached(config)
         addresses = PeerAddresses(

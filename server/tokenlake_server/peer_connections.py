@@ -31,8 +31,8 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
+from tokenlake.location import NOWHERE, parse_location
 from tokenlake.metrics import Metric
-from tokenlake.place import NOWHERE, parse_place
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -508,10 +508,10 @@ class PeerConnections:
         except ValueError as error:
             log.warning("peer %s: %s", node, error)
         try:
-            place = parse_place(told.place)
+            location = parse_location(told.location)
         except ValueError as error:
-            log.warning("peer %s has the place %r; expected %s", node, told.place, error)
-            place = NOWHERE
+            log.warning("peer %s has the location %r; expected %s", node, told.location, error)
+            location = NOWHERE
         self._drop(node, "replaced by a newer connection")
         self.controls[node] = told.control
         self._refused.pop(node, None)
@@ -523,7 +523,7 @@ class PeerConnections:
         since = self._loop.time()
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, since, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
-        self._driver.handle(events.PeerUp(node, incarnation, place))
+        self._driver.handle(events.PeerUp(node, incarnation, location))
         self.on_connected(node)
 
     def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The study of places: domains of the simulated network, and nodes and routers that know them."""
+"""The study of locations: domains of the simulated network, and nodes and routers that know them."""
 
 from __future__ import annotations
 

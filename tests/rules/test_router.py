@@ -108,7 +108,7 @@ def test_among_equal_instances_the_nearest_one_is_chosen(measured: bool) -> None
     """The prefix is brought to an idle instance in its domain, as long as an instance elsewhere does not start clearly
     sooner; a plan chooses in the same way."""
     made, short = router(measured), request("abcd")
-    made.places = {A: ("rack-1", "x"), B: ("rack-2", "x"), C: ("rack-2", "y")}
+    made.locations = {A: ("rack-1", "x"), B: ("rack-2", "x"), C: ("rack-2", "y")}
     owners = everything([short], B)
     blind = {start.instance: start for start in router(measured).starts(short, owners)}
     near = {start.instance: start for start in made.starts(short, owners)}
@@ -134,7 +134,7 @@ def test_segments_in_flight_at_an_instance_are_not_brought_to_it() -> None:
     made.sent(first, made.starts(first, owners, ["i0"])[0])
     made.first_token("first")
     before = made.starts(prompt, owners, ["i0"])
-    made.places = {A: ("rack-1",), B: ("rack-2",), C: ("rack-2",)}
+    made.locations = {A: ("rack-1",), B: ("rack-2",), C: ("rack-2",)}
     assert made.starts(prompt, owners, ["i0"]) == before
 
 

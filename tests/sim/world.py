@@ -10,7 +10,7 @@ from types import MappingProxyType
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
-from tokenlake.place import NOWHERE, Place
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 
 __all__ = ["World"]
@@ -43,10 +43,10 @@ class World:
         regions: int,
         recording: bool,
         disk_places: int = 0,
-        places: Mapping[str, Place] = MappingProxyType({}),
+        locations: Mapping[str, Location] = MappingProxyType({}),
         **rules: float,
     ) -> None:
-        """`places`: of nodes, by name."""
+        """`locations`: of nodes, by name."""
         self.clock = RandomClock(seed)
         self.disk_places = disk_places
         """Segments that the disk of each node holds; 0: no node has a disk."""
@@ -54,7 +54,7 @@ class World:
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}
         self.lease_s = self.rules["lease_s"]
-        self._places = dict(places)
+        self._locations = dict(locations)
         self.wrong: list[str] = []
         """Violations seen so far; the next check reports them."""
         self.refusals: list[str] = []
@@ -67,8 +67,8 @@ class World:
 
     def config(self, name: str, incarnation: int) -> CoreConfig:
         """The configuration of a life of a node that begins now."""
-        place = self._places.get(name, NOWHERE)
-        rules = {**self.rules, "place": place}
+        location = self._locations.get(name, NOWHERE)
+        rules = {**self.rules, "location": location}
         return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **rules)  # type: ignore[arg-type]
 
     def leave(self, name: str) -> None:

@@ -26,7 +26,7 @@ from tokenlake.config.values import (
     parse_address,
     parse_size,
 )
-from tokenlake.place import PLACE_EXPECTED, Place, parse_place, shown_place
+from tokenlake.location import LOCATION_EXPECTED, Location, parse_location, shown_location
 
 __all__ = [
     "HUGE_PAGE",
@@ -47,7 +47,7 @@ __all__ = [
     "password",
     "path",
     "peers",
-    "place",
+    "location",
     "real",
     "secrets",
     "size",
@@ -153,19 +153,19 @@ def name() -> Kind:
     return Kind(_NAME_EXPECTED, parse)
 
 
-def place() -> Kind:
-    """Returns the kind of a node's place (`tokenlake.place`), which may be empty."""
-    expected = f"{PLACE_EXPECTED}, or nothing"
+def location() -> Kind:
+    """Returns the kind of a node's location (`tokenlake.location`), which may be empty."""
+    expected = f"{LOCATION_EXPECTED}, or nothing"
 
-    def parse(value: object) -> Place:
+    def parse(value: object) -> Location:
         if not isinstance(value, str):
             raise ValueError(expected)
         try:
-            return parse_place(value)
+            return parse_location(value)
         except ValueError:
             raise ValueError(expected) from None
 
-    return Kind(expected, parse, shown_place)
+    return Kind(expected, parse, shown_location)
 
 
 def cluster() -> Kind:

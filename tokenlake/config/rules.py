@@ -6,7 +6,7 @@ import msgspec
 
 from tokenlake.config import kinds
 from tokenlake.config.setting import Setting
-from tokenlake.place import NOWHERE, Place
+from tokenlake.location import NOWHERE, Location
 
 __all__ = ["RuleSettings"]
 
@@ -17,12 +17,12 @@ _SECONDS = kinds.real(0.1, 3600, "seconds")
 class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times are in seconds; shares are fractions of the node's slots."""
 
-    place: Annotated[
-        Place,
+    location: Annotated[
+        Location,
         Setting(
-            kinds.place(),
+            kinds.location(),
             "where this node is, as labels of domains whose nodes have faster links to each other than to others, the "
-            "widest first: `row-2/rack-7/nvlink-1` ([places](operations.md#places-of-nodes))",
+            "widest first: `row-2/rack-7/nvlink-1` ([locations](operations.md#locations-of-nodes))",
             why="all links are taken for equally fast",
             default="none",
         ),

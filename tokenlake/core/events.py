@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tokenlake.hints import Hints
-from tokenlake.place import NOWHERE, Place
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
@@ -54,7 +54,7 @@ class PeerUp(_Event, frozen=True, tag=4):
 
     node: str
     incarnation: int
-    place: Place = NOWHERE
+    location: Location = NOWHERE
 
 
 class PeerDown(_Event, frozen=True, tag=5):

@@ -25,8 +25,8 @@ from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.location import levels
 from tokenlake.metrics import Metric
-from tokenlake.place import levels
 from tokenlake.store import Kind, Segment, State
 from tokenlake.vacancy import Vacancy
 from tokenlake.wire import Code
@@ -45,8 +45,8 @@ LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
 FARTHER = 4.0
-"""For each level between two nodes (`tokenlake.place`) the other one must be so many times as much emptier, because the
-segments cross a slow link."""
+"""For each level between two nodes (`tokenlake.location`) the other one must be so many times as much emptier, because
+the segments cross a slow link."""
 MAX_OFFERS = 8
 """Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
 MAX_TAKEN = 64
@@ -143,7 +143,7 @@ class Handover:
     def _lead(self, peer: Peer, here: Vacancy) -> float:
         """Returns how much emptier the peer is than this node, whose vacancy is `here`; less by `FARTHER` for each
         level between them."""
-        return peer.vacancy.lead(here) / FARTHER ** levels(self._context.config.place, peer.place)
+        return peer.vacancy.lead(here) / FARTHER ** levels(self._context.config.location, peer.location)
 
     def _answered(
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None

@@ -106,7 +106,7 @@ def _start_costs(
     token_bytes = model.segment_bytes / tree.segment_tokens
     total, held = 0.0, dict.fromkeys(instances.values(), 0.0)
     coming, far = dict.fromkeys(instances, 0.0), dict.fromkeys(instances, 0.0)
-    labelled = any(router.places.values())
+    labelled = any(router.locations.values())
     for sequence in batch.readers:
         queries = model.layers * (batch.queries[sequence] + batch.decoded[sequence]) * model.query_bytes
         keys, owners = tree.sequences[sequence].keys, tree.sequences[sequence].owners

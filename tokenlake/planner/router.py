@@ -15,8 +15,8 @@ costs as much as computing it, beside the time that bringing it or computing it 
 another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
 computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
 
-A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.place`). Among equally
-loaded instances the request therefore goes to one that is near its prefix.
+A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.location`). Among
+equally loaded instances the request therefore goes to one that is near its prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.place import NOWHERE, Place, levels
+from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
@@ -96,8 +96,8 @@ class Router:
         another seed."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
-        self.places: Mapping[NodeId, Place] = {}
-        """The places of the nodes. The caller sets it; without an entry a node has no labels."""
+        self.locations: Mapping[NodeId, Location] = {}
+        """The locations of the nodes. The caller sets it; without an entry a node has no labels."""
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
         self._seed = seed
@@ -152,7 +152,7 @@ class Router:
         depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
         held = dict.fromkeys(chosen.values(), 0)
         coming = dict.fromkeys(chosen, 0)
-        labelled = any(self.places.values())
+        labelled = any(self.locations.values())
         groups: Counter[tuple[NodeId, ...]] = Counter()
         nearer = dict.fromkeys(chosen, 0)
         for key in keys[:depth]:
@@ -182,8 +182,8 @@ class Router:
 
     def levels(self, node: NodeId, nodes: Iterable[NodeId]) -> int:
         """Returns the levels between a node and the nearest of `nodes`; 0 if there are none."""
-        place = self.places.get(node, NOWHERE)
-        return min((levels(place, self.places.get(each, NOWHERE)) for each in nodes), default=0)
+        location = self.locations.get(node, NOWHERE)
+        return min((levels(location, self.locations.get(each, NOWHERE)) for each in nodes), default=0)
 
     def _levels_to(self, node: NodeId, groups: Mapping[tuple[NodeId, ...], int]) -> int:
         """Returns the sum of the levels between a node and segments. `groups`: their number, by the nodes that have

@@ -23,9 +23,9 @@ from tokenlake.wire.fields import (
     AgentName,
     Amount,
     Index,
+    LocationText,
     Name,
     Nonce,
-    PlaceText,
     Proof,
     RecordKey,
     RequestName,
@@ -128,8 +128,8 @@ class PeerHello(_Message, frozen=True, tag=1):
     """Further addresses at which the dialler accepts bulk connections."""
     control: Address = ""
     """Where the dialler serves its control plane to other machines, as `HOST:PORT`; empty if it does not."""
-    place: PlaceText = ""
-    """Place of the dialler; empty if it has none."""
+    location: LocationText = ""
+    """Location of the dialler; empty if it has none."""
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
@@ -145,8 +145,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     """Further addresses at which the acceptor accepts bulk connections."""
     control: Address = ""
     """Where the acceptor serves its control plane."""
-    place: PlaceText = ""
-    """Place of the acceptor."""
+    location: LocationText = ""
+    """Location of the acceptor."""
 
 
 class PeerProof(_Message, frozen=True, tag=23):

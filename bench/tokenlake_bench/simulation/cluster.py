@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.place import NOWHERE, Place
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
@@ -73,7 +73,7 @@ class SimulatedCluster:
         for node in self.nodes:
             for other in self.nodes:
                 if other is not node:
-                    node.deliver(events.PeerUp(other.name, 1, self.place(other.index)))
+                    node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
         share = self.nodes[0].core.config.cached_share
         # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
@@ -82,13 +82,13 @@ class SimulatedCluster:
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""
 
-    def place(self, index: int) -> Place:
-        """The place of a node, as it and routers know it: that of its domain."""
+    def location(self, index: int) -> Location:
+        """The location of a node, as it and routers know it: that of its domain."""
         nodes = self.options.network.domain_nodes
         return (f"domain-{index // nodes}",) if nodes and self.options.labelled else NOWHERE
 
     def _core(self, index: int, name: str) -> NodeCore:
-        rules = {"gossip_s": GOSSIP_S, "place": self.place(index), **self.options.rules}
+        rules = {"gossip_s": GOSSIP_S, "location": self.location(index), **self.options.rules}
         return NodeCore(CoreConfig(name, 1, self.record, 1, self.size.memory, **rules))
 
     def _node(self, index: int, core: NodeCore) -> SimNode:
@@ -140,8 +140,8 @@ class SimulatedCluster:
             if other.name in before and not node.knows(other.name) and other.knows(node.name):
                 other.deliver(events.PeerDown(node.name, 1))
             if other.name not in before and node.knows(other.name) and other.knows(node.name):
-                node.deliver(events.PeerUp(other.name, 1, self.place(other.index)))
-                other.deliver(events.PeerUp(node.name, 1, self.place(node.index)))
+                node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
+                other.deliver(events.PeerUp(node.name, 1, self.location(node.index)))
 
     def _leave(self, node: SimNode) -> None:
         """A node that has drained leaves the record, and ends when its last request has."""

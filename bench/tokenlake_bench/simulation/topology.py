@@ -1,5 +1,5 @@
-"""Study of places: the bytes that go over slow links, with nodes and routers that know the domains and with such that
-do not, on equal arrivals. Links within a domain are ten times as fast as those between domains.
+"""Study of locations: the bytes that go over slow links, with nodes and routers that know the domains and with
+such that do not, on equal arrivals. Links within a domain are ten times as fast as those between domains.
 
 python -m tokenlake_bench.simulation.topology --trace FILE --rate 24.8 --limit 4000 --seeds 0,1,2
 """
@@ -83,7 +83,7 @@ def _run(pool: PoolSystem, variant: str, arrivals: Sequence[Arrival], given: Sim
     cluster = run.simulation.cluster
     if isinstance(route, PlannedRoute):
         knowing = variant in (ROUTER, BOTH)
-        route.router.places = {
+        route.router.locations = {
             node: (f"domain-{index // of}",) if knowing else ()
             for index, node in enumerate(route.router.instances.values())
         }

@@ -1,4 +1,4 @@
-"""Three daemons with places: each knows those of the others, a request goes near its prefix, and the operator sees
+"""Three daemons with locations: each knows those of the others, a request goes near its prefix, and the operator sees
 them."""
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ INSTANCES = {"a": NodeId("node0"), "b": NodeId("node1"), "c": NodeId("node2")}
 MODEL = Model.of(LAYOUT, AttentionShape.of(LAYOUT, q_heads=4))
 
 
-def test_places_are_told_and_used() -> None:
+def test_locations_are_told_and_used() -> None:
     with daemons(3) as cluster:
-        for node, place in zip(cluster.nodes, ("row-1/rack-1", "row-1/rack-2", "row-1/rack-2"), strict=True):
+        for node, location in zip(cluster.nodes, ("row-1/rack-1", "row-1/rack-2", "row-1/rack-2"), strict=True):
             node.stop()
-            node.start(place=place)
+            node.start(location=location)
         cluster.wait_ready()
         expected = {"node0": "row-1/rack-1", "node1": "row-1/rack-2", "node2": "row-1/rack-2"}
         for node in cluster.nodes:
             with local(node) as control:
-                assert {each.node: each.place for each in control.cluster().members} == expected
+                assert {each.node: each.location for each in control.cluster().members} == expected
         prompt = Prompt(1, 5)
         with cluster.connect(1, LAYOUT) as owner, cluster.connect(2, LAYOUT) as near:
             store(owner, prompt)
@@ -47,14 +47,14 @@ def test_places_are_told_and_used() -> None:
             assert read(near, prompt) == prompt.segments
         first = control_of(cluster.nodes[0])
         answer = told(status, "--socket", first)
-        assert {each["node"]: each.get("place") for each in answer["cluster"]["members"]} == expected
+        assert {each["node"]: each.get("location") for each in answer["cluster"]["members"]} == expected
         assert answer["findings"] == []
         assert "row-1/rack-2" in run(status, "--socket", first).stdout
 
         cluster.nodes[1].stop()
-        cluster.nodes[1].start(place="rack-2")
+        cluster.nodes[1].start(location="rack-2")
 
         def seen() -> list[str]:
             return [each["check"] for each in told(status, "--socket", first)["findings"]]
 
-        wait_until(lambda: seen() == ["places"], "the place that node1 has after its restart")
+        wait_until(lambda: seen() == ["locations"], "the location that node1 has after its restart")

@@ -1,4 +1,4 @@
-"""Places: labels of domains, and the levels between two nodes."""
+"""Locations: labels of domains, and the levels between two nodes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.place import MAX_LABELS, NOWHERE, Place, levels, parse_place, shown_place
+from tokenlake.location import MAX_LABELS, NOWHERE, Location, levels, parse_location, shown_location
 
-places = st.lists(st.sampled_from(["a", "b"]), max_size=MAX_LABELS).map(tuple)
+locations = st.lists(st.sampled_from(["a", "b"]), max_size=MAX_LABELS).map(tuple)
 
 
 @pytest.mark.parametrize(
@@ -23,23 +23,23 @@ places = st.lists(st.sampled_from(["a", "b"]), max_size=MAX_LABELS).map(tuple)
     ],
 )
 def test_a_label_counts_below_those_before_it(a: str, b: str, expected: int) -> None:
-    assert levels(parse_place(a), parse_place(b)) == levels(parse_place(b), parse_place(a)) == expected
+    assert levels(parse_location(a), parse_location(b)) == levels(parse_location(b), parse_location(a)) == expected
 
 
-@given(places, places, places)
-def test_levels_are_a_distance(a: Place, b: Place, c: Place) -> None:
+@given(locations, locations, locations)
+def test_levels_are_a_distance(a: Location, b: Location, c: Location) -> None:
     """The way over a third node is not shorter."""
     assert (levels(a, b) == 0) == (a == b)
     assert levels(a, b) == levels(b, a)
     assert levels(a, c) <= levels(a, b) + levels(b, c)
-    assert parse_place(shown_place(a)) == a
+    assert parse_location(shown_location(a)) == a
 
 
 @pytest.mark.parametrize("text", ["/", "a/", "/a", "a//b", "a b", "a/b/c/d/e", "a" * 65, "rack\n", "é"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="1 to 4 labels"):
-        parse_place(text)
+        parse_location(text)
 
 
-def test_no_text_is_no_place() -> None:
-    assert parse_place("") == NOWHERE
+def test_no_text_is_no_location() -> None:
+    assert parse_location("") == NOWHERE
