@@ -56,7 +56,19 @@ def status(target: Target, as_json: bool) -> None:
             click.echo(f"{name} was not asked: {reason}")
 
 
-COLUMNS = ("node", "state", "memory", "used", "segments", "hits", "asked tokens", "engines", "up", "version")
+COLUMNS = (
+    "node",
+    "state",
+    "location",
+    "memory",
+    "used",
+    "segments",
+    "hits",
+    "asked tokens",
+    "engines",
+    "up",
+    "version",
+)
 
 
 def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple[str, ...]]:
@@ -67,13 +79,14 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
         found = asked.get(member.node)
         if found is None:
             used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
-            yield member.node, state, "", used, "", "", "", "", "", ""
+            yield member.node, state, member.location, "", used, "", "", "", "", "", ""
             continue
         tokens = found.counters[ASKED]
         segments = sum(sum(pool.segments.values()) for pool in found.pools)
         yield (
             member.node,
             state,
+            member.location,
             amount(found.memory_bytes),
             share(memory_used(found), found.memory_bytes),
             f"{segments:,}",

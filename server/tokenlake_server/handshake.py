@@ -54,6 +54,8 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     """The setting `bulk_listen`."""
     control: str = ""
     """Where this node serves its control plane to other machines; empty if it does not."""
+    location: str = ""
+    """The setting `location`, as text."""
 
     @property
     def secret(self) -> Secret:
@@ -74,7 +76,7 @@ class Dialler:
         self._node = node
         own = (identity.cluster, identity.node, identity.incarnation)
         self.hello = peer.PeerHello(
-            OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce, identity.bulk, identity.control
+            OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce, identity.bulk, identity.control, identity.location
         )
         """The first message."""
         self.incarnation: int | None = None
@@ -83,6 +85,8 @@ class Dialler:
         """Further addresses at which the accepting daemon accepts bulk connections, once it has proven itself."""
         self.control = ""
         """Where the accepting daemon serves its control plane, once it has proven itself."""
+        self.location = ""
+        """The location of the accepting daemon, once it has proven itself."""
 
     def answer(self, challenge: peer.PeerChallenge, body: bytes | None = None) -> peer.PeerProof:
         """Check the acceptor's proof and return the reply. `body`: the challenge as it was received; None: it has no
@@ -97,6 +101,7 @@ class Dialler:
         if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
             raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
         self.incarnation, self.bulk, self.control = challenge.incarnation, challenge.bulk, challenge.control
+        self.location = challenge.location
         return peer.PeerProof(dialler_proof(self._identity.secret, self.hello, received))
 
 
@@ -112,7 +117,8 @@ class Acceptor:
         """The dialler's first message (`PeerHello`), to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
         own = (identity.cluster, identity.node, identity.incarnation)
-        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES), identity.bulk, identity.control)
+        told = identity.bulk, identity.control, identity.location
+        unproven = peer.PeerChallenge(version, *own, nonce, bytes(PROOF_BYTES), *told)
         proof = acceptor_proof(identity.secret, self._received, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
         """The acceptor's reply to the dialler's hello, with the proof that it knows the secret."""

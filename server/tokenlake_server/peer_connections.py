@@ -31,6 +31,7 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
+from tokenlake.location import NOWHERE, parse_location
 from tokenlake.metrics import Metric
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.fields import RecordKeys
@@ -408,7 +409,7 @@ class PeerConnections:
                     self._accepted(connection, acceptor.hello)
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
-                    self._established(connection, handshake.dialled, incarnation, dialler.bulk, dialler.control)
+                    self._established(connection, handshake.dialled, incarnation, dialler)
                     if handshake.ended is not None and not handshake.ended.done():
                         handshake.ended.set_result(None)
                 case message, _:
@@ -444,7 +445,7 @@ class PeerConnections:
             self._hand_over(connection, hello, None)
         elif connection in self._handshakes:
             self._resolve_soon(hello.node)
-            self._established(connection, hello.node, hello.incarnation, hello.bulk, hello.control)
+            self._established(connection, hello.node, hello.incarnation, hello)
 
     def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
@@ -495,18 +496,24 @@ class PeerConnections:
     # -- established
 
     def _established(
-        self, connection: FrameConnection, node: str, incarnation: int, bulk: tuple[str, ...], control: str
+        self, connection: FrameConnection, node: str, incarnation: int, told: Dialler | peer.PeerHello
     ) -> None:
+        """The handshake of a control connection is complete. `told`: what the other daemon told of itself."""
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
         self._handshakes.pop(connection).timer.cancel()
         try:
-            self._addresses.tell(node, bulk)
+            self._addresses.tell(node, told.bulk)
         except ValueError as error:
             log.warning("peer %s: %s", node, error)
+        try:
+            location = parse_location(told.location)
+        except ValueError as error:
+            log.warning("peer %s has the location %r; expected %s", node, told.location, error)
+            location = NOWHERE
         self._drop(node, "replaced by a newer connection")
-        self.controls[node] = control
+        self.controls[node] = told.control
         self._refused.pop(node, None)
         self.states.connected(node)
         self._connections[node] = (connection, incarnation)
@@ -516,7 +523,7 @@ class PeerConnections:
         since = self._loop.time()
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, since, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)
-        self._driver.handle(events.PeerUp(node, incarnation))
+        self._driver.handle(events.PeerUp(node, incarnation, location))
         self.on_connected(node)
 
     def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:

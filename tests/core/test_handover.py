@@ -59,10 +59,10 @@ def match_of(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey]) -> en
     return reply
 
 
-def skewed() -> tuple[Cluster, Engine]:
-    """Four nodes, of which node 1 is half full and only node 0 gets new segments, for so long that it is full and
-    counts the others as emptier. And the engine at node 0."""
-    cluster = calm(4, **ROOMY)
+def skewed(*locations: str) -> tuple[Cluster, Engine]:
+    """Four nodes with these `locations`, of which node 1 is half full and only node 0 gets new segments, for so long
+    that it is full and counts the others as emptier. And the engine at node 0."""
+    cluster = calm(4, **ROOMY, locations=locations)
     writer, other = cluster.join(0), cluster.join(1)
     for turn in range(2):
         store(cluster, other, prompt(f"half {turn}", SLOTS))
@@ -106,9 +106,22 @@ def test_new_segments_go_to_the_emptiest_node() -> None:
     cluster.check_settled()
 
 
-def test_a_skewed_load_fills_every_node() -> None:
-    """The engines of one node keep as many segments as the memory of all nodes has room for."""
-    cluster, writer = skewed()
+def test_a_near_node_takes_segments_before_an_emptier_one_that_is_far() -> None:
+    """Each of the others has been clearly emptier for long."""
+    for locations, receivers in (((), {2, 3}), (("rack-1", "rack-1", "rack-2", "rack-2"), {1})):
+        cluster, writer = skewed(*locations)
+        cluster.run_for(60.0)
+        keys = [*placed(cluster, 1, 2, 1, "new"), *placed(cluster, 0, 2, 1, "new"), *placed(cluster, 3, 1, 1, "new")]
+        store(cluster, writer, keys)
+        (receiver,) = {node for key in keys for node, kind in kinds(cluster, key).items() if kind is Kind.PRIMARY}
+        assert receiver in receivers
+        check_handed_over(cluster, 0, receiver, cluster.join(5 - receiver if receiver > 1 else 2), keys)
+
+
+@pytest.mark.parametrize("locations", [(), ("rack-1", "rack-2", "rack-3", "rack-3"), ("rack-1", "rack-1")], ids=str)
+def test_a_skewed_load_fills_every_node(locations: tuple[str, ...]) -> None:
+    """The engines of one node keep as many segments as the memory of all nodes has room for, near or far."""
+    cluster, writer = skewed(*locations)
     for turn in range(60):
         store(cluster, writer, prompt(f"long {turn}", SLOTS))
     free = [cluster.core(node)._context.vacancy().free_share for node in range(4)]

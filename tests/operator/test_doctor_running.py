@@ -82,6 +82,7 @@ PLAIN = [
     ("clock-skew", "z-other", "timedatectl"),
     ("settings-differ", "z-other", "one value on all nodes"),
     ("tenant-secrets", "z-other", "the same secrets on all nodes"),
+    ("locations", FIRST, "set 'location' on all nodes"),
     ("layouts", "weights", "the same weights"),
     ("layouts", "dtype", "--kv-cache-dtype"),
     ("layouts", "tokens", "segment_tokens"),
@@ -110,7 +111,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         own[name]["peers"] = f"{name}=127.0.0.1:{ports[name]}"
     own["z-secret"] = secrets(directory / "other.toml", "cd" * 32, "aa" * 32)
     own["z-cluster"]["cluster"] = "other"
-    own["z-other"] = secrets(directory / "tenant.toml", "ab" * 32, "bb" * 32) | {"match-deadline-ms": "35"}
+    own["z-other"] = secrets(directory / "tenant.toml", "ab" * 32, "bb" * 32) | {
+        "match-deadline-ms": "35",
+        "location": "rack-1",
+    }
     own["z-ring"]["peers"] = f"{FIRST}=127.0.0.1:{ports[FIRST]},z-ring=127.0.0.1:{ports['z-ring']}"
     nodes = []
     for name in names:

@@ -103,6 +103,41 @@ def test_an_idle_instance_takes_what_a_busy_one_has_cached() -> None:
     assert made.where(short, owners).instance == "i1"
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_among_equal_instances_the_nearest_one_is_chosen(measured: bool) -> None:
+    """The prefix is brought to an idle instance in its domain, as long as an instance elsewhere does not start clearly
+    sooner; a plan chooses in the same way."""
+    made, short = router(measured), request("abcd")
+    made.locations = {A: ("rack-1", "x"), B: ("rack-2", "x"), C: ("rack-2", "y")}
+    owners = everything([short], B)
+    blind = {start.instance: start for start in router(measured).starts(short, owners)}
+    near = {start.instance: start for start in made.starts(short, owners)}
+    assert near["i1"] == blind["i1"]
+    assert blind["i0"].cost == blind["i2"].cost < near["i2"].cost < near["i0"].cost
+    long = named(request("x" * 20), "long")
+    made.sent(long, made.starts(long, {}, ["i1"])[0])
+    assert {made.where(short, owners).instance for _ in range(9)} == {"i2"}
+    plan = gen_plans([[0]], [1], grow((short,), owners, TOKENS), INSTANCES, MODEL, rates(measured), made)
+    assert plan.groups == (("i2",),)
+    # A node in the instance's domain may have a copy of what another domain owns.
+    both = {each: {*nodes, A} for each, nodes in owners.items()}
+    assert {made.where(short, both, ["i2", "i3"]).instance for _ in range(9)} == {"i3"}
+    for number in range(2):
+        made.sent(named(request("y" * 20), str(number)), made.starts(request("y" * 20), {}, ["i2"])[0])
+    assert made.where(short, owners).instance in ("i0", "i3")
+
+
+def test_segments_in_flight_at_an_instance_are_not_brought_to_it() -> None:
+    made, prompt = router(), request("abcd")
+    owners = everything([prompt], B)
+    first = named(prompt, "first")
+    made.sent(first, made.starts(first, owners, ["i0"])[0])
+    made.first_token("first")
+    before = made.starts(prompt, owners, ["i0"])
+    made.locations = {A: ("rack-1",), B: ("rack-2",), C: ("rack-2",)}
+    assert made.starts(prompt, owners, ["i0"]) == before
+
+
 def test_a_request_waits_for_the_prefix_that_another_one_computes() -> None:
     """Computing it again at an idle instance takes as long as waiting for it."""
     made = router()

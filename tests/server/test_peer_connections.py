@@ -194,12 +194,16 @@ def test_connections_of_one_address_close_none_of_another() -> None:
 
 
 def test_messages_of_an_unknown_type_keep_the_connection() -> None:
-    """A node of a newer version sends them: they are dropped and counted. Bytes that are no message end it."""
+    """A node of a newer version sends them: they are dropped and counted. So is a location that is none left out. Bytes
+    that are no message end the connection."""
     with daemons(2) as cluster:
         member, node = cluster.nodes
         member.kill()
         with Raw(peer_address(node)) as raw:
-            introduce(raw, identity_of(member), node.name, "control")
+            # A location that is none is as no location.
+            identity = msgspec.structs.replace(identity_of(member), location="rack 1")
+            introduce(raw, identity, node.name, "control")
+            _until_logged(node, lambda log: "has the location 'rack 1'; expected 1 to 4 labels" in log)
             for fields in ([120], [121, "text", {"a": 1}], [120, [1, 2]]):
                 body = msgspec.msgpack.encode(fields)
                 raw.write(len(body).to_bytes(4, "little") + body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from tests.sim.arena import REGION_BYTES
 from tests.sim.engine import Engine, Reading
@@ -16,6 +16,7 @@ from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.misses import MISSED
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.location import parse_location
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, State
 from tokenlake.wire import Code
@@ -35,12 +36,16 @@ class Cluster(World):
         regions: int = 3,
         recording: bool = False,
         disk_places: int = 0,
+        locations: Sequence[str] = (),
         **rules: float,
-    ):
-        """`rules`: fields of `CoreConfig` that differ from the defaults of `World`, which are shorter than a
-        daemon's. `disk_places`: segments that the disk of each node holds."""
+    ) -> None:
+        """`disk_places`: segments that the disk of each node holds. `locations`: of the first nodes. `rules`: fields of
+        `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
-        super().__init__(names, seed, regions=regions, recording=recording, disk_places=disk_places, **rules)
+        of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
+        super().__init__(
+            names, seed, regions=regions, recording=recording, disk_places=disk_places, locations=of, **rules
+        )
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
         pairs = itertools.combinations(self._names, 2)

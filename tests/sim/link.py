@@ -44,7 +44,7 @@ class Link:
         self.up = True
         for name, channel in self._to.items():
             other = self._other(name)
-            channel.send(events.PeerUp(other.name, other.incarnation))
+            channel.send(events.PeerUp(other.name, other.incarnation, other.config.location))
 
     def _other(self, name: str) -> SimNode:
         return next(node for end, node in self.ends.items() if end != name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 
 __all__ = ["World"]
@@ -34,8 +36,17 @@ class World:
     """`Cluster` without its nodes; nodes, engines and links depend on this part alone."""
 
     def __init__(
-        self, names: Iterable[str], seed: int, *, regions: int, recording: bool, disk_places: int = 0, **rules: float
+        self,
+        names: Iterable[str],
+        seed: int,
+        *,
+        regions: int,
+        recording: bool,
+        disk_places: int = 0,
+        locations: Mapping[str, Location] = MappingProxyType({}),
+        **rules: float,
     ) -> None:
+        """`locations`: of nodes, by name."""
         self.clock = RandomClock(seed)
         self.disk_places = disk_places
         """Segments that the disk of each node holds; 0: no node has a disk."""
@@ -43,6 +54,7 @@ class World:
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}
         self.lease_s = self.rules["lease_s"]
+        self._locations = dict(locations)
         self.wrong: list[str] = []
         """Violations seen so far; the next check reports them."""
         self.refusals: list[str] = []
@@ -55,7 +67,9 @@ class World:
 
     def config(self, name: str, incarnation: int) -> CoreConfig:
         """The configuration of a life of a node that begins now."""
-        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+        location = self._locations.get(name, NOWHERE)
+        rules = {**self.rules, "location": location}
+        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **rules)  # type: ignore[arg-type]
 
     def leave(self, name: str) -> None:
         """Take a node out of the ring record, and end it."""

@@ -6,6 +6,7 @@ import msgspec
 
 from tokenlake.config import kinds
 from tokenlake.config.setting import Setting
+from tokenlake.location import NOWHERE, Location
 
 __all__ = ["RuleSettings"]
 
@@ -16,6 +17,16 @@ _SECONDS = kinds.real(0.1, 3600, "seconds")
 class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times are in seconds; shares are fractions of the node's slots."""
 
+    location: Annotated[
+        Location,
+        Setting(
+            kinds.location(),
+            "where this node is, as labels of domains whose nodes have faster links to each other than to others, the "
+            "widest first: `row-2/rack-7/nvlink-1` ([locations](operations.md#locations-of-nodes))",
+            why="all links are taken for equally fast",
+            default="none",
+        ),
+    ] = NOWHERE
     lease_s: Annotated[
         float,
         Setting(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tokenlake.hints import Hints
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
@@ -53,6 +54,7 @@ class PeerUp(_Event, frozen=True, tag=4):
 
     node: str
     incarnation: int
+    location: Location = NOWHERE
 
 
 class PeerDown(_Event, frozen=True, tag=5):
@@ -179,7 +181,7 @@ class EvictRequested(_Event, frozen=True, tag=18):
     """Without keys: only segments of this size; 0 for all sizes."""
 
 
-class DiskReady(_Event, frozen=True, tag=19):
+class DiskReady(_Event, frozen=True, tag=20):
     """A device of the disk tier was opened, or is used again after a failure. `DiskFound` follows for all segments in
     its index, then `DiskRecovered`; the rules write to the device from then on."""
 
@@ -191,7 +193,7 @@ class DiskReady(_Event, frozen=True, tag=19):
     write_bytes_per_s: float
 
 
-class DiskFound(_Event, frozen=True, tag=20):
+class DiskFound(_Event, frozen=True, tag=21):
     """Segments that an earlier process wrote to a device, at most `MAX_FOUND`. The rules answer with `DiskForget` for
     those that they do not take."""
 
@@ -204,13 +206,13 @@ class DiskFound(_Event, frozen=True, tag=20):
     notes: bytes
 
 
-class DiskRecovered(_Event, frozen=True, tag=21):
+class DiskRecovered(_Event, frozen=True, tag=22):
     """All segments in the index of a device were passed in."""
 
     device: int
 
 
-class DiskGone(_Event, frozen=True, tag=22):
+class DiskGone(_Event, frozen=True, tag=23):
     """A device cannot be used any more, until the next `DiskReady`. Its reads and writes that are under way end with
     their events all the same, before or after this one."""
 
@@ -218,7 +220,7 @@ class DiskGone(_Event, frozen=True, tag=22):
     reason: str
 
 
-class DiskWritten(_Event, frozen=True, tag=23):
+class DiskWritten(_Event, frozen=True, tag=24):
     """A `DiskWrite` has ended. `codes`: per segment, COMMITTED where its bytes and its record are on the device, LOST
     otherwise."""
 
@@ -226,7 +228,7 @@ class DiskWritten(_Event, frozen=True, tag=23):
     codes: bytes
 
 
-class SaveRequested(_Event, frozen=True, tag=24):
+class SaveRequested(_Event, frozen=True, tag=25):
     """The daemon is about to end: the rules write the segments of highest retention value that are in memory only, for
     at most `limit_s`, without regard to the budget of writes. `Saved` follows exactly once, after the last
     `DiskWritten`."""

@@ -23,10 +23,12 @@ from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.ownership import Ownership
-from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.location import levels
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
+from tokenlake.vacancy import Vacancy
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import CHECKSUM_BYTES
@@ -42,6 +44,9 @@ for a hand-over to it."""
 LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
+FARTHER = 4.0
+"""For each level between two nodes (`tokenlake.location`) the other one must be so many times as much emptier, because
+the segments cross a slow link."""
 MAX_OFFERS = 8
 """Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
 MAX_TAKEN = 64
@@ -92,7 +97,7 @@ class Handover:
         here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
         for peer in self._peers:
             mean = self._leads.get(peer.node, 0.0)
-            self._leads[peer.node] = mean + part * (peer.vacancy.lead(here) - mean)
+            self._leads[peer.node] = mean + part * (self._lead(peer, here) - mean)
         self._context.after(self._context.config.gossip_s, self._compare)
 
     # -- offers made
@@ -131,9 +136,14 @@ class Handover:
         here = self._context.vacancy()
         if not here.full:
             return None
-        leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable and not peer.draining]
+        leads = [(self._lead(peer, here), peer.node) for peer in self._peers if peer.usable and not peer.draining]
         lasting = [(lead, node) for lead, node in leads if min(lead, self._leads.get(node, 0.0)) >= CLEARLY]
         return max(lasting, key=lambda each: each[0])[1] if lasting else None
+
+    def _lead(self, peer: Peer, here: Vacancy) -> float:
+        """Returns how much emptier the peer is than this node, whose vacancy is `here`; less by `FARTHER` for each
+        level between them."""
+        return peer.vacancy.lead(here) / FARTHER ** levels(self._context.config.location, peer.location)
 
     def _answered(
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None

@@ -41,6 +41,7 @@ from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.location import Location
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
@@ -78,6 +79,8 @@ class MemberState(NamedTuple):
     """Bytes per second that it sends to engines of other nodes."""
     free: float
     """Share of its memory that is free, as it reported last."""
+    location: Location
+    """Its location, as it told when it connected last."""
 
 
 class NodeCore:
@@ -147,7 +150,7 @@ class NodeCore:
             events.Requested: self._requested,
             events.ProcessGone: self._process_gone,
             events.ExplainRequested: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
-            events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
+            events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation), e.location),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
             events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums, e.answered, e.held),
@@ -247,9 +250,17 @@ class NodeCore:
     def members(self) -> list[MemberState]:
         """The state of each member of the cluster as this node knows it, itself included, by name."""
         context = self._context
-        here = MemberState(context.node, True, context.draining, context.load(), context.vacancy().free_share)
+        load, free = context.load(), context.vacancy().free_share
+        here = MemberState(context.node, True, context.draining, load, free, context.config.location)
         others = [
-            MemberState(each.node, each.usable, each.draining, self._peers.load(each.node), each.vacancy.free_share)
+            MemberState(
+                each.node,
+                each.usable,
+                each.draining,
+                self._peers.load(each.node),
+                each.vacancy.free_share,
+                each.location,
+            )
             for each in self._peers
         ]
         return sorted([here, *others])

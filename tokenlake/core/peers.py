@@ -43,6 +43,7 @@ from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.identity import Incarnation, NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.liveness import Liveness
+from tokenlake.location import NOWHERE, Location
 from tokenlake.metrics import Metric
 from tokenlake.rate import Rate
 from tokenlake.timers import Timer
@@ -105,6 +106,8 @@ class Peer:
         self.incarnation = Incarnation(0)
         self.liveness = Liveness()
         self.suspect = False
+        self.location = NOWHERE
+        """The location of the peer, as it told when it connected last."""
         self.draining = False
         """True while the peer hands its primary copies over before it leaves: nothing is handed over to it."""
         self.ring: RingVersion = NO_RING
@@ -267,9 +270,11 @@ class Peers:
 
     # -- connections
 
-    def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
-        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one."""
+    def came_up(self, node: NodeId, incarnation: Incarnation, location: Location = NOWHERE) -> None:
+        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one.
+        `location`: that of the node."""
         peer = self._peers[node]
+        peer.location = location
         self.went_down(node, peer.incarnation)
         peer.up, peer.suspect = True, False
         peer.liveness.heard(self._context.now)

@@ -105,7 +105,8 @@ def _start_costs(
     """Returns the cost of starting the batch at each instance, without the prompts that wait there."""
     token_bytes = model.segment_bytes / tree.segment_tokens
     total, held = 0.0, dict.fromkeys(instances.values(), 0.0)
-    coming = dict.fromkeys(instances, 0.0)
+    coming, far = dict.fromkeys(instances, 0.0), dict.fromkeys(instances, 0.0)
+    labelled = any(router.locations.values())
     for sequence in batch.readers:
         queries = model.layers * (batch.queries[sequence] + batch.decoded[sequence]) * model.query_bytes
         keys, owners = tree.sequences[sequence].keys, tree.sequences[sequence].owners
@@ -115,9 +116,13 @@ def _start_costs(
             if owner in held:
                 held[owner] += tokens
         # A request that contains the last segment of a sequence contains all of them.
-        for name in router.in_flight(keys[-1]):
+        flying = router.in_flight(keys[-1])
+        for name in flying:
             if name in coming and instances[name] not in owners:
                 coming[name] += tokens
+        for name, node in instances.items() if labelled else ():
+            if name not in flying:
+                far[name] += tokens * router.levels(node, owners)
     further = {
         request: router.further(tree.requests[request], tree.hit_tokens[request] // tree.segment_tokens)
         for request in batch.requests
@@ -125,17 +130,19 @@ def _start_costs(
     anywhere = [Prefill(new, tree.hit_tokens[request]) for request, new in batch.new.items()]
     computing = router.computing(anywhere)
     furthest = sum(max(ahead.values(), default=0) for ahead in further.values())
-    moving = {tokens: router.moving(tokens) for tokens in {total - each for each in held.values()}}
+    distances = {(total - held[node], far[name]) for name, node in instances.items()}
+    moving = {(moved, away): router.moving(moved, far=away) for moved, away in distances}
     costs: list[float] = []
     for name, node in instances.items():
         moved = total - held[node]
         if not furthest and not coming[name]:
-            costs.append(computing + moving[moved])
+            costs.append(computing + moving[moved, far[name]])
             continue
         reach = {request: ahead[name] for request, ahead in further.items() if name in ahead}
         repeated = (furthest - sum(reach.values())) * tree.segment_tokens
         shortened = _shortened(anywhere, batch.requests, reach, tree)
-        costs.append(router.computing(shortened) + router.moving(max(0.0, moved - coming[name]), repeated))
+        brought = max(0.0, moved - coming[name])
+        costs.append(router.computing(shortened) + router.moving(brought, repeated, far[name]))
     return costs
 
 

@@ -14,17 +14,22 @@ Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tok
 costs as much as computing it, beside the time that bringing it or computing it again takes: it takes the slot of
 another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
 computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
+
+A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.location`). Among
+equally loaded instances the request therefore goes to one that is near its prefix.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
@@ -32,6 +37,10 @@ __all__ = ["COPY_PRICE", "Prefill", "Router", "Start"]
 
 COPY_PRICE = 1.0
 """Cost of a second copy of some tokens' cache, as a multiple of the cost of computing these tokens."""
+
+LEVEL_PRICE = 0.1
+"""Cost of bringing some tokens' cache from a node that is one level away, as a multiple of the cost of computing these
+tokens. It is more than a slow link takes for them, and less than a second copy costs."""
 
 Owners = Mapping[SegmentKey, Collection[NodeId]]
 
@@ -87,6 +96,8 @@ class Router:
         another seed."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
+        self.locations: Mapping[NodeId, Location] = {}
+        """The locations of the nodes. The caller sets it; without an entry a node has no labels."""
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
         self._seed = seed
@@ -141,14 +152,20 @@ class Router:
         depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
         held = dict.fromkeys(chosen.values(), 0)
         coming = dict.fromkeys(chosen, 0)
+        labelled = any(self.locations.values())
+        groups: Counter[tuple[NodeId, ...]] = Counter()
+        nearer = dict.fromkeys(chosen, 0)
         for key in keys[:depth]:
             nodes = owners[key]
+            if labelled:
+                groups[tuple(nodes)] += 1
             for node in nodes:
                 if node in held:
                     held[node] += 1
             for instance in self._flying.get(key, ()):
                 if instance in coming and chosen[instance] not in nodes:
                     coming[instance] += 1
+                    nearer[instance] += self.levels(chosen[instance], nodes) if labelled else 0
         starts: list[Start] = []
         further = self.further(request, depth)
         furthest = max(further.values(), default=0)
@@ -158,9 +175,20 @@ class Router:
             moved = (depth - held[node] - coming[instance]) * self._segment_tokens
             prefill = Prefill(max(1, request.tokens - cached), cached)
             repeated = (furthest - reach) * self._segment_tokens
-            cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved, repeated)
+            far = (self._levels_to(node, groups) - nearer[instance]) * self._segment_tokens
+            cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved, repeated, far)
             starts.append(Start(instance, cost, prefill, moved, repeated))
         return starts
+
+    def levels(self, node: NodeId, nodes: Iterable[NodeId]) -> int:
+        """Returns the levels between a node and the nearest of `nodes`; 0 if there are none."""
+        location = self.locations.get(node, NOWHERE)
+        return min((levels(location, self.locations.get(each, NOWHERE)) for each in nodes), default=0)
+
+    def _levels_to(self, node: NodeId, groups: Mapping[tuple[NodeId, ...], int]) -> int:
+        """Returns the sum of the levels between a node and segments. `groups`: their number, by the nodes that have
+        them."""
+        return sum(count * self.levels(node, nodes) for nodes, count in groups.items())
 
     def _keys(self, request: Request) -> Sequence[SegmentKey]:
         """Returns the keys of the request that its cached prefix may contain: at least one token of the prompt is
@@ -200,17 +228,17 @@ class Router:
             return sum(fit.seconds(new, prefix) for new, prefix in prefills)
         return float(sum(new for new, _ in prefills))
 
-    def moving(self, moved: float, repeated: float = 0.0) -> float:
+    def moving(self, moved: float, repeated: float = 0.0, far: float = 0.0) -> float:
         """Returns the cost of bringing `moved` tokens of cache from other nodes, and of keeping second copies of these
-        and of `repeated` tokens."""
+        and of `repeated` tokens. `far`: the sum, over the tokens brought, of the levels between the two nodes."""
         copied = moved + repeated
         if not copied:
             return 0.0
         fit = self.rates.prefill
         if not fit.known:
-            return COPY_PRICE * copied
+            return COPY_PRICE * copied + LEVEL_PRICE * far
         transfer = self.rates.slowest_fetch_s(moved * self._token_bytes) if moved else 0.0
-        return transfer + COPY_PRICE * fit.seconds(copied, 0)
+        return transfer + COPY_PRICE * fit.seconds(copied, 0) + LEVEL_PRICE * (fit.seconds(far, 0) if far else 0.0)
 
     # -- what passes through the router
 

@@ -27,6 +27,7 @@ __all__ = [
     "Nonce",
     "Proof",
     "NO_RING",
+    "LocationText",
     "RECORD_KEY_BYTES",
     "RecordKey",
     "RecordKeys",
@@ -66,6 +67,9 @@ Addresses = Annotated[tuple[Name, ...], Meta(max_length=MAX_ADDRESSES)]
 
 AgentName = Annotated[str, Meta(max_length=128)]
 """Name of an agent by which the memory of a node is read, another one in each of its lives; empty: none."""
+
+LocationText = Annotated[str, Meta(max_length=260)]
+"""Location of a node (`tokenlake.location`), as text."""
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

@@ -23,6 +23,7 @@ from tokenlake.wire.fields import (
     AgentName,
     Amount,
     Index,
+    LocationText,
     Name,
     Nonce,
     Proof,
@@ -127,6 +128,8 @@ class PeerHello(_Message, frozen=True, tag=1):
     """Further addresses at which the dialler accepts bulk connections."""
     control: Address = ""
     """Where the dialler serves its control plane to other machines, as `HOST:PORT`; empty if it does not."""
+    location: LocationText = ""
+    """Location of the dialler; empty if it has none."""
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
@@ -142,6 +145,8 @@ class PeerChallenge(_Message, frozen=True, tag=22):
     """Further addresses at which the acceptor accepts bulk connections."""
     control: Address = ""
     """Where the acceptor serves its control plane."""
+    location: LocationText = ""
+    """Location of the acceptor."""
 
 
 class PeerProof(_Message, frozen=True, tag=23):

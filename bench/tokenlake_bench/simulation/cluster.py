@@ -8,6 +8,7 @@ from functools import partial
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
+from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
@@ -60,7 +61,7 @@ class SimulatedCluster:
         names = [f"n{index:04}" for index in range(options.nodes)]
         self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         """The ring record, as the membership stores it."""
-        cores = [self._core(name) for name in names]
+        cores = [self._core(index, name) for index, name in enumerate(names)]
         self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S, self._most)
         self.nodes = [self._node(index, core) for index, core in enumerate(cores)]
         """All nodes that ever were, by index."""
@@ -72,7 +73,7 @@ class SimulatedCluster:
         for node in self.nodes:
             for other in self.nodes:
                 if other is not node:
-                    node.deliver(events.PeerUp(other.name, 1))
+                    node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
         share = self.nodes[0].core.config.cached_share
         # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
@@ -81,8 +82,13 @@ class SimulatedCluster:
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""
 
-    def _core(self, name: str) -> NodeCore:
-        rules = {"gossip_s": GOSSIP_S, **self.options.rules}
+    def location(self, index: int) -> Location:
+        """The location of a node, as it and routers know it: that of its domain."""
+        nodes = self.options.network.domain_nodes
+        return (f"domain-{index // nodes}",) if nodes and self.options.labelled else NOWHERE
+
+    def _core(self, index: int, name: str) -> NodeCore:
+        rules = {"gossip_s": GOSSIP_S, "location": self.location(index), **self.options.rules}
         return NodeCore(CoreConfig(name, 1, self.record, 1, self.size.memory, **rules))
 
     def _node(self, index: int, core: NodeCore) -> SimNode:
@@ -101,7 +107,7 @@ class SimulatedCluster:
         index = len(self.nodes)
         name = f"n{index:04}"
         self._change(self.record.with_member(name, self.size.memory), spread_s)
-        node = self._node(index, self._core(name))
+        node = self._node(index, self._core(index, name))
         self.nodes.append(node)
         self.meter.add(node.store)
         for each in self.nodes:
@@ -134,8 +140,8 @@ class SimulatedCluster:
             if other.name in before and not node.knows(other.name) and other.knows(node.name):
                 other.deliver(events.PeerDown(node.name, 1))
             if other.name not in before and node.knows(other.name) and other.knows(node.name):
-                node.deliver(events.PeerUp(other.name, 1))
-                other.deliver(events.PeerUp(node.name, 1))
+                node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
+                other.deliver(events.PeerUp(node.name, 1, self.location(node.index)))
 
     def _leave(self, node: SimNode) -> None:
         """A node that has drained leaves the record, and ends when its last request has."""

@@ -50,7 +50,9 @@ class _SizedPull(Pull):
         self._codes = bulk.codes
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
-        sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
+        sent, arrived = source.network.transfer(
+            clock.now, source.index, target.index, nbytes, background=self.order.background
+        )
         self._count(bulk.codes)
         clock.at(sent, self.end_sending)
         clock.at(arrived, self._return_codes)

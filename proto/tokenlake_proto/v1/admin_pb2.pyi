@@ -326,6 +326,7 @@ class Member(_message.Message):
     SENT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     FREE_SHARE_FIELD_NUMBER: _builtins.int
     CONTROL_FIELD_NUMBER: _builtins.int
+    LOCATION_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     weight: _builtins.int
     draining: _builtins.bool
@@ -337,6 +338,10 @@ class Member(_message.Message):
     free_share: _builtins.float
     control: _builtins.str
     """host:port at which it serves its control plane to other machines; empty if it does not, or is not known."""
+    location: _builtins.str
+    """Labels of the domains that it is in, the widest first, with / between them (setting location); empty if it has none,
+    or they are not known.
+    """
     def __init__(
         self,
         *,
@@ -348,10 +353,11 @@ class Member(_message.Message):
         sent_bytes_per_s: _builtins.float = ...,
         free_share: _builtins.float = ...,
         control: _builtins.str = ...,
+        location: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "control", b"control", "draining", b"draining", "free_share", b"free_share", "node", b"node", "sent_bytes_per_s", b"sent_bytes_per_s", "usable", b"usable", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "control", b"control", "draining", b"draining", "free_share", b"free_share", "location", b"location", "node", b"node", "sent_bytes_per_s", b"sent_bytes_per_s", "usable", b"usable", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ AGREE = (
     "suspect_ms",
     "region_size",
     "query_engine",
-    *(name for name in RuleSettings.__struct_fields__ if name != "max_sessions"),
+    *(name for name in RuleSettings.__struct_fields__ if name not in ("max_sessions", "location")),
 )
 """Settings that may differ in principle, and in a pool of equal nodes do not by intention."""
 MUST_AGREE = ("cluster", "etcd", "unencrypted_beyond_loopback")
@@ -49,6 +49,7 @@ def compare(nodes: Sequence[Node]) -> Iterator[Finding]:
             for path in paths:
                 yield from _path(node, source, path)
     yield from check_layouts(nodes)
+    yield from _locations(first)
 
 
 def _clocks(first: Node, other: Node, where: str) -> Iterator[Finding]:
@@ -105,6 +106,32 @@ def _secrets(first: Node, other: Node, where: str) -> Iterator[Finding]:
         if known[0] != known[1] and not known[0] & known[1]:
             problem = "they have no 'cluster_secret' in common"
             yield Finding("error", "cluster-secret", where, problem, "the same 'cluster_secret' on all nodes")
+
+
+def _locations(node: Node) -> Iterator[Finding]:
+    """Locations of which the nodes can make no use: only some of the members have one, they differ in the number of
+    their
+    labels, or no two members are in one domain."""
+    locations = {
+        each.node: each.location
+        for each in node.cluster.members
+        if each.usable or each.location or each.node == node.name
+    }
+    labelled = {name: location for name, location in locations.items() if location}
+    if len(locations) < 2 or not labelled:
+        return
+    problem = cure = ""
+    if len(labelled) < len(locations):
+        problem = f"no location: {', '.join(sorted(locations.keys() - labelled.keys()))}; the other members have one"
+        cure = "set 'location' on all nodes: nodes without one count as far from all others"
+    elif len({location.count("/") for location in labelled.values()}) > 1:
+        problem = f"locations of different lengths: {', '.join(sorted(set(labelled.values())))}"
+        cure = "the same number of labels in 'location' on all nodes"
+    elif len({location.split("/")[0] for location in labelled.values()}) == len(labelled):
+        problem = "each member is in a domain of its own, so that no node is nearer than another"
+        cure = "the same first label in 'location' for nodes with fast links to each other; without such nodes, none"
+    if problem:
+        yield Finding("warning", "locations", node.name, problem, cure)
 
 
 def _digests(node: Node, setting: str) -> dict[str, str]:

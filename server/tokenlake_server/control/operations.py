@@ -15,6 +15,7 @@ from tokenlake.core import events
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.errors import LimitReached
+from tokenlake.location import shown_location
 from tokenlake.store import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
@@ -160,6 +161,7 @@ class Admin:
                     usable=each is not None and each.usable,
                     sent_bytes_per_s=0.0 if each is None else each.load,
                     free_share=0.0 if each is None else each.free,
+                    location="" if each is None else shown_location(each.location),
                 )
             )
         return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members)

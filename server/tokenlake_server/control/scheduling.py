@@ -101,6 +101,7 @@ class Scheduling:
         tree = tree_of(message.tree, caller.own())
         idle = _chosen(instances, message.idle)
         batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
+        fleet.router.locations = {each.node: each.location for each in await self._members.get()}
         return plans_message(gen_plans(batches, dops, tree, idle, model, _rates(fleet, message), fleet.router))
 
     async def get_start(self, caller: Caller, message: pb.GetStartRequest) -> pb.GetStartResponse:
@@ -110,6 +111,7 @@ class Scheduling:
         (request,) = await self._requests(tenant, [message.prompt], message.fleet.segment_tokens)
         owners = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s)
         among = list(_chosen(instances, message.among))
+        fleet.router.locations = {each.node: each.location for each in await self._members.get()}
         # The instances may have changed while the rules answered.
         fleet.follow(instances, now)
         starts = fleet.router.starts(request, owners, among)

@@ -372,8 +372,13 @@ class Nixl:
             # An agent that cannot register it is replaced, and the next one registers all memory.
             with self._changed:
                 self._memory[region] = span
-            if self._agent is not None:
+            if self._agent is None:
+                return
+            try:
                 self._agent.register(span)
+            except OSError as error:
+                self._retire(self._agent, str(error))
+            else:
                 self._describe()
 
         self._order(register)
@@ -383,8 +388,12 @@ class Nixl:
         return _address(made.map), made.nbytes, HOST
 
     def _deregister(self, span: Span) -> None:
-        if self._agent is not None:
+        if self._agent is None:
+            return
+        try:
             self._agent.deregister(span)
+        except OSError as error:
+            self._retire(self._agent, str(error))
 
     # -- other nodes
 
@@ -400,8 +409,8 @@ class Nixl:
         """The control connection with a node has ended."""
         with self._changed:
             remote = self._remotes.pop(node, None)
-        if remote is not None:
-            self._order(lambda: self._forget(remote.told.agent, "the connection with the node has ended"))
+        if remote is not None and remote.known:
+            self._order(lambda: self._forget(remote.known, "the connection with the node has ended"))
 
     def gauges(self) -> list[Level]:
         """For the metrics page."""
@@ -435,6 +444,7 @@ class Nixl:
             remote.failures += 1
             pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(remote.failures - 1, 16))
             remote.probe_at = time.monotonic() + pause_s
+            self._changed.notify_all()
         if was or remote.failures == 1:
             log.warning("segments of %s come over TCP for at least %.0f s, not with NIXL: %s", node, pause_s, reason)
 
@@ -466,24 +476,23 @@ class Nixl:
             orders = self._next_orders()
             if orders is None:
                 break
-            for order in orders:
-                try:
-                    order()
-                except Exception as error:
-                    self._broken(str(error))
-            if self._agent is None:
-                self._be_born()
-                continue
             began = time.perf_counter()
+            moved = bool(orders)
             try:
-                self._poll()
+                for order in orders:
+                    order()
+                if self._agent is None:
+                    self._be_born()
+                else:
+                    moved |= self._poll(self._agent)
             except Exception as error:
                 log.exception("NIXL failed")
-                self._broken(str(error))
+                self._die(str(error))
+                self.tell()
             now = time.perf_counter()
-            if now - began > SPIN_S or orders:
+            if moved or now - began > SPIN_S:
                 moved_at = now
-            else:
+            elif self._agent is not None:
                 time.sleep(SHORT_S if now - moved_at < PATIENCE_S else LONG_S)
         self._die("the daemon stops")
 
@@ -540,12 +549,15 @@ class Nixl:
         """Let the agent know the agents of other nodes that it does not know yet, or not as they are now."""
         if self._agent is None:
             return
+        now = time.monotonic()
         with self._changed:
-            unmet = [(node, remote) for node, remote in self._remotes.items() if not remote.met]
+            unmet = [
+                (node, remote)
+                for node, remote in self._remotes.items()
+                # The reads that are under way end soon, or end the life of the agent.
+                if not remote.met and remote.probe_at <= now and all(read.node != node for read in self._reads)
+            ]
         for node, remote in unmet:
-            if any(read.node == node for read in self._reads):
-                # They end soon, or end the life of the agent.
-                continue
             if remote.known:
                 self._agent.forget(remote.known)
             try:
@@ -567,13 +579,14 @@ class Nixl:
         if self._agent is not None:
             self._agent.forget(agent)
 
-    def _poll(self) -> None:
-        assert self._agent is not None
+    def _poll(self, agent: Agent) -> bool:
+        """Look after all reads. Returns whether some bytes came, or were asked for."""
+        moved = False
         for read in self._reads:
             if not read.failed:
-                self._advance(self._agent, read)
+                moved |= self._advance(agent, read)
         if not self._reads:
-            self._agent.progress()
+            agent.progress()
         now = time.monotonic()
         for read in list(self._reads):
             if not read.handles and (read.whole or read.ended_at):
@@ -583,23 +596,27 @@ class Nixl:
             elif read.ended_at and (now - read.ended_at > SETTLE_S or read.failed):
                 # NIXL does not tell whether more bytes come.
                 self._failed(read.node, read.failed or "a read did not end")
-                self._retire(f"a read from {read.node} cannot be stopped")
-                return
+                self._retire(agent, f"a read from {read.node} cannot be stopped")
+                break
+        return moved
 
-    def _advance(self, agent: Agent, read: _Read) -> None:
-        """Take the pieces that have come, and start further ones."""
+    def _advance(self, agent: Agent, read: _Read) -> bool:
+        """Take the pieces that have come, and start further ones. Returns whether there were any."""
+        moved = False
         while read.handles:
             handle, stop = read.handles[0]
             state = agent.state(handle)
             if state is State.FAILED:
                 self._forget(read.agent, "the node's agent does not answer any more")
-                return
+                return True
             if state is State.UNDER_WAY:
                 break
             agent.release(handle)
             read.handles.popleft()
             self._bytes += read.came(stop)
+            moved = True
         while len(read.handles) < WINDOW and (piece := read.next_piece()) is not None:
+            moved = True
             try:
                 read.handles.append((agent.read(read.agent, piece.here, piece.there), piece.stop))
             except NotStarted as error:
@@ -609,8 +626,9 @@ class Nixl:
             except OSError as error:
                 read.handles.append((0, piece.stop))
                 read.fail(str(error))
+        return moved
 
-    def _retire(self, reason: str) -> None:
+    def _retire(self, agent: Agent, reason: str) -> None:
         """End this life: let the reads of others end, then the agent, and with it all reads."""
         log.warning("NIXL's agent is replaced, and segments come over TCP meanwhile: %s", reason)
         with self._changed:
@@ -618,21 +636,15 @@ class Nixl:
             for remote in self._remotes.values():
                 remote.known, remote.met, remote.proven = "", False, False
         self.tell()
-        assert self._agent is not None
         until = time.monotonic() + RETIRE_S
         while time.monotonic() < until and (self._lent or any(not read.ended_at for read in self._reads)):
             for read in self._reads:
                 if not read.failed:
-                    self._advance(self._agent, read)
-            self._agent.progress()
+                    self._advance(agent, read)
+            agent.progress()
             time.sleep(SHORT_S)
         self._die(reason)
         self._born_at = -math.inf
-
-    def _broken(self, reason: str) -> None:
-        """The agent is in an unknown state."""
-        if self._agent is not None:
-            self._retire(reason)
 
     def _die(self, reason: str) -> None:
         with self._changed:
@@ -656,20 +668,30 @@ class Nixl:
 
     def _keep_probing(self, connections: BulkConnections) -> None:
         """Probe the nodes that are due, one after the other, in a thread."""
-        while True:
-            with self._changed:
-                due: tuple[str, _Remote] | None = None
-                while not self._closing and due is None:
-                    waiting = [
-                        (node, remote) for node, remote in self._remotes.items() if remote.met and not remote.proven
-                    ]
-                    now = time.monotonic()
-                    due = next((each for each in waiting if each[1].probe_at <= now), None)
-                    if due is None:
-                        self._changed.wait(min((each.probe_at - now for _, each in waiting), default=None))
-                if self._closing or due is None:
-                    return
-            self._probe_node(*due, connections)
+        while (due := self._next_due()) is not None:
+            node, remote = due
+            if remote.met:
+                self._probe_node(node, remote, connections)
+            else:
+                self._order_and_wait(self._meet_all)
+                with self._changed:
+                    if not remote.met and not self._closing:
+                        self._changed.wait(PATIENCE_S)
+
+    def _next_due(self) -> tuple[str, _Remote] | None:
+        """Wait for a node that is to be probed, or to be met again after a failure. None when the daemon ends."""
+        with self._changed:
+            while not self._closing:
+                now = time.monotonic()
+                # The agent's thread meets by itself a node that has not failed.
+                waiting = [
+                    each for each in self._remotes.items() if not each[1].proven and (each[1].met or each[1].failures)
+                ]
+                due = next((each for each in waiting if each[1].probe_at <= now), None)
+                if due is not None:
+                    return due
+                self._changed.wait(min((remote.probe_at - now for _, remote in waiting), default=None))
+        return None
 
     def _probe_node(self, node: str, remote: _Remote, connections: BulkConnections) -> None:
         until = time.monotonic() + PROBE_S

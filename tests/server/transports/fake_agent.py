@@ -29,6 +29,10 @@ class Fabric:
         """Reads that were released although they were not done: NIXL would let them write into free memory."""
         self.refusals = 0
         """Registrations of memory that fail from now on."""
+        self.unreachable = 0
+        """Attempts to meet an agent that fail from now on."""
+        self.broken = 0
+        """Calls of `progress` that fail from now on, as no call should."""
         self.lock = threading.Lock()
 
     def make(self, name: str) -> FakeAgent:
@@ -69,7 +73,8 @@ class FakeAgent:
 
     def meet(self, description: bytes) -> str:
         name = description.decode()
-        if self._fabric.agents[name].ended:
+        self._fabric.unreachable -= 1
+        if self._fabric.agents[name].ended or self._fabric.unreachable >= 0:
             raise OSError("the agent cannot be reached")
         self._known.add(name)
         return name
@@ -106,7 +111,9 @@ class FakeAgent:
         self._fabric.released_early += bool(self._reads.pop(read).left)
 
     def progress(self) -> None:
-        pass
+        if self._fabric.broken:
+            self._fabric.broken -= 1
+            raise RuntimeError("a defect")
 
     def end(self) -> None:
         with self._fabric.lock:

@@ -22,7 +22,7 @@ LOCAL = bytes([Code.LOCAL])
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SETTLE_S", "RETIRE_S", "PAUSE_S"):
+    for name in ("SETTLE_S", "RETIRE_S", "PAUSE_S", "BIRTH_S"):
         monkeypatch.setattr(module, name, 0.1)
 
 
@@ -177,3 +177,20 @@ def test_a_node_that_is_gone() -> None:
         two.reader.nixl.lost("owner")
         assert not two.read_with_nixl()
         two.introduce()
+
+
+def test_an_agent_that_cannot_be_reached_is_tried_again() -> None:
+    with faulty() as (two, fabric):
+        assert two.reader.nixl is not None
+        fabric.unreachable = 2
+        two.reader.nixl.lost("owner")
+        two.introduce()
+        wait_until(lambda: fabric.unreachable < 0, "it was tried again")
+
+
+def test_a_defect_ends_the_agent_and_nothing_else() -> None:
+    with faulty() as (two, fabric):
+        before = set(fabric.agents)
+        fabric.broken = 1
+        wait_until(lambda: two.fetch().codes == LOCAL * COUNT and not fabric.broken, "an agent meets the defect")
+        wait_until(lambda: set(fabric.agents) > before, "there is another agent")
