@@ -62,7 +62,7 @@ class _Cache(EngineCache):
 class GpuRead(CachedEngine):
     """An engine that reads segments behind those of the pool from the memory of nodes and the GPU caches of other
     instances, whichever has them. It knows them exactly and at once, they wait for no other transfer, and none is
-    evicted before it is read: an upper bound."""
+    evicted before it is read, which favours it."""
 
     def __init__(
         self,
