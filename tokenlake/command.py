@@ -21,6 +21,7 @@ SUMMARIES = {
     "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
     "config": "show each setting, its value and where it came from",
     "ca": "make a certificate authority, and certificates of nodes",
+    "disk": "look at a directory of the disk tier, verify or remove it",
     "explain": "show how many tokens of one request the pool had, and why the others were missed",
     "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
     "top": "watch rates per node and tenant, hot prefixes and slow calls",

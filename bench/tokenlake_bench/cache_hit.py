@@ -60,9 +60,12 @@ class CacheHitArguments:
     swarm: int | None = None
     open_loop: bool = False
     engine_cache_tokens: int | None = None
+    disk_tokens: int | None = None
+    disk_writes_per_day: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("engine_cache_tokens", "pools", "baselines", "model", "gpu", "rate", "copies", "swarm"):
+        simulated = ("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "pools", "baselines")
+        for name in (*simulated, "model", "gpu", "rate", "copies", "swarm"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:

@@ -42,6 +42,12 @@ def bench() -> None:
     type=int,
     help="simulate: GPU cache of each instance; --capacity-tokens is the memory behind. [default: no such cache]",
 )
+@click.option("--disk-tokens", type=int, help="simulate: tokens that the nodes' disks hold. [default: no disks]")
+@click.option(
+    "--disk-writes-per-day",
+    type=float,
+    help="simulate: budget of the disks, as in the setting. [default: the setting's]",
+)
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay only the first N requests.")
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as possible.")
@@ -209,6 +215,33 @@ def transfer(**arguments: object) -> None:
 
     try:
         run_transfer(TransferArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@bench.command("disk")
+@click.option(
+    "--path",
+    default=".",
+    show_default=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory on the device; the files are made in a new directory there, and removed.",
+)
+@click.option("--sizes", default="1MiB", show_default=True, help="Sizes of the segments.")
+@click.option("--total", default="2GiB", show_default=True, help="Bytes of all segments, and of fio's file.")
+@click.option("--seconds", default=4.0, show_default=True, help="Length of one measurement.")
+@click.option("--rounds", default=3, show_default=True, help="Repetitions of each row, in turn with fio.")
+@_json
+def disk(**arguments: object) -> None:
+    """Measure the reads and writes of the disk tier beside fio, plain and encrypted, and the time in which an index is
+    read.
+
+    Without fio the comparison is skipped.
+    """
+    from tokenlake_bench.disk import DiskArguments, run_disk
+
+    try:
+        run_disk(DiskArguments(**arguments))  # type: ignore[arg-type]
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
 

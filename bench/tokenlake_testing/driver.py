@@ -7,6 +7,7 @@ The tests and the simulator use the same driver and pass in the parts that diffe
                                                               Answer, Welcomed      --> engines
                                                               Say, StartFetch       --> network
                                                               Stamp, CheckSlot, ... --> memory
+                                                              DiskWrite, ...        --> disks
 
 Real bytes, delays drawn at random and faults: `tests/sim`. Sizes and times alone: `tokenlake_bench.simulation`.
 """
@@ -69,6 +70,28 @@ class Membership(Protocol):
 
     def drained(self, order: instructions.Drained) -> None:
         """Take the node out of the record: it has handed over its primary copies."""
+
+
+class Disks(Protocol):
+    """The devices of a simulated node's disk tier."""
+
+    def write(self, order: instructions.DiskWrite) -> None:
+        """Write segments. The event `DiskWritten` is delivered later, exactly once."""
+
+    def read(self, order: instructions.DiskRead) -> None:
+        """Read segments. The event `FetchDone` is delivered later, exactly once."""
+
+    def abort(self, order: instructions.AbortFetch) -> None:
+        """End a read soon; does nothing for a fetch that is no read."""
+
+    def forget(self, order: instructions.DiskForget) -> None:
+        """The segments at some places are void."""
+
+    def trim(self, order: instructions.DiskTrim) -> None:
+        """Shorten a slab."""
+
+    def saved(self, order: instructions.Saved) -> None:
+        """The segments in memory are written: the daemon may end."""
 
 
 class Pull(abc.ABC):
@@ -139,9 +162,10 @@ class NodeDriver:
         network: Network,
         memory: Memory,
         membership: Membership | None = None,
+        disks: Disks | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`membership`: None where the ring never changes."""
+        """`membership`: None where the ring never changes. `disks`: None for a node without a disk tier."""
         self.core = core
         self.stopped = False
         self.receives: dict[int, Pull] = {}
@@ -175,6 +199,15 @@ class NodeDriver:
         }
         if membership is not None:
             self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}
+        self._disks = disks
+        if disks is not None:
+            self._carry |= {
+                instructions.DiskWrite: disks.write,
+                instructions.DiskRead: disks.read,
+                instructions.DiskForget: disks.forget,
+                instructions.DiskTrim: disks.trim,
+                instructions.Saved: disks.saved,
+            }
 
     # -- life
 
@@ -252,6 +285,8 @@ class NodeDriver:
         if pull is not None:
             pull.aborted = True
             pull.abort()
+        elif self._disks is not None:
+            self._disks.abort(order)
 
     def _send_bulk(self, order: instructions.SendBulk) -> None:
         pull = self.sends.get(order.stream)

@@ -19,7 +19,12 @@ from tokenlake_server.tables import print_rows
 
 __all__ = ["hit_tokens", "memory_used", "status"]
 
-_HITS = ("tokenlake_local_tokens_total", "tokenlake_fetched_tokens_total", "tokenlake_shipped_tokens_total")
+_HITS = (
+    "tokenlake_local_tokens_total",
+    "tokenlake_fetched_tokens_total",
+    "tokenlake_disk_tokens_total",
+    "tokenlake_shipped_tokens_total",
+)
 ASKED = "tokenlake_asked_tokens_total"
 
 

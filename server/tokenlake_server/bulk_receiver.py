@@ -213,7 +213,7 @@ class BulkReceiver:
         self.contents = Contents()
         """Takes the contents of the segments that come."""
         driver.carry_out(StartFetch, self._start)
-        driver.carry_out(AbortFetch, self._abort)
+        driver.carry_out(AbortFetch, self.abort)
 
     def _start(self, instruction: StartFetch) -> None:
         job = _Job(instruction, next(self._next_path))
@@ -222,7 +222,8 @@ class BulkReceiver:
             self._queue.extend((job, part) for part in job.parts)
             self._changed.notify(len(job.parts))
 
-    def _abort(self, instruction: AbortFetch) -> None:
+    def abort(self, instruction: AbortFetch) -> None:
+        """Carry out an `AbortFetch`; does nothing for a transfer of another kind, or that has ended."""
         job = self._jobs.get(instruction.fetch)
         if job is None:
             return

@@ -38,6 +38,7 @@ from tokenlake_server.bulk_sender import BulkSender
 from tokenlake_server.certificates import CertificateFiles, Certificates
 from tokenlake_server.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.contents import Contents
+from tokenlake_server.disk.tier import DiskTier, disk_gauges
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
@@ -169,6 +170,7 @@ class Daemon:
         self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys, self._transports)
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
+        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort)
         self.peers.on_stranger = lambda node: self.membership.look()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
@@ -183,7 +185,7 @@ class Daemon:
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
         )
         self.contents = _contents(config, self._admin, loop, self.driver)
-        self.senders.contents = self.receivers.contents = self.contents
+        self.senders.contents = self.receivers.contents = self.disk.contents = self.contents
         # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -230,6 +232,7 @@ class Daemon:
         own = parse_address(config.listen)
         advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
         self.membership.start(advertised, self._members_changed)
+        self.disk.start()
 
     def _members_changed(self, members: Members) -> None:
         self.begin(self.change_ring(members.record, members.addresses))
@@ -288,9 +291,10 @@ class Daemon:
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         peers, membership = self.peers.states.all(), self.membership.state
-        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine)
+        disks = self.disk.states
+        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine, disks)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
-        snapshot.gauges += self.engines.gauges()
+        snapshot.gauges += [*self.engines.gauges(), *disk_gauges(disks)]
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
         snapshot.gauges.append(Level(STARTED, (), self._started))
@@ -392,7 +396,11 @@ class Daemon:
             await asyncio.to_thread(self._state.save, self.driver.core.learned())
 
     async def close(self) -> None:
-        """Stop the daemon: accept no more requests, end the threads and the query engine."""
+        """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
+        engine."""
+        if not self.left.is_set():
+            await self.disk.save()
+        self.disk.stop()
         self._closing.set()
         for task in self._working:
             task.cancel()
@@ -413,6 +421,7 @@ class Daemon:
         if self._transports.nixl is not None:
             await asyncio.to_thread(self._transports.nixl.close)
         await asyncio.to_thread(self.checker.close)
+        await asyncio.to_thread(self.disk.close)
         await asyncio.gather(*self._replacing)
         if self._saving is not None:
             await self._saving

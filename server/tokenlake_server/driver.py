@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import NodeCore
-from tokenlake.core.events import Event, FetchDone, SendDone, SlotChecked, Tick
-from tokenlake.core.instructions import CheckSlot, Instruction, SendBulk, StartFetch
+from tokenlake.core.events import DiskWritten, Event, FetchDone, SendDone, SlotChecked, Tick
+from tokenlake.core.instructions import CheckSlot, DiskRead, DiskWrite, Instruction, SendBulk, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
@@ -190,10 +190,12 @@ def _end_of(instruction: Instruction) -> list[Event]:
     """The event that ends an instruction that could not be carried out: no thread will post it, and the rules keep
     slots reserved or pinned until then. Empty for an instruction that no event ends."""
     match instruction:
-        case StartFetch():
+        case StartFetch() | DiskRead():
             count = len(instruction.keys) // KEY_BYTES
             lost = bytes([Code.LOST]) * count
             return [FetchDone(instruction.fetch, lost, bytes(CHECKSUM_BYTES * instruction.shards * count), None)]
+        case DiskWrite():
+            return [DiskWritten(instruction.write, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
         case SendBulk():
             return [SendDone(instruction.stream)]
         case CheckSlot():

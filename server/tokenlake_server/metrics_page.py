@@ -36,6 +36,7 @@ from tokenlake.identity import TenantId
 from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.store import Kind
 from tokenlake.wire import supervision
+from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.peer_states import PEER_STATES, PeerState
 from tokenlake_server.query_engine import QueryEngine
@@ -138,9 +139,11 @@ class Snapshot:
         peers: Mapping[str, PeerState],
         membership: MembershipState,
         query_engine: QueryEngine | None,
+        disks: Sequence[DeviceState] = (),
     ) -> None:
         self.peers = peers
         self.membership = membership
+        self.disks = disks
         self.processes = processes
         regions = core.store.regions
         self.spare_regions = regions.spare
@@ -324,7 +327,8 @@ class MetricsServer:
             for name, (state, reason, since) in snapshot.peers.items()
         }
         membership = msgspec.to_builtins(snapshot.membership)
-        return True, {"healthy": True, **gauges, "membership": membership, "peers": peers}
+        disks = [each._asdict() for each in snapshot.disks]
+        return True, {"healthy": True, **gauges, "membership": membership, "peers": peers, "disks": disks}
 
     def _ready(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
         if snapshot.membership.known:

@@ -46,9 +46,9 @@ def digest(emitted: list[list[Instruction]]) -> str:
 
 @pytest.fixture(scope="module")
 def busy() -> Cluster:
-    """Every kind of event: engines of two tenants, faults of nodes and network, a node that joins and drains, then a
-    quiet end."""
-    cluster = Cluster(3, seed=10, recording=True)
+    """Every kind of event: engines of two tenants, faults of nodes, disks and network, a node that joins and drains,
+    then a quiet end."""
+    cluster = Cluster(3, seed=11, recording=True, disk_places=10)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:
@@ -78,6 +78,12 @@ def busy() -> Cluster:
                 engine.node.arena.flip(segment.place, 0)
         if turn % 30 == 10:
             random.choice(cluster.links()).cut(0.1)
+        if turn in (150, 152, 154):
+            cluster.node((turn - 150) // 2).deliver(events.DiskGone(0, "input/output error"))
+        if turn in (151, 153, 155):
+            cluster.node((turn - 151) // 2).find_disk()
+        if turn == 295:
+            cluster.node(1).deliver(events.SaveRequested(1.0))
         if turn % 50 == 20:
             node = cluster.node(1 + turn // 50 % 2)
             node.freeze()

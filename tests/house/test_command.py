@@ -15,7 +15,21 @@ import pytest
 from tokenlake import command
 
 COMMANDS = [
-    *("serve", "replay", "config", "ca", "explain", "status", "top", "doctor", "members", "drain", "remove", "evict"),
+    *(
+        "serve",
+        "replay",
+        "config",
+        "ca",
+        "disk",
+        "explain",
+        "status",
+        "top",
+        "doctor",
+        "members",
+        "drain",
+        "remove",
+        "evict",
+    ),
     *("events", "completion", "demo", "bench", "workload"),
 ]
 

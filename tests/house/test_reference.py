@@ -47,6 +47,7 @@ def test_every_setting_but_the_secrets_and_tables_has_a_flag() -> None:
         "tenants",
         "kv_events",
         "cluster_secret",
+        "disk_keys",
         "etcd_password",
     }
     given = {parameter.name: parameter for parameter in serve.params}

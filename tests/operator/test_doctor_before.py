@@ -261,6 +261,21 @@ def state_directory_read_only(node: GivenNode, patch: pytest.MonkeyPatch) -> Non
     node.settings["state_directory"] = "/proc"
 
 
+@plant("disk", "mount the device")
+def disk_missing(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings["disk"] = str(node.directory / "none")
+
+
+@plant("disk", "chown")
+def disk_read_only(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings["disk"] = "/proc"
+
+
+@plant("disk-size", "a lower size")
+def disk_too_small(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings["disk"] = f"{node.directory}:900TiB"
+
+
 @plant("record", "a path in a directory")
 def record_nowhere(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["record"] = str(node.directory / "none" / "events")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules.settings import CERTIFICATE, FIELDS, load
-from tokenlake.config import Address, Peer, format_size, parse_address, parse_size
+from tokenlake.config import Address, Disk, Peer, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
 
 
@@ -45,6 +45,12 @@ from tokenlake.errors import ConfigurationError
         ("cluster", "a/b"),
         ("certificate", "only-this.pem"),
         ("ca", "only-this.pem"),
+        ("disk", "relative"),
+        ("disk", "/a:63MiB"),
+        ("disk", "/a:1GB"),
+        ("disk", "/a,/a:1GiB"),
+        ("disk", 7),
+        ("disk_keys", "abcd"),
         ("region_size", "1KiB"),
         ("region_size", "2GiB"),
         ("lease_s", "nan"),
@@ -180,3 +186,11 @@ def test_addresses_beyond_loopback_need_encryption(address: str, settings: dict[
         with pytest.raises(ConfigurationError, match="there is no 'certificate'") as caught:
             load(None, **{field: value})
         assert caught.value.field == field
+
+
+def test_disks() -> None:
+    text = "/mnt/a:64MiB,/mnt/b"
+    disks = load(disk=text).config.disk
+    assert disks == (Disk("/mnt/a", 64 << 20), Disk("/mnt/b"))
+    assert ",".join(map(str, disks)) == text
+    assert load(disk=["/mnt/a:64MiB", "/mnt/b"]).config.disk == disks

@@ -11,7 +11,7 @@ from tests.sim.link import Link
 from tests.sim.node import SimNode
 from tests.sim.world import World
 from tokenlake.core import NodeCore
-from tokenlake.core.fetch import FETCHED
+from tokenlake.core.fetch import FETCHED, FROM_DISK
 from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.misses import MISSED
@@ -35,14 +35,17 @@ class Cluster(World):
         *,
         regions: int = 3,
         recording: bool = False,
+        disk_places: int = 0,
         locations: Sequence[str] = (),
         **rules: float,
     ) -> None:
-        """`locations`: of the first nodes. `rules`: fields of `CoreConfig` that differ from the defaults of `World`,
-        which are shorter than a daemon's."""
+        """`disk_places`: segments that the disk of each node holds. `locations`: of the first nodes. `rules`: fields of
+        `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
         of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
-        super().__init__(names, seed, regions=regions, recording=recording, locations=of, **rules)
+        super().__init__(
+            names, seed, regions=regions, recording=recording, disk_places=disk_places, locations=of, **rules
+        )
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
         pairs = itertools.combinations(self._names, 2)
@@ -195,7 +198,7 @@ class Cluster(World):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"
             counters = core.counters
-            answered = (LOCAL, FETCHED, SHIPPED, MISSED)
+            answered = (LOCAL, FETCHED, FROM_DISK, SHIPPED, MISSED)
             assert counters[ASKED] == sum(counters[metric] for metric in answered), f"{name}: tokens do not add up"
         keepers = self.keepers()
         assert all(len(names) == 1 for names in keepers.values()), f"two primary copies: {keepers}"

@@ -7,6 +7,7 @@ wrong in one of the events, and the rest of it is right.
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec.inspect as types
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.disk import NOTE_BYTES, PLACE_BYTES
 from tokenlake.hints import Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
@@ -31,6 +33,7 @@ NEVER_MALFORMED = (
     events.SendDone,
     events.SlotChecked,
     events.RingChanged,
+    events.DiskGone,
     *(
         engine.Attach,
         engine.Fetch,
@@ -220,6 +223,14 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     yield events.StatisticsLoaded(b"junk")
     for request in (engine.Match(1, KEY, 0.0), peer.AdvertisingDone()):
         yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
+    for fields in ((-1, 1, 1.0, 1.0), (0, -1, 1.0, 1.0), (0, 1, math.nan, 1.0), (0, 1, 1.0, math.inf)):
+        yield events.DiskReady(*fields)
+    found = KEY, bytes(PLACE_BYTES), bytes(NOTE_BYTES)
+    yield events.DiskFound(7, "red", 512, 1, *found)
+    yield events.DiskRecovered(7)
+    yield events.DiskWritten(1, bytes([Code.COMMITTED]))
+    yield events.SaveRequested(math.nan)
+    yield events.SaveRequested(-1.0)
     for keys in (b"short", KEY * (MAX_LOCATED + 1)):
         yield events.LocateRequested(1, "red", keys)
         yield events.HintGiven("red", keys, Hints())

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tests.sim.arena import SHARDS, Arena
+from tests.sim.arena import SHARDS, SLOT_BYTES, Arena
 from tests.sim.clock import Channel
+from tests.sim.disk import Disk, Life
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
+from tokenlake.disk import stride
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
@@ -58,6 +60,10 @@ class SimNode:
         """Its bulk path is dead: it answers no transfer, and every message."""
         self.answers_probes = False
         """While it is silent it still answers transfers of no segments."""
+        self.disk: Disk | None = None
+        """Outlives crashes; None if the node has none."""
+        if cluster.disk_places:
+            self.disk = Disk(cluster.clock, cluster.disk_places * stride(SLOT_BYTES))
         self.start()
 
     # -- life
@@ -83,9 +89,16 @@ class SimNode:
             network=self,
             memory=self,
             membership=self,
+            disks=self.disk,
             observer=self._observe,
         )
         self.life.start()
+        self.find_disk()
+
+    def find_disk(self) -> None:
+        """The disk, if the node has one, reports what is on it."""
+        if self.disk is not None:
+            self.disk.start(Life(self.life, self.arena))
 
     @property
     def core(self) -> NodeCore | None:

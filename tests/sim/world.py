@@ -25,6 +25,7 @@ SHORT_RULES = {
     "session_reserve_share": 0.6,
     "previous_ring_s": 1.2,
     "drain_s": 2.0,
+    "disk_writes_per_day": 0.0,
 }
 """Deadlines that a short run reaches, and shares of at least one slot in an arena of a dozen."""
 REMEMBERED = 64
@@ -41,11 +42,14 @@ class World:
         *,
         regions: int,
         recording: bool,
+        disk_places: int = 0,
         locations: Mapping[str, Location] = MappingProxyType({}),
         **rules: float,
     ) -> None:
         """`locations`: of nodes, by name."""
         self.clock = RandomClock(seed)
+        self.disk_places = disk_places
+        """Segments that the disk of each node holds; 0: no node has a disk."""
         self.recording = recording
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}

@@ -7,6 +7,7 @@ from tokenlake.config.setting import DEFAULT
 from tokenlake.config.values import (
     MASK,
     Address,
+    Disk,
     KvEventStream,
     Peer,
     Secret,
@@ -23,6 +24,7 @@ __all__ = [
     "OPERATOR_PREFIX",
     "ROUTER_PREFIX",
     "Address",
+    "Disk",
     "KvEventStream",
     "Peer",
     "RuleSettings",

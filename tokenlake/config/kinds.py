@@ -17,6 +17,7 @@ from tokenlake.config.values import (
     MASK,
     SIZE_EXPECTED,
     Address,
+    Disk,
     KvEventStream,
     Peer,
     Secret,
@@ -35,6 +36,7 @@ __all__ = [
     "endpoints",
     "cluster",
     "controls",
+    "disks",
     "is_loopback",
     "is_own_address",
     "kv_events",
@@ -59,6 +61,7 @@ __all__ = [
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 
+LEAST_DISK_BYTES = 64 << 20
 MAX_KV_EVENT_STREAMS = 16
 KV_EVENT_MEDIA = ("CPU", "EXTERNAL")
 """Media of KV events, as routers call them: memory of the host, and a pool outside the engine."""
@@ -338,6 +341,18 @@ def controls() -> Kind:
     return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 
 
+def disks() -> Kind:
+    """A list of `PATH[:SIZE]`: absolute paths of directories, each once."""
+    expected = "a list of PATH[:SIZE], with absolute paths and sizes from 64MiB on"
+
+    def parse(value: object) -> tuple[Disk, ...]:
+        found = tuple(_disk(item, expected) for item in _items(value, expected))
+        _require_unique((disk.path for disk in found), "each path once; given twice:")
+        return found
+
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
+
+
 def uids() -> Kind:
     """Returns the kind of a list of user ids."""
     return Kind("a list of user ids", _uids, lambda value: ",".join(map(str, value)))
@@ -412,6 +427,21 @@ def _peer(item: object) -> Peer:
     if address.port == 0 or memory == 0:
         raise ValueError(f"{expected}: port and size must not be 0")
     return Peer(_name(match[1], f"a peer's name of {_NAME_EXPECTED}"), address.host, address.port, memory)
+
+
+def _disk(item: object, expected: str) -> Disk:
+    if not isinstance(item, str) or not item.startswith("/") or "\0" in item:
+        raise ValueError(expected)
+    path, _, size = item.rpartition(":")
+    if not path:
+        return Disk(item)
+    try:
+        nbytes = parse_size(size)
+    except ValueError:
+        raise ValueError(expected) from None
+    if nbytes < LEAST_DISK_BYTES:
+        raise ValueError(expected)
+    return Disk(path, nbytes)
 
 
 def _tenant(item: object) -> Tenant:

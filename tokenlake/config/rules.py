@@ -86,6 +86,14 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="the same as for reads; with less, the other nodes evict segments before they are handed over",
         ),
     ] = 0.5
+    disk_writes_per_day: Annotated[
+        float,
+        Setting(
+            kinds.real(0, 1000, "writes of the whole size per day"),
+            "budget of writes to each device of `disk`, in multiples of its size there per day; 0: no limit",
+            why="drives for reading are rated for 1 write of their capacity per day, for mixed use 3",
+        ),
+    ] = 3.0
     max_sessions: Annotated[
         int,
         Setting(

@@ -5,7 +5,7 @@ from typing import Annotated
 from tokenlake.config import kinds
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.setting import Setting
-from tokenlake.config.values import Address, KvEventStream, Peer, Secret, Tenant
+from tokenlake.config.values import Address, Disk, KvEventStream, Peer, Secret, Tenant
 from tokenlake.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
 
 __all__ = ["ServerConfig"]
@@ -205,6 +205,37 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="ten slow round trips under load",
         ),
     ] = 250.0
+    disk: Annotated[
+        tuple[Disk, ...],
+        Setting(
+            kinds.disks(),
+            "devices of the disk tier: an existing directory of each, for this node alone, and the most bytes that it "
+            "may take, else 95 % of the free space ([the disk tier](operations.md#the-disk-tier))",
+            why="no directory is known to be on a fast device; caches on disk outlive the daemon",
+            default="none",
+        ),
+    ] = ()
+    disk_keys: Annotated[
+        tuple[Secret, ...],
+        Setting(
+            kinds.secrets(),
+            "keys that encrypt the segments in `disk`, from the file or the environment: the first one for new "
+            "segments, each for those that were written with it; without keys segments are not encrypted",
+            why="the files are readable for the daemon's user only; a key beside them protects a device that is sold "
+            "or stolen, and costs processor time",
+            default="none",
+            secret=True,
+        ),
+    ] = ()
+    disk_save_s: Annotated[
+        float,
+        Setting(
+            kinds.real(0, 3600, "seconds"),
+            "limit of the time in which SIGTERM lets the daemon write segments to `disk` that are in memory only; at 0 "
+            "they are lost",
+            why="Kubernetes and systemd kill a daemon that takes longer than 30 or 90 s to end",
+        ),
+    ] = 10.0
     huge_pages: Annotated[
         bool,
         Setting(

@@ -7,7 +7,18 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["MASK", "SIZE_EXPECTED", "Address", "Peer", "Secret", "Tenant", "format_size", "parse_address", "parse_size"]
+__all__ = [
+    "MASK",
+    "SIZE_EXPECTED",
+    "Address",
+    "Disk",
+    "Peer",
+    "Secret",
+    "Tenant",
+    "format_size",
+    "parse_address",
+    "parse_size",
+]
 
 MASK = "***"
 """The text that is shown in place of a secret."""
@@ -38,6 +49,16 @@ class Peer(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         size = "" if self.memory is None else f"/{format_size(self.memory)}"
         return f"{self.name}={Address(self.host, self.port)}{size}"
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """A device of the disk tier: an existing directory, and the most bytes that it may take; None: what is free."""
+
+    path: str
+    nbytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.nbytes is None else f"{self.path}:{format_size(self.nbytes)}"
 
 
 class Secret(bytes):

@@ -189,13 +189,30 @@ class Touches:
             self._on_read(owned)
         elif message.hints is not None:
             self._context.store.hint(owned, message.hints, self._context.now)
+        on_disk = self._touch_on_disk(tenant, keys, found, message) if self._context.disk else frozenset()
         if not message.relayed:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)
-            absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+            pairs = zip(keys, found, strict=True)
+            absent = [key for key, segment in pairs if segment is None and key not in on_disk]
             unknown = self._relay(tenant, absent, report)
             if unknown:
                 self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown)))
+
+    def _touch_on_disk(
+        self, tenant: TenantId, keys: list[SegmentKey], found: Sequence[Segment | None], message: wire.Touched
+    ) -> frozenset[SegmentKey]:
+        """Count a report for those segments that are on disk and not in memory. Returns their keys."""
+        disk = self._context.disk
+        entries = {
+            key: entry
+            for key, segment in zip(keys, found, strict=True)
+            if segment is None and (entry := disk.find(tenant, key)) >= 0
+        }
+        if message.used:
+            for entry in entries.values():
+                disk.touch(entry, message.hints, self._context.now)
+        return frozenset(entries)
 
     def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
         """Queue a report about segments that this node lacks, for the owners that its directory records. Returns the

@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.context import Context
+from tokenlake.core.disk import Disk
 from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
 from tokenlake.core.orders import MAX_ORDERED
@@ -29,6 +30,7 @@ from tokenlake.core.regions import Regions
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.disk import NOTE_BYTES, PLACE_BYTES
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
@@ -36,6 +38,9 @@ from tokenlake.wire import engine, peer
 from tokenlake.wire.checks import check_peer_message, check_request
 
 __all__ = ["Checks"]
+
+MOST = 1 << 62
+"""Limit of the numbers of a device: bytes, and bytes per second."""
 
 
 class Checks:
@@ -50,6 +55,7 @@ class Checks:
         serving: Serving,
         regions: Regions,
         learned: Learned,
+        disk: Disk,
     ) -> None:
         self._context = context
         self._sessions = sessions
@@ -58,6 +64,7 @@ class Checks:
         self._serving = serving
         self._regions = regions
         self._learned = learned
+        self._disk = disk
         self._events: dict[type, Callable[[Any], None]] = {
             events.Joined: self._joined,
             events.Requested: self._requested,
@@ -77,6 +84,12 @@ class Checks:
             events.LocateRequested: lambda e: _packed(e, MAX_LOCATED),
             events.HintGiven: lambda e: _packed(e, MAX_LOCATED),
             events.EvictRequested: lambda e: _packed(e, MAX_ORDERED),
+            events.DiskReady: _disk_ready,
+            events.DiskFound: self._found,
+            events.DiskRecovered: disk.check_device,
+            events.DiskGone: _any,
+            events.DiskWritten: disk.check_written,
+            events.SaveRequested: _save,
             events.Tick: _any,
         }
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
@@ -123,6 +136,10 @@ class Checks:
         if type(event.message) is not engine.Explain:
             raise ValueError(f"an ExplainRequested carries a {type(event.message).__name__}")
 
+    def _found(self, event: events.DiskFound) -> None:
+        self._disk.check_device(event)
+        _check_found(event)
+
     # -- peers
 
     def _peer(self, node: str) -> None:
@@ -157,6 +174,29 @@ class Checks:
 def _any(event: Any) -> None:
     """The check of event types that need none: their handlers accept any values, and ignore an event about an object
     that has ended."""
+
+
+def _disk_ready(event: events.DiskReady) -> None:
+    """Raise `ValueError` for a device without a size, or with rates that are no rates."""
+    for name in ("device", "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s"):
+        if not 0 <= getattr(event, name) <= MOST:
+            raise ValueError(f"a DiskReady with {name!r} of {getattr(event, name)}")
+
+
+def _save(event: events.SaveRequested) -> None:
+    """Raise `ValueError` for a limit that is no time."""
+    if not 0 <= event.limit_s < math.inf:
+        raise ValueError(f"a SaveRequested with a limit of {event.limit_s} s")
+
+
+def _check_found(event: events.DiskFound) -> None:
+    """Raise `ValueError` for a `DiskFound` whose parts are of different lengths, or that is too long."""
+    count = len(event.keys) // KEY_BYTES
+    whole = count * KEY_BYTES, count * PLACE_BYTES, count * NOTE_BYTES
+    if (len(event.keys), len(event.places), len(event.notes)) != whole or count > events.MAX_FOUND:
+        raise ValueError(f"a DiskFound with {count} keys, and places or notes of another number")
+    if not (1 <= event.slot_bytes <= MAX_SEGMENT_BYTES and 1 <= event.shards <= MAX_SHARDS):
+        raise ValueError(f"a DiskFound of segments of {event.slot_bytes} bytes in {event.shards} shards")
 
 
 def _packed(event: Any, most: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
+from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
@@ -108,6 +109,7 @@ class Context:
             quotas=config.quotas,
             removals=self.removals,
         )
+        self.disk = DiskTier(self.store.odds, config.disk_writes_per_day, config.quotas)
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self._sliced: deque[Callable[[], bool]] = deque()

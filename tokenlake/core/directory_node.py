@@ -25,7 +25,7 @@ from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.ring import Ring
-from tokenlake.store import Cursor, Segment
+from tokenlake.store import Cursor
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
@@ -249,7 +249,8 @@ class DirectoryNode:
         tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
         if owner == self._context.node:
             found = self._context.ready(tenant, keys)
-            absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+            disk, pairs = self._context.disk, zip(keys, found, strict=True)
+            absent = [key for key, segment in pairs if segment is None and disk.find(tenant, key) < 0]
             if absent:
                 self._peers.tell(node, wire.Evicted(tenant, join_keys(absent)))
             return
@@ -413,15 +414,22 @@ class DirectoryNode:
         number = self._context.next_id()
         self._walks[name] = number
         cursor: Cursor | None = Cursor()
+        on_disk: int | None = 0
 
         def work() -> bool:
-            nonlocal cursor
-            if self._walks.get(name) != number or cursor is None:
+            nonlocal cursor, on_disk
+            if self._walks.get(name) != number or on_disk is None:
                 return False
             if needed():
-                segments, cursor = self._context.store.walk(cursor, WALKED_SLOTS)
-                self._tell_segments(segments, chosen)
                 if cursor is not None:
+                    segments, cursor = self._context.store.walk(cursor, WALKED_SLOTS)
+                    self._tell_keys(((each.tenant, each.key) for each in segments if each.owned), chosen)
+                    if cursor is not None or self._context.disk:
+                        return True
+                entries, on_disk = self._context.disk.walk(on_disk, WALKED_SLOTS)
+                disk = self._context.disk
+                self._tell_keys(((disk.slab(entry).tenant, disk.key(entry)) for entry in entries), chosen)
+                if on_disk is not None:
                     return True
                 done()
             del self._walks[name]
@@ -429,11 +437,10 @@ class DirectoryNode:
 
         self._context.in_slices(work, later=later)
 
-    def _tell_segments(self, segments: Iterable[Segment], chosen: _Chooses) -> None:
+    def _tell_keys(self, owned: Iterable[tuple[TenantId, SegmentKey]], chosen: _Chooses) -> None:
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
-        for segment in segments:
-            if segment.owned:
-                by_tenant.setdefault(segment.tenant, []).append(segment.key)
+        for tenant, key in owned:
+            by_tenant.setdefault(tenant, []).append(key)
         for tenant, keys in by_tenant.items():
             packed = join_keys(keys)
             pairs = self._context.ring.candidates(packed)

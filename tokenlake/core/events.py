@@ -13,6 +13,9 @@ from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
+MAX_FOUND = 256
+"""Maximum number of segments in one `DiskFound`."""
+
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
@@ -178,6 +181,61 @@ class EvictRequested(_Event, frozen=True, tag=18):
     """Without keys: only segments of this size; 0 for all sizes."""
 
 
+class DiskReady(_Event, frozen=True, tag=20):
+    """A device of the disk tier was opened, or is used again after a failure. `DiskFound` follows for all segments in
+    its index, then `DiskRecovered`; the rules write to the device from then on."""
+
+    device: int
+    """Index of the device in the setting `disk`."""
+    capacity_bytes: int
+    """Bytes for the places of all slabs (`tokenlake.disk.places.stride`)."""
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+class DiskFound(_Event, frozen=True, tag=21):
+    """Segments that an earlier process wrote to a device, at most `MAX_FOUND`. The rules answer with `DiskForget` for
+    those that they do not take."""
+
+    device: int
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    places: bytes
+    notes: bytes
+
+
+class DiskRecovered(_Event, frozen=True, tag=22):
+    """All segments in the index of a device were passed in."""
+
+    device: int
+
+
+class DiskGone(_Event, frozen=True, tag=23):
+    """A device cannot be used any more, until the next `DiskReady`. Its reads and writes that are under way end with
+    their events all the same, before or after this one."""
+
+    device: int
+    reason: str
+
+
+class DiskWritten(_Event, frozen=True, tag=24):
+    """A `DiskWrite` has ended. `codes`: per segment, COMMITTED where its bytes and its record are on the device, LOST
+    otherwise."""
+
+    write: int
+    codes: bytes
+
+
+class SaveRequested(_Event, frozen=True, tag=25):
+    """The daemon is about to end: the rules write the segments of highest retention value that are in memory only, for
+    at most `limit_s`, without regard to the budget of writes. `Saved` follows exactly once, after the last
+    `DiskWritten`."""
+
+    limit_s: float
+
+
 class Tick(_Event, frozen=True, tag=11):
     """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
     driver passes in one Tick for each."""
@@ -202,5 +260,11 @@ Event = (
     | LocateRequested
     | HintGiven
     | EvictRequested
+    | DiskReady
+    | DiskFound
+    | DiskRecovered
+    | DiskGone
+    | DiskWritten
+    | SaveRequested
     | Tick
 )

@@ -126,9 +126,9 @@ class Trail:
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
 
-    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> MissReason:
-        """Count a hit whose fetch from `node` failed. `late`: it missed the deadline. `wrong`: its bytes had a wrong
-        checksum. Returns the reason."""
+    def did_not_come(self, node: str, *, late: bool, wrong: bool = False) -> MissReason:
+        """Count a hit whose fetch from `node`, or from its disk, failed. `late`: it missed the deadline. `wrong`: its
+        bytes had a wrong checksum. Returns the reason."""
         if wrong:
             return self._lose(MissReason.LOST, f"{node} sent wrong bytes")
         if late:
@@ -297,13 +297,17 @@ class Explain:
             size,
             ideal,
             (trail.hits - sum(trail.elsewhere.values())) * size,
-            tuple((str(node), count * size) for node, count in sorted(trail.elsewhere.items())),
+            tuple((self._place(node), count * size) for node, count in sorted(trail.elsewhere.items())),
             trail.fetched * size,
             trail.useful * size,
             max(0, trail.hits - ended) * size,
             tuple(reasons),
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
+
+    def _place(self, node: NodeId) -> str:
+        """How the explanation names the place of hits that were not in memory here."""
+        return f"the disk of {node}" if node == self._context.node else str(node)
 
     def _not_usable(self, question: _Question) -> list[Count]:
         """Returns why segments behind the hits were not used although they are not missing, from their codes."""

@@ -16,6 +16,9 @@
 Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
 
+Segments on a device of this node are brought in the same way, from this node itself: `Transfers` reads them back, at
+most `READS` reads of a device at a time, and the others wait in a queue.
+
 A node from which no bytes came gets no further transfer until bytes have come to a probe, a transfer of no segments
 (`Peers.delivers`).
 """
@@ -31,10 +34,13 @@ from functools import partial
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.grants import PIECE, Grants, Lease, pack
-from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
+from tokenlake.core.instructions import AbortFetch, Answer, DiskRead, Note, StartFetch
 from tokenlake.core.misses import count_missed
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process
+from tokenlake.disk import NO_ENTRY, Place, pack_places
+from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
+from tokenlake.disk.tier import Slab
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -58,14 +64,25 @@ __all__ = [
 ]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
+FROM_DISK = Metric("tokenlake_disk_tokens_total", "Tokens read back from disk for engines of this node")
 FETCH_SECONDS = Metric(
     "tokenlake_fetch_seconds",
-    "Time from a fetch request to its answer, of fetches of segments at other nodes",
+    "Time from a fetch request to its answer, of fetches of segments at other nodes or on disk",
     kind="histogram",
 )
 ARRIVED = Metric("tokenlake_received_segments_total", "Segments received whole from other nodes")
 ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from other nodes")
 CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum was wrong on arrival")
+READ = Metric("tokenlake_disk_read_segments_total", "Segments read back from disk whole", "tenant")
+READ_BACK_BYTES = Metric("tokenlake_disk_read_bytes_total", "Bytes of segments read back from disk whole", "tenant")
+READ_SECONDS = Metric(
+    "tokenlake_disk_read_seconds",
+    "Time from the request to the end of a read from disk, its wait included",
+    kind="histogram",
+)
+DAMAGED = Metric(
+    "tokenlake_disk_damaged_segments_total", "Segments on disk whose bytes were wrong or could not be read"
+)
 ABORTED = Metric("tokenlake_aborted_fetches_total", "Transfers that missed their deadline")
 
 MAX_RANGE = 1 << 16
@@ -159,9 +176,18 @@ class Transfer:
     """Name of the engine's request, for the log; empty for none."""
     segments: list[Segment] = field(default_factory=list)
     timer: Timer | None = None
+    asked_at: float = 0.0
+    """Time in seconds at which the transfer was asked for."""
     started_at: float = 0.0
     answer_s: float = 0.0
     """Seconds that the node has for its first bytes; see `StartFetch`."""
+    disk_s: float = 0.0
+    """Seconds that the node needs to read the segments from its disk."""
+    device: int | None = None
+    """The device of this node from which the segments are read; None: they come from another node."""
+    places: list[tuple[Slab, int]] = field(default_factory=list)
+    """The places of the segments on the device."""
+    aborted: bool = False
 
     @property
     def background(self) -> bool:
@@ -189,6 +215,8 @@ class Transfers:
         self._limit = BackgroundLimit(context.config.background_share)
         self._queue: dict[Transfer, None] = {}
         """Background pieces that the limit holds back, oldest first."""
+        self._reads: ReadQueue[Transfer] = ReadQueue(context.disk.devices)
+        self._read_seconds = context.counters.histogram(READ_SECONDS)
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
         self._doubted: set[NodeId] = set()
@@ -203,6 +231,15 @@ class Transfers:
         """Started transfers by id; not to be changed."""
         return self._under_way
 
+    def delivers(self, node: NodeId) -> bool:
+        """Returns True if segments can be brought from `node` now: another node that delivers, or this one, from
+        disk."""
+        return node == self._context.node or self._peers.delivers(node)
+
+    def predict_s(self, node: NodeId, nbytes: int) -> float:
+        """Returns the expected seconds until `nbytes` have come from `node`."""
+        return self._reads.predict_s(nbytes) if node == self._context.node else self._peers.predict_s(node, nbytes)
+
     def bring(
         self,
         node: NodeId,
@@ -215,15 +252,19 @@ class Transfers:
         wait_s: float,
         request: str = "",
         hints: Hints | None = None,
+        disk_s: float = 0.0,
     ) -> None:
-        """Transfer segments from `node` as copies of `kind`. `wanted`: (key, index in the prompt, callback) of each.
+        """Transfer segments from `node`, which may be this one (from disk), as copies of `kind`. `wanted`: (key, index
+        in the prompt, callback) of each.
 
         A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once,
         and one of a node that does not deliver is LOST at once.
         `wait_s`: seconds after which the transfer is aborted. CACHED copies are for an engine that waits; the others
-        are background transfers.
+        are background transfers. `disk_s`: seconds that `node` needs to read the segments from its disk.
         """
         transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request)
+        transfer.asked_at, transfer.disk_s = self._context.now, disk_s
+        from_disk = node == self._context.node
         refused: list[tuple[OnArrival, Code]] = []
         for key, depth, on_arrival in wanted:
             known = self._context.store.get(tenant, key)
@@ -234,7 +275,8 @@ class Transfers:
                     # queued transfer that contains it starts at once.
                     self._start_queued(self._queued[known])
                 continue
-            if not self._peers.delivers(node):
+            entry = self._on_disk(tenant, key, slot_bytes, shards) if from_disk else NO_ENTRY
+            if entry < 0 if from_disk else not self._peers.delivers(node):
                 refused.append((on_arrival, Code.LOST))
                 continue
             segment = self._context.store.reserve(
@@ -243,10 +285,16 @@ class Transfers:
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue
-            segment.source = node if kind is Kind.CACHED else None
+            if from_disk:
+                self._recall(segment, entry)
+                transfer.places.append(self._context.disk.begin_read(entry))
+            else:
+                segment.source = node if kind is Kind.CACHED else None
             self._waiters[segment] = [on_arrival]
             transfer.segments.append(segment)
-        if transfer.segments and transfer.background:
+        if transfer.segments and from_disk:
+            self._read(transfer)
+        elif transfer.segments and transfer.background:
             self._enqueue(transfer)
         elif transfer.segments:
             self._start(transfer)
@@ -272,6 +320,8 @@ class Transfers:
         self._under_way[fetch] = transfer
         # Half of the time is left for another copy. A node in good health answers as soon as a ping.
         transfer.answer_s = max(LEAST_ANSWER_S, min(transfer.wait_s / 2, self._context.config.suspect_s))
+        if transfer.disk_s:
+            transfer.answer_s = min(transfer.wait_s, transfer.answer_s + 3 * transfer.disk_s)
         transfer.started_at = self._context.now
         transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
         self._context.emit(
@@ -288,6 +338,97 @@ class Transfers:
                 background=transfer.background,
             )
         )
+
+    # -- reads from disk
+
+    def _on_disk(self, tenant: TenantId, key: SegmentKey, slot_bytes: int, shards: int) -> int:
+        """Returns the entry of a segment on disk, if it has this size and number of shards."""
+        disk = self._context.disk
+        entry = disk.find(tenant, key)
+        fits = entry >= 0 and disk.slab(entry).slot_bytes == slot_bytes and disk.shards(entry) == shards
+        return entry if fits else NO_ENTRY
+
+    def _recall(self, segment: Segment, entry: int) -> None:
+        """A segment is about to be read back: what the note on disk knows of it counts again."""
+        note = self._context.disk.note(entry)
+        segment.hints = segment.hints.merged_over(note.hints)
+        pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
+        if pool is not None:
+            pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
+
+    def _read(self, transfer: Transfer) -> None:
+        """Queue reads of the segments, which are reserved, one or more for each device."""
+        pieces: dict[int, Transfer] = {}
+        most = max(1, min(READ_SEGMENTS, READ_BYTES // transfer.slot_bytes))
+        for segment, place in zip(transfer.segments, transfer.places, strict=True):
+            device = place[0].device.number
+            piece = pieces.get(device)
+            if piece is None or len(piece.segments) == most:
+                piece = pieces[device] = replace(transfer, segments=[], places=[], device=device)
+                piece.timer = self._context.after(transfer.wait_s, partial(self._drop_read, piece))
+                self._reads.add(device, piece, 0)
+            piece.segments.append(segment)
+            piece.places.append(place)
+            self._reads.grow(device, piece, transfer.slot_bytes)
+        for device in pieces:
+            self._start_reads(device)
+
+    def _start_reads(self, device: int) -> None:
+        while (read := self._reads.take(device)) is not None:
+            if read.timer is not None:
+                read.timer.cancel()
+            fetch = self._context.next_id()
+            self._under_way[fetch] = read
+            read.started_at = self._context.now
+            left_s = max(0.0, read.asked_at + read.wait_s - read.started_at)
+            read.timer = self._context.after(left_s, partial(self._abort, fetch))
+            places = (Place(slot, slab.generations[slot]) for slab, slot in read.places)
+            self._context.emit(
+                DiskRead(
+                    fetch,
+                    device,
+                    read.tenant,
+                    read.slot_bytes,
+                    read.shards,
+                    join_keys(segment.key for segment in read.segments),
+                    b"".join(segment.packed for segment in read.segments),
+                    pack_places(places),
+                    read.request,
+                    background=read.background,
+                )
+            )
+
+    def _drop_read(self, read: Transfer) -> None:
+        """Drop a read that waited for its device until its deadline."""
+        assert read.device is not None
+        self._reads.drop(read.device, read)
+        self._context.counters.add(ABORTED)
+        self._end_places(read)
+        self._lose(read)
+
+    def _end_places(self, read: Transfer) -> None:
+        for slab, slot in read.places:
+            self._context.disk.end_read(slab, slot, self._context.now)
+
+    def _read_ended(self, read: Transfer, codes: bytes) -> None:
+        """A thread has read from a device. A segment whose bytes were wrong, or that the device could not read in time,
+        is void."""
+        assert read.device is not None
+        disk, counters = self._context.disk, self._context.counters
+        whole = codes.count(Code.LOCAL) == len(codes)
+        self._reads.ended(read.device, read.nbytes, self._context.now - read.started_at, whole)
+        self._read_seconds.add(self._context.now - read.asked_at)
+        for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
+            if code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
+                counters.add(DAMAGED)
+                disk.forget_place(slab, slot)
+                if code == Code.BAD_CHECKSUM:
+                    self._context.store.found_corrupt(segment.tenant, segment.key)
+        self._end_places(read)
+        arrived = codes.count(Code.LOCAL)
+        counters.add_for(READ, arrived, read.tenant)
+        counters.add_for(READ_BACK_BYTES, arrived * read.slot_bytes, read.tenant)
+        self._start_reads(read.device)
 
     # -- probes
 
@@ -359,10 +500,14 @@ class Transfers:
         """Drop a queued piece of a background transfer that waited too long: the node that offered its segments has
         given up."""
         self._unqueue(piece)
-        for segment in piece.segments:
+        self._lose(piece)
+
+    def _lose(self, transfer: Transfer) -> None:
+        """Give up a transfer that has not started."""
+        for segment in transfer.segments:
             self._context.store.unpin(segment)
             self._context.store.discard(segment, self._context.now)
-        for segment in piece.segments:
+        for segment in transfer.segments:
             for on_arrival in self._waiters.pop(segment):
                 on_arrival(None, Code.LOST)
 
@@ -374,6 +519,11 @@ class Transfers:
             self._context.emit(AbortFetch(fetch))
             return
         self._context.counters.add(ABORTED)
+        if transfer.device is not None:
+            transfer.aborted = True
+            self._context.emit(AbortFetch(fetch))
+            self._note(transfer, "missed its deadline")
+            return
         self._peers.silent_since(transfer.node, transfer.started_at)
         nbytes = sum(segment.slot_bytes for segment in transfer.segments)
         self._peers.missed(transfer.node, nbytes, self._context.now - transfer.started_at)
@@ -382,7 +532,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        text = f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"
+        source = transfer.node if transfer.device is None else f"disk {transfer.device}"
+        text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
     def check_done(self, fetch: int, codes: bytes, checksums: bytes, held: bytes) -> None:
@@ -419,18 +570,19 @@ class Transfers:
         transfer = self._under_way.pop(fetch)
         if transfer.timer is not None:
             transfer.timer.cancel()
-        if answered:
+        if answered and transfer.device is None:
             self._peers.answered(transfer.node)
         if not transfer.segments:
             self._probed(transfer.node)
             return
-        if answered is False:
+        if answered is False and transfer.device is None:
             waited_s = min(transfer.answer_s, self._context.now - transfer.started_at)
             times = self._peers.unanswered(transfer.node, transfer.started_at, waited_s)
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
-        self._limit.ended(background=transfer.background)
+        if transfer.device is None:
+            self._limit.ended(background=transfer.background)
         store = self._context.store
         size = len(checksums) // max(1, len(codes))
         arrived = [s for s, code in zip(transfer.segments, codes, strict=True) if code == Code.LOCAL]
@@ -443,14 +595,18 @@ class Transfers:
                 else:
                     store.unpin(segment)
                 store.discard(segment, self._context.now)
-        if Code.BAD_CHECKSUM in codes:
+        if transfer.device is not None:
+            self._read_ended(transfer, codes)
+        elif Code.BAD_CHECKSUM in codes:
             corrupt = [s.key for s, code in zip(transfer.segments, codes, strict=True) if code == Code.BAD_CHECKSUM]
             self._report_corrupt(transfer, corrupt)
         store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
         nbytes = sum(segment.slot_bytes for segment in arrived)
-        self._context.counters.add(ARRIVED, len(arrived))
-        self._context.counters.add(ARRIVED_BYTES, nbytes)
-        if arrived:
+        if transfer.device is None:
+            self._context.counters.add(ARRIVED, len(arrived))
+            self._context.counters.add(ARRIVED_BYTES, nbytes)
+        if arrived and transfer.device is None and not transfer.disk_s:
+            # The rate of a node that reads from its disk first is not that of the network.
             self._peers.measured(transfer.node, nbytes, self._context.now - transfer.started_at)
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
         outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
@@ -491,7 +647,7 @@ class Transfers:
 
     def pinned(self) -> Iterator[Segment]:
         """Yields a segment once for each pin that transfers hold on it; for integrity checks."""
-        for transfer in (*self._under_way.values(), *self._queue):
+        for transfer in (*self._under_way.values(), *self._queue, *self._reads):
             yield from transfer.segments
         for outcomes in self._settling.values():
             yield from (segment for segment, code, _ in outcomes if code is Code.LOCAL)
@@ -660,7 +816,7 @@ class LeaseReads:
             node = lease.remotes[index]
             if node is not None and lease.segments[index] is None:
                 by_node.setdefault(node, []).append(index)
-        for node in [node for node in by_node if not self._peers.delivers(node)]:
+        for node in [node for node in by_node if not self._transfers.delivers(node)]:
             if lease.trail is not None:
                 lease.trail.silent[node] = None
                 if not self._peers.connected(node):
@@ -694,7 +850,10 @@ class LeaseReads:
         limit_s = fetch.request.deadline_s
         if not limit_s:
             size = fetch.process.session.slot_bytes
-            limit_s = deadline_s(sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items()))
+            predicted = (self._transfers.predict_s(node, size * len(at)) for node, at in by_node.items())
+            limit_s = deadline_s(
+                sum(predicted) + max((fetch.lease.disk_s.get(node, 0.0) for node in by_node), default=0)
+            )
         return min(limit_s, fetch.request.at_most_s or MAX_DEADLINE_S, MAX_DEADLINE_S)
 
     def _bring(self, fetch: _Fetch, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
@@ -718,6 +877,7 @@ class LeaseReads:
                 wait_s=limit_s,
                 request=fetch.request.request,
                 hints=lease.hints,
+                disk_s=lease.disk_s.get(node, 0.0),
             )
 
     def _arrived(self, fetch: _Fetch, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
@@ -728,7 +888,8 @@ class LeaseReads:
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
             self._grants.item_arrived(session, lease, index, segment)
-            self._context.counters.add(FETCHED, session.segment_tokens)
+            counted = FROM_DISK if node == self._context.node else FETCHED
+            self._context.counters.add(counted, session.segment_tokens)
             if lease.trail is not None:
                 lease.trail.fetched += 1
         elif segment is not None:
@@ -755,7 +916,8 @@ class LeaseReads:
         self._grants.item_lost(fetch.lease, index)
         if fetch.lease.trail is not None:
             late = fetch.answered or not self._peers.answers(node)
-            reason = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong)
+            source = f"the disk of {node}" if node == self._context.node else str(node)
+            reason = fetch.lease.trail.did_not_come(source, late=late, wrong=index in fetch.wrong)
             session = fetch.process.session
             count_missed(self._context.counters, session.tenant, reason, session.segment_tokens)
 

@@ -79,6 +79,8 @@ class Lease:
         """Number of fetches that wait for an item, by index of the items that are being fetched."""
         self.remote_leases = list(remote_leases)
         """(node, lease id) of the leases at other nodes that keep the remote items from being evicted there."""
+        self.disk_s: dict[NodeId, float] = {}
+        """Seconds that other nodes expect to take to read items from their disks, by node, where there are such."""
         self.hints = hints
         """The hints of the request; they are recorded with every read of an item."""
         self.trail: Trail | None = None

@@ -136,6 +136,76 @@ class EvictionDone(_Instruction, frozen=True, tag=14):
     """Segments that stay, because an engine is writing them."""
 
 
+class DiskWrite(_Instruction, frozen=True, tag=15):
+    """Write segments to a device: the bytes, then a sync of the batch, then the records of the index. The memory slots
+    are pinned, and the places are no other segment's, until the driver has passed in `DiskWritten`, exactly once."""
+
+    write: int
+    device: int
+    """Index of the device in the setting `disk`."""
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    slots: bytes
+    """The slots in memory, packed as in messages."""
+    places: bytes
+    """The places in the slab of this tenant and slot size (`tokenlake.disk.places`). A place may be beyond the present
+    end of the slab. Its generation is greater than any that the place had before."""
+    checksums: bytes
+    """8 bytes per shard of each segment."""
+    notes: bytes
+    """`NOTE_BYTES` per segment, kept with its record and given back by `DiskFound`."""
+
+
+class DiskRead(_Instruction, frozen=True, tag=16):
+    """Read segments from a device into reserved slots, in a thread, and compare each with the key, the generation and
+    the checksums that were written with it. The driver passes in `FetchDone` exactly once: LOCAL for each sound
+    segment, BAD_CHECKSUM for a place with other bytes, LOST for one that could not be read. `AbortFetch` may end it
+    early."""
+
+    fetch: int
+    device: int
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    slots: bytes
+    places: bytes
+    request: str = ""
+    """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
+    background: bool = False
+    """True if no engine waits for the segments."""
+
+
+class DiskForget(_Instruction, frozen=True, tag=17):
+    """The segments at these places are void. That is recorded before another segment's bytes are written there; no
+    event follows."""
+
+    device: int
+    tenant: str
+    slot_bytes: int
+    keys: bytes
+    places: bytes
+
+
+class DiskTrim(_Instruction, frozen=True, tag=18):
+    """A slab keeps its first `places` places, and none for 0; the device gets the space of the others back. The
+    segments there were void before (`DiskForget`), and no read or write of them is under way."""
+
+    device: int
+    tenant: str
+    slot_bytes: int
+    places: int
+
+
+class Saved(_Instruction, frozen=True, tag=19):
+    """Answers `SaveRequested`: no write is under way any more. Given once."""
+
+    segments: int
+    """Segments that were written since the request."""
+
+
 Instruction = (
     Welcomed
     | Answer
@@ -151,4 +221,9 @@ Instruction = (
     | Drained
     | Located
     | EvictionDone
+    | DiskWrite
+    | DiskRead
+    | DiskForget
+    | DiskTrim
+    | Saved
 )

@@ -38,7 +38,7 @@ were found, and such a match does not wait for a segment in flight.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -134,11 +134,14 @@ class MatchResult(NamedTuple):
 class _Found:
     """The copies, owners and codes that one match has found so far, by index of the key in the prompt."""
 
-    __slots__ = ("accesses", "codes", "leases", "named", "owners", "segments", "silent")
+    __slots__ = ("accesses", "codes", "disk", "disk_s", "here", "leases", "named", "owners", "segments", "silent")
 
-    def __init__(self, segments: list[Segment | None]) -> None:
-        """`segments`: the copy of this node for each key, pinned for the match; None where this node has none."""
+    def __init__(self, segments: list[Segment | None], here: NodeId, disk: Sequence[int] = ()) -> None:
+        """`segments`: the copy of this node for each key, pinned for the match; None where this node has none. `disk`:
+        the indices of the keys whose segments are on disk here, and not in memory."""
         self.segments = segments
+        self.here = here
+        self.disk = list(disk)
         self.accesses: list[KnownAccess] = []
         """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
         access."""
@@ -151,6 +154,10 @@ class _Found:
         self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
         self.owners: list[NodeId | None] = [None] * len(self.segments)
         """The other node where each segment is leased; None where it is not leased elsewhere."""
+        for index in self.disk:
+            self.codes[index], self.owners[index] = _REMOTE, self.here
+        self.disk_s: dict[NodeId, float] = {}
+        """By node: the seconds that it takes to read segments that it leased from its disk, if there are such."""
         self.leases: dict[NodeId, list[int]] = {}
         """Ids of all leases that other nodes granted to this match, by node."""
         self.named: dict[int, tuple[NodeId, NodeId]] = {}
@@ -158,7 +165,10 @@ class _Found:
 
     def missing(self) -> list[int]:
         """Indices of the keys without a copy at this node, ascending."""
-        return [index for index, segment in enumerate(self.segments) if segment is None]
+        if not self.disk:
+            return [index for index, segment in enumerate(self.segments) if segment is None]
+        disk = frozenset(self.disk)
+        return [index for index, segment in enumerate(self.segments) if segment is None and index not in disk]
 
     def prefix(self, limit: int) -> int:
         """Returns how many of the first `limit` segments, up to the first missing one, are on this node or leased at
@@ -292,14 +302,33 @@ class Matches:
         keys = split_keys(request.keys)
         self._context.counters.add(MATCHES)
         segments = self._context.ready(process.session.tenant, keys)
-        match = _Match(process, request, keys, _Found(segments), self._context.now)
-        self._under_way[match] = None
         here = [segment for segment in segments if segment is not None]
+        disk = self._on_disk(process, keys, segments) if len(here) < len(keys) else []
+        match = _Match(process, request, keys, _Found(segments, self._context.node, disk), self._context.now)
+        self._under_way[match] = None
         self._context.store.pin(*here)
-        if len(here) < len(keys):
+        if disk:
+            access, age_s = self._context.disk.last_access(
+                self._context.disk.find(process.session.tenant, keys[disk[-1]]), self._context.now
+            )
+            match.found.accesses.append((disk[-1], access, age_s))
+        if len(here) + len(disk) < len(keys):
             self._search(match)
         else:
             self._finish(match)
+
+    def _on_disk(self, process: Process, keys: list[SegmentKey], segments: list[Segment | None]) -> list[int]:
+        """Returns the indices of the keys whose segments are not in memory but on a device of this node."""
+        disk, tenant, size = self._context.disk, process.session.tenant, process.session.slot_bytes
+        if not disk:
+            return []
+        return [
+            index
+            for index, segment in enumerate(segments)
+            if segment is None
+            and (entry := disk.find(tenant, keys[index])) >= 0
+            and disk.slab(entry).slot_bytes == size
+        ]
 
     def _search(self, match: _Match) -> None:
         request, now = match.request, self._context.now
@@ -468,6 +497,8 @@ class Matches:
             found.accesses.append((indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
         if reply.lease:
             found.leases.setdefault(node, []).append(reply.lease)
+        if reply.disk_s:
+            found.disk_s[node] = max(reply.disk_s, found.disk_s.get(node, 0.0))
         named = iter(reply.nodes)
         delivers = self._peers.delivers(node)
         if not delivers and _LOCAL in reply.codes:
@@ -645,6 +676,7 @@ class Matches:
             keys = match.keys[:hits] if result.places is None else [match.keys[index] for index in result.places]
             places = result.segments, result.owners, result.leases
             lease = Lease(number, keys, process.connection, hints, *places)
+            lease.disk_s = match.found.disk_s
             self._grants.add_lease(session, lease)
         (self._wait_seconds if match.waited else self._match_seconds).add(self._context.now - match.began)
         local = hits - result.segments.count(None) if result.owners else hits
@@ -667,6 +699,7 @@ class Matches:
             search.open = False
             self._recheck(search)
             self._leave_out_dropped(found)
+            self._leave_out_evicted(match)
             self._report_stale(search)
             if not independent:
                 found.set_codes_behind(found.prefix(len(match.keys)), search.answered)
@@ -675,6 +708,7 @@ class Matches:
         limit = self._grants.may_lease(session, candidates, len(session.processes)) if match.process.alive else 0
         if places is None:
             hits = found.prefix(limit) if search is not None else limit
+            self._hold(match, range(hits))
             if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
                 found.codes[limit] = Code.SESSION_LIMIT
         else:
@@ -682,11 +716,12 @@ class Matches:
             for index in places[limit:]:
                 found.codes[index] = Code.SESSION_LIMIT
             places = places[:limit]
+            self._hold(match, places)
         segments = tuple(candidates[:hits])
         if hits < len(candidates):
             self._context.store.unpin(*(segment for segment in candidates[hits:] if segment is not None))
         access = access_of_match(self._context, session.tenant, match.keys, found.segments, hits, found.accesses)
-        if search is None:
+        if search is None and not found.disk:
             return MatchResult(bytes(found.codes), segments, access, places=places)
         of_hits = found.owners if places is None else [found.owners[index] for index in places]
         pairs = zip(segments, of_hits, strict=False)
@@ -706,6 +741,24 @@ class Matches:
                 found.segments[index] = None
                 found.codes[index] = _MISSING
                 self._context.store.unpin(segment)
+
+    def _leave_out_evicted(self, match: _Match) -> None:
+        """Count a segment on disk as missing if it left the disk while other nodes were asked."""
+        found = match.found
+        for index in [at for at in found.disk if self._entry(match, at) < 0]:
+            found.disk.remove(index)
+            found.owners[index], found.codes[index] = None, _MISSING
+
+    def _entry(self, match: _Match, index: int) -> int:
+        return self._context.disk.find(match.process.session.tenant, match.keys[index])
+
+    def _hold(self, match: _Match, hits: Sequence[int]) -> None:
+        """Keep those hits that are on disk there until the engine has had time to fetch them."""
+        if match.found.disk:
+            chosen, until = frozenset(hits), self._context.now + self._context.config.peer_lease_s
+            for index in match.found.disk:
+                if index in chosen:
+                    self._context.disk.hold(self._entry(match, index), until)
 
     def _report_stale(self, search: _Search) -> None:
         """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they ask

@@ -17,6 +17,7 @@ from tokenlake.core.checks import Checks
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.disk import Disk
 from tokenlake.core.drain import Drain
 from tokenlake.core.explain import Explain, RecentRequest
 from tokenlake.core.fetch import LeaseReads, Transfers
@@ -99,10 +100,12 @@ class NodeCore:
         self._sessions = Sessions(context, self._peers, self._grants)
         self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._directory_node)
+        self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
+        self._disk = Disk(context, self._directory_node, self._ownership.redundant)
+        self._ownership.forget_on_disk = self._disk.forget
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node)
-        context.store.on_arrival = lambda segment: self._waiting.arrived(segment.tenant, (segment.key,))
+        context.store.on_arrival = self._arrived
         self._matches = Matches(
             context,
             self._grants,
@@ -125,14 +128,21 @@ class NodeCore:
             self._refusals,
         )
         self._survey = Survey(context, self._peers, self._directory_node)
-        self._orders = Orders(context)
+        self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._handover)
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
         )
         self._checks = Checks(
-            context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
+            context,
+            self._sessions,
+            self._peers,
+            self._transfers,
+            self._serving,
+            self._regions,
+            self._learned,
+            self._disk,
         )
         self._handlers: dict[type, Callable[..., None]] = {
             # Events of the driver: handler(event).
@@ -156,6 +166,12 @@ class NodeCore:
                 TenantId(e.tenant), split_keys(e.keys), with_access(e.hints, NO_ACCESS)
             ),
             events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
+            events.DiskReady: self._disk.ready,
+            events.DiskFound: self._disk.found,
+            events.DiskRecovered: lambda e: self._disk.recovered(e.device),
+            events.DiskGone: lambda e: self._disk.gone(e.device),
+            events.DiskWritten: self._disk.written,
+            events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Heartbeat: lambda process, m: None,
@@ -303,6 +319,7 @@ class NodeCore:
         because a reader compares generations before it uses bytes; then the instructions that the handlers emitted;
         last the reports of the segments that the event evicted."""
         context = self._context
+        self._disk.follow()
         if context.store.evicted:
             self._report_evicted()
         out, context.out = context.out, []
@@ -319,6 +336,12 @@ class NodeCore:
         except Exception:
             self._context.store.evicted = []
             return self._take_instructions()
+
+    def _arrived(self, segment: Segment) -> None:
+        """A segment became READY in memory."""
+        if self._context.disk:
+            self._context.disk.arrived(segment)
+        self._waiting.arrived(segment.tenant, (segment.key,))
 
     # -- engines
 
@@ -407,6 +430,9 @@ class NodeCore:
     def _report_evicted(self) -> None:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
+        if self._context.disk:
+            # What is on disk goes on being a segment of this node.
+            evicted = [each for each in evicted if self._context.disk.find(each.tenant, each.key) < 0]
         groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
         for segment in evicted:
             gone = self._context.removals.get(segment.tenant, segment.key)
@@ -430,6 +456,7 @@ class NodeCore:
     def _report(self) -> None:
         self._touches.report()
         self._serving.sweep()
+        self._disk.look()
         # Repeated in each gossip interval: when a tenant joined, the memory for it may still have been pinned by
         # engines that had died.
         self._regions.look()
@@ -457,6 +484,7 @@ class NodeCore:
             self._survey,
             self._orders,
             self._refusals,
+            self._disk,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}
@@ -483,6 +511,7 @@ class NodeCore:
         self._corruption.check_integrity()
         self._directory_node.check_integrity()
         self._ring_change.check_integrity()
+        self._disk.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
@@ -493,5 +522,6 @@ class NodeCore:
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "a slot outside the quarantine is pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._matches, self._transfers, self._serving, self._corruption):
+        parts = (self._sessions, self._matches, self._transfers, self._serving, self._corruption, self._disk)
+        for part in parts:
             yield from part.pinned()

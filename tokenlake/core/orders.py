@@ -1,8 +1,9 @@
-"""Orders of an operator about the segments of this node: eviction."""
+"""Orders of an operator about the segments of this node: eviction, from memory and from disk."""
 
 from __future__ import annotations
 
 from tokenlake.core.context import Context
+from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.identity import TenantId
 from tokenlake.store import Cursor, Segment, State
@@ -17,8 +18,9 @@ MAX_ORDERED = 128
 class Orders:
     """Evicts the segments that an operator names. Segments that an engine is writing stay."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, disk: Disk) -> None:
         self._context = context
+        self._disk = disk
         self._under_way = 0
 
     def evict(self, request: int, tenant: TenantId, keys: bytes, slot_bytes: int) -> None:
@@ -27,15 +29,25 @@ class Orders:
         store = self._context.store
         if keys:
             named = [store.get(tenant, key) for key in split_keys(keys)]
-            self._context.emit(EvictionDone(request, *self._evict([each for each in named if each is not None])))
+            evicted, kept = self._evict([each for each in named if each is not None])
+            evicted += self._disk.forget(tenant, [key for key in split_keys(keys) if store.get(tenant, key) is None])
+            self._context.emit(EvictionDone(request, evicted, kept))
             return
         cursor: Cursor | None = Cursor()
+        on_disk: int | None = 0
         evicted = kept = 0
         self._under_way += 1
 
         def work() -> bool:
-            nonlocal cursor, evicted, kept
-            assert cursor is not None
+            nonlocal cursor, on_disk, evicted, kept
+            if cursor is None:
+                assert on_disk is not None
+                dropped, on_disk = self._disk.forget_some(tenant, slot_bytes, on_disk, MAX_ORDERED)
+                evicted += dropped
+                if on_disk is None:
+                    self._under_way -= 1
+                    self._context.emit(EvictionDone(request, evicted, kept))
+                return on_disk is not None
             passed, cursor = store.walk(cursor, MAX_ORDERED)
             some = self._evict(
                 [
@@ -45,10 +57,7 @@ class Orders:
                 ]
             )
             evicted, kept = evicted + some[0], kept + some[1]
-            if cursor is None:
-                self._under_way -= 1
-                self._context.emit(EvictionDone(request, evicted, kept))
-            return cursor is not None
+            return True
 
         self._context.in_slices(work)
 

@@ -19,7 +19,7 @@ learns of an eviction by the answer to its report of a read (`access`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
@@ -47,6 +47,8 @@ class Ownership:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self.forget_on_disk: Callable[[TenantId, Iterable[SegmentKey]], int] = lambda tenant, keys: 0
+        """Drops the copies of segments on disk."""
 
     def committed(self, tenant: TenantId, segments: list[Segment]) -> None:
         """Make this node the owner of READY segments, which are given in the order of their depth: those of one write,
@@ -64,8 +66,9 @@ class Ownership:
 
     def redundant(self, message: wire.Redundant) -> None:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
-        cached copies."""
+        cached copies, and those on disk are dropped."""
         tenant = TenantId(message.tenant)
+        self.forget_on_disk(tenant, split_keys(message.keys))
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
             if segment is not None and segment.owned:

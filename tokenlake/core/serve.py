@@ -15,19 +15,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.fetch import deadline_s
+from tokenlake.core.fetch import MAX_DEADLINE_S, OnArrival, Transfers, deadline_s
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import PoolId, Segment
+from tokenlake.store import Kind, PoolId, Segment
 from tokenlake.timers import Timer
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -210,14 +211,33 @@ class _Send(NamedTuple):
     """True if no engine of the node waits for the segments."""
 
 
+@dataclass(eq=False, slots=True)
+class _ReadBack:
+    """A pull of another node, of segments some of which are on disk. It pins those that are in memory."""
+
+    stream: int
+    node: NodeId
+    tenant: TenantId
+    keys: list[SegmentKey]
+    background: bool
+    segments: list[Segment] = field(default_factory=list)
+    awaited: int = 0
+    """Number of segments that are not read yet."""
+
+
 class Serving:
     """Serves other nodes: answers their lookups, grants them leases, and sends them segments. A lease and a send each
     pin their segments."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self._transfers = transfers
+        self._reads: dict[_ReadBack, None] = {}
+        """The pulls whose segments are being read from disk."""
+        self._reading: dict[int, _ReadBack] = {}
+        """Those of them that are still to be sent, by bulk connection."""
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
         self._leased: dict[PoolId, set[Segment]] = {}
@@ -238,8 +258,9 @@ class Serving:
         directory."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
+        disk = self._on_disk(tenant, keys, found) if None in found else {}
         codes = bytearray([_LOCAL]) * len(keys)
-        nodes = self._ask_directory(tenant, keys, found, codes, message.ring[0]) if None in found else []
+        nodes = self._ask_directory(tenant, keys, found, disk, codes, message.ring[0]) if None in found else []
         if message.claim_s:
             pairs = self._context.ring.candidates(message.keys)
             for index, (key, pair) in enumerate(zip(keys, pairs, strict=True)):
@@ -255,8 +276,9 @@ class Serving:
         if verdict.deferred:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []
         lease = self._grant(node, leased) if leased else LeaseId(0)
+        disk_s = self._keep_on_disk(disk) if disk and message.lease and not verdict.deferred else 0.0
         vacancy, load = self._context.vacancy(), self._context.load()
-        known, last_access, age_s = self._deepest(tenant, keys, found)
+        known, last_access, age_s = self._deepest(tenant, keys, found, disk)
         redirect = verdict.redirect or ""
         return wire.LookupReply(
             message.call,
@@ -270,16 +292,37 @@ class Serving:
             age_s,
             redirect,
             self._context.ring_version,
+            disk_s,
         )
 
+    def _on_disk(self, tenant: TenantId, keys: list[SegmentKey], found: Sequence[Segment | None]) -> dict[int, int]:
+        """Returns the entry of each segment that is on a device and not in memory, by index of its key."""
+        disk = self._context.disk
+        if not disk:
+            return {}
+        absent = (index for index, segment in enumerate(found) if segment is None)
+        return {index: entry for index in absent if (entry := disk.find(tenant, keys[index])) >= 0}
+
+    def _keep_on_disk(self, entries: Mapping[int, int]) -> float:
+        """Keep segments on disk until a reader has had time to fetch them. Returns the seconds that reading them
+        takes."""
+        disk, until = self._context.disk, self._context.now + self._context.config.peer_lease_s
+        for entry in entries.values():
+            disk.hold(entry, until)
+        nbytes = sum(disk.slab(entry).slot_bytes for entry in entries.values())
+        return min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
+
     def _deepest(
-        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]
+        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], disk: Mapping[int, int]
     ) -> tuple[int, AccessRecord, float]:
         """Returns three fields of `LookupReply`: the number of keys up to the last one whose segment this node has or
         remembers, the `AccessRecord` of the request that accessed that segment last, and the seconds since then."""
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
+        deepest = max(disk, default=-1)
+        if deepest >= known:
+            return deepest + 1, *self._context.disk.last_access(disk[deepest], self._context.now)
         behind = keys[known:]
         sources = (
             self._context.store.last_access(tenant, behind, self._context.now),
@@ -295,14 +338,21 @@ class Serving:
         return (0, NO_ACCESS, 0.0) if here is None else (known, here.hints.access, self._context.since(here.touched))
 
     def _ask_directory(
-        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray, epoch: int
+        self,
+        tenant: TenantId,
+        keys: list[SegmentKey],
+        found: list[Segment | None],
+        disk: Container[int],
+        codes: bytearray,
+        epoch: int,
     ) -> list[NodeId]:
-        """Set the codes of the keys whose segments this node lacks from the directory. Returns the owner for each code
+        """Set the codes of the keys whose segments this node lacks from the directory. `disk`: the indices of those
+        that it has on disk. Returns the owner for each code
         ELSEWHERE, in the order of the keys. `epoch`: that of the reader's ring; on a newer ring than this node's, this
         node may be the directory node of keys of which it knows nothing."""
         absent_code = _MISSING if epoch <= self._context.record.epoch else Code.UNKNOWN
         here = self._context.node
-        absent = [index for index, segment in enumerate(found) if segment is None]
+        absent = [index for index, segment in enumerate(found) if segment is None and index not in disk]
         missing = [keys[index] for index in absent]
         nodes: list[NodeId] = []
         candidates = self._context.ring.candidates(join_keys(missing))
@@ -418,15 +468,56 @@ class Serving:
 
     def check_pull(self, stream: int) -> None:
         """Raises `ValueError` while an earlier send on the bulk connection is under way. Changes nothing."""
-        if stream in self._sends:
+        if stream in self._sends or stream in self._reading:
             raise ValueError(f"bulk connection {stream} asks again before it was served")
 
     def pull(
         self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False
     ) -> None:
         """Send segments to `node` over the bulk connection `stream`: those that this node has are pinned and sent, the
-        codes of the others are LOST. `background`: no engine of `node` waits for them. A node that reads slowly is sent
-        no further segments while those under way to it are as many as all other nodes together may lease."""
+        codes of the others are LOST. Segments on disk are read back first. `background`: no engine of `node` waits for
+        them. A node that reads slowly is sent no further segments while those under way to it are as many as all other
+        nodes together may lease."""
+        found = self._context.ready(tenant, keys)
+        disk = self._on_disk(tenant, keys, found) if None in found else {}
+        if disk:
+            self._read_back(_ReadBack(stream, node, tenant, keys, background), found, disk)
+        else:
+            self._pull(stream, node, tenant, keys, background)
+
+    def _read_back(self, pull: _ReadBack, found: Sequence[Segment | None], entries: Mapping[int, int]) -> None:
+        """Read segments from disk, and then send them with those in memory, which are pinned meanwhile. The bulk
+        connection may end before: then nothing is sent."""
+        tier, here = self._context.disk, self._context.node
+        pull.segments = [segment for segment in found if segment is not None]
+        self._context.store.pin(*pull.segments)
+        self._reading[pull.stream] = pull
+        self._reads[pull] = None
+        pull.awaited = len(entries)
+        by_shape: dict[tuple[int, int], list[tuple[SegmentKey, int, OnArrival]]] = {}
+        for index, entry in entries.items():
+            shape = tier.slab(entry).slot_bytes, tier.shards(entry)
+            by_shape.setdefault(shape, []).append((pull.keys[index], index, partial(self._read, pull)))
+        for (slot_bytes, shards), wanted in by_shape.items():
+            wait_s = min(MAX_DEADLINE_S, deadline_s(self._transfers.predict_s(here, slot_bytes * len(wanted))))
+            self._transfers.bring(
+                here, pull.tenant, wanted, kind=Kind.CACHED, slot_bytes=slot_bytes, shards=shards, wait_s=wait_s
+            )
+
+    def _read(self, pull: _ReadBack, segment: Segment | None, code: Code) -> None:
+        """A segment of a pull was read from disk, or was not (None)."""
+        pull.awaited -= 1
+        if segment is not None:
+            pull.segments.append(segment)
+        if pull.awaited:
+            return
+        del self._reads[pull]
+        if self._reading.get(pull.stream) is pull:
+            del self._reading[pull.stream]
+            self._pull(pull.stream, pull.node, pull.tenant, pull.keys, pull.background)
+        self._context.store.unpin(*pull.segments)
+
+    def _pull(self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], background: bool) -> None:
         found = self._context.ready(tenant, keys)
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
@@ -456,6 +547,7 @@ class Serving:
 
     def sent(self, stream: int) -> None:
         """Handle the end of a send on the bulk connection `stream`: release its pins."""
+        self._reading.pop(stream, None)
         send = self._sends.pop(stream, None)
         if send is None:
             return
@@ -476,12 +568,15 @@ class Serving:
             yield from lease.segments
         for send in self._sends.values():
             yield from send.segments
+        for pull in self._reads:
+            yield from pull.segments
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "leases to peers": len(self._leases),
             "sends": len(self._sends),
+            "pulls from disk": len(self._reads),
             "segments with recipients": len(self._fan_out),
         }
 

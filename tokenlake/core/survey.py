@@ -71,7 +71,10 @@ class Survey:
         alone = (here,)
         for key, segment in zip(keys, self._context.ready(tenant, keys), strict=True):
             if segment is None:
-                missing.append(key)
+                if self._context.disk.find(tenant, key) >= 0:
+                    question.owners[key] = alone
+                else:
+                    missing.append(key)
                 continue
             question.owners[key] = alone if segment.source in (None, here) else (here, segment.source)
         asked = dict(self._peers.by_directory_node(missing, previous=True))

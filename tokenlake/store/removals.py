@@ -11,6 +11,7 @@ from tokenlake.identity import SegmentKey, TenantId
 __all__ = [
     "CACHED_RULE",
     "CORRUPT_RULE",
+    "DISK_RULE",
     "MAX_REMOVALS",
     "NOT_ADMITTED_RULE",
     "OPERATOR_RULE",
@@ -24,6 +25,7 @@ POLICY_RULE = "least retention value"
 CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
 NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
+DISK_RULE = "least retention value on disk"
 CORRUPT_RULE = "its bytes were wrong"
 OPERATOR_RULE = "an operator evicted it"
 

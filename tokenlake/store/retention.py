@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.eviction.odds import Odds
 from tokenlake.store.segment import Segment
 
 __all__ = ["HIGH_S", "HIGH_SHARE", "Deadlines", "Retention"]
@@ -180,6 +181,19 @@ class Retention(EvictionPolicy):
 
     def __iter__(self) -> Iterator[Segment]:
         return itertools.chain.from_iterable(self._tiers[tier] for tier in (_EXPIRED, _LOW, _NORMAL, _HIGH))
+
+    @property
+    def odds(self) -> Odds | None:
+        """The model of re-use of the other policy; see `EvictionPolicy`."""
+        return self._policy.odds
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses that the other policy knows; see `EvictionPolicy`."""
+        return self._policy.accesses(segment)
+
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:
+        """Tell the other policy of earlier accesses; see `EvictionPolicy`."""
+        self._policy.recall(key, accesses, hints, now)
 
     def save(self) -> bytes:
         """Returns the statistics that the other policy has learned, encoded; see `EvictionPolicy`."""

@@ -57,11 +57,13 @@ class PolicyState:
 class Segment:
     """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state`, `pins` and `hints`; the pool and its
     orders of eviction change `excluded`, `touched` and `policy_state`; the core changes `checksums`,
-    `missing_shards` and `source`. All other fields stay."""
+    `missing_shards`, `source` and `asked`; the disk tier changes `disk`. All other fields stay."""
 
     __slots__ = (
+        "asked",
         "checksums",
         "depth",
+        "disk",
         "excluded",
         "hints",
         "key",
@@ -110,6 +112,11 @@ class Segment:
         """Bit mask of the shards of the segment that are not committed yet."""
         self.source: NodeId | None = None
         """The node that owns the segment, if this node has a cached copy of another node's segment; else None."""
+        self.disk = -1
+        """Number of the segment's entry in the disk tier, if it is on a device of this node or is being written to it;
+        else -1."""
+        self.asked = -1.0
+        """Value of `touched` when the disk tier last refused the segment."""
 
     @property
     def owned(self) -> bool:

@@ -14,6 +14,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.store.changes import ChangeLog
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.eviction.odds import Odds
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
 from tokenlake.store.region_allocator import RegionAllocator
@@ -96,6 +97,10 @@ class SegmentStore:
         """Number of segments that became READY so far."""
         self.on_arrival: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that becomes READY."""
+        self.left: list[Segment] = []
+        """Segments with an entry in the disk tier that left memory; the caller empties the list."""
+        self.evictions: dict[PoolId, int] = {}
+        """Number of segments that were evicted for want of memory, by pool; the caller empties the map."""
         self.changes = ChangeLog()
         """The log of the segments that became READY, and of those that left."""
         self._counters = counters
@@ -111,6 +116,8 @@ class SegmentStore:
         """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
         self._exchanging = 1
         """Number of nodes that merge each other's statistics of the eviction policy."""
+        self._odds: dict[PoolId, Odds] = {}
+        """Models of re-use for pools that have no memory now."""
         self._learned: dict[PoolId, bytes] = {}
         """Statistics of the eviction policy for pools that have no memory now, the newest last."""
 
@@ -261,6 +268,8 @@ class SegmentStore:
         if segment.state is State.READY:
             pool.leave(segment, now, evicted)
             self.changes.gone(segment)
+        if segment.disk >= 0:
+            self.left.append(segment)
         segment.state = State.GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
@@ -366,6 +375,28 @@ class SegmentStore:
         have no memory now."""
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
+
+    def odds(self, tenant: TenantId, slot_bytes: int) -> Odds:
+        """Returns the model of re-use of the primary copies of this tenant and size. Without memory for them it is the
+        model that they will begin with, or a new one where the policy has none."""
+        at = PoolId(tenant, slot_bytes)
+        if at in self._pools:
+            known = self._pools[at].retention.odds
+            if known is not None:
+                return known
+        odds = self._odds.get(at)
+        if odds is None:
+            odds = self._odds[at] = Odds()
+            if learned := self._learned.get(at):
+                odds.restore(learned)
+            while len(self._odds) > MAX_LEARNED_POOLS:
+                del self._odds[next(iter(self._odds))]
+        return odds
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses of a segment of this node, also of one that was just evicted; at least 1."""
+        pool = self._pools.get(segment.pool)
+        return 1 if pool is None else pool.retention.accesses(segment)
 
     def exchange_among(self, nodes: int) -> None:
         """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
@@ -548,6 +579,7 @@ class SegmentStore:
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         """Evict a segment for want of memory, and log why. `rule`: the reason, if it is not the order of eviction."""
         self._counters.add(EVICTED)
+        self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
         self._log_removal(segment, now, rule or CACHED_RULE)

@@ -76,7 +76,7 @@ class Funnel(_Struct, frozen=True):
     ideal: Index
     here: Index
     elsewhere: tuple[tuple[str, Index], ...]
-    """Tokens that the match found at other nodes: (node, number of tokens) each."""
+    """Tokens that the match found at other nodes, or on the disk of this one: (place, number of tokens) each."""
     fetched: Index
     useful: Index
     held: Index

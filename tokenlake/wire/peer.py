@@ -238,6 +238,9 @@ class LookupReply(_Message, frozen=True, tag=5):
     none."""
     ring: RingVersion = NO_RING
     """The sender's ring."""
+    disk_s: Seconds = 0.0
+    """Expected seconds until the sender has read those of the segments with the code LOCAL that are on its disk; 0:
+    none is. They are not leased, and stay there for some time."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):

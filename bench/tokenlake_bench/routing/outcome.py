@@ -12,7 +12,7 @@ import numpy as np
 from tokenlake_bench.balance import BusyLog, SendLog, load, spread
 from tokenlake_bench.engine_model import EngineModel
 
-__all__ = ["SLO_FACTOR", "Answered", "SystemRow", "row_of"]
+__all__ = ["SLO_FACTOR", "Answered", "DiskUse", "SystemRow", "row_of"]
 
 SLO_FACTOR: Final = 10.0
 """Factor of the objective of a request: its time to the first token and its time per further token must both be at most
@@ -44,6 +44,18 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
         return (self.finished_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
+class DiskUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the disks of all nodes over a run. `tokens`: those of the hits that were read from disk. `written_share`:
+    written bytes of the bytes that memory evicted; `writes_per_day`: how often a disk would be written whole in a
+    day."""
+
+    tokens: int
+    written_bytes: int
+    written_bytes_per_day: float
+    writes_per_day: float
+    written_share: float
+
+
 class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
@@ -73,6 +85,9 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     slo_attainment: float
     bytes_moved: int
+    disk_share: float = 0.0
+    disk_written_bytes_per_day: float | None = None
+    disk_written_share: float | None = None
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
@@ -91,6 +106,7 @@ def row_of(
     *,
     duplication: float,
     closed_loop: bool = False,
+    disk: DiskUse | None = None,
 ) -> SystemRow:
     """The row of a system in the comparison, from its answers, at least one. Answers of one token have no time per
     further token. `sent`: all bytes between the instances. `closed_loop`: some requests waited for the answer to
@@ -100,11 +116,12 @@ def row_of(
     finished_s = max(answered.finished_s for answered in answers)
     duration_s = (finished_s if closed_loop else max(arrivals)) - min(arrivals)
     hits = sum(answered.hit_tokens for answered in answers)
+    from_disk = 0 if disk is None else disk.tokens
     ttft = [answered.ttft_s for answered in answers]
     tpot = [answered.tpot_s for answered in answers if answered.output_tokens > 1]
     return SystemRow(
         token_hit_rate=hits / sum(a.prompt_tokens for a in answers),
-        remote_share=sum(a.remote_tokens for a in answers) / max(1, hits),
+        remote_share=max(0, sum(a.remote_tokens for a in answers) - from_disk) / max(1, hits),
         engine_share=sum(a.engine_tokens for a in answers) / max(1, hits),
         load_cv=load(sent).cv,
         load_cv_floor=load(sent.at_floor()).cv,
@@ -118,6 +135,9 @@ def row_of(
         goodput_rps=met / duration_s if duration_s > 0 else math.nan,
         slo_attainment=met / len(answers),
         bytes_moved=sum(sent.totals()),
+        disk_share=from_disk / max(1, hits),
+        disk_written_bytes_per_day=None if disk is None else disk.written_bytes_per_day,
+        disk_written_share=None if disk is None else disk.written_share,
     )
 
 

@@ -12,6 +12,7 @@ from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
+from tokenlake_bench.simulation.disk import disk_bytes
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Network
@@ -68,7 +69,7 @@ class SimulatedCluster:
         """Indices of the nodes that are members and do not drain: they get the requests."""
         for node in self.nodes:
             node.connect(self.nodes)
-            node.driver.start()
+            node.start()
         for node in self.nodes:
             for other in self.nodes:
                 if other is not node:
@@ -91,7 +92,9 @@ class SimulatedCluster:
         return NodeCore(CoreConfig(name, 1, self.record, 1, self.size.memory, **rules))
 
     def _node(self, index: int, core: NodeCore) -> SimNode:
-        node = SimNode(index, self._most, core, self.clock, self.network, self.meter)
+        options, size = self.options, self.size
+        disk = disk_bytes(options.disk_tokens // options.nodes, size.layout.segment_tokens, size.layout.segment_bytes)
+        node = SimNode(index, self._most, core, self.clock, self.network, self.meter, disk, options.disk)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)
         return node
@@ -109,7 +112,7 @@ class SimulatedCluster:
         self.meter.add(node.store)
         for each in self.nodes:
             each.connect(self.nodes)
-        node.driver.start()
+        node.start()
         self.engines.append(self._engine(node))
         self.serving.append(index)
         return index

@@ -42,15 +42,18 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
     """Arguments of the command line. `engine_cache_tokens`: length of the GPU cache of each instance, None where
-    `capacity_tokens` is all memory for caches. `rate`: requests per second of all copies together, None for the trace's
-    own. `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
-    requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time. `pools`:
-    None for `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of
-    range."""
+    `capacity_tokens` is all memory for caches. `disk_tokens`: tokens that the disks of all nodes hold, None for none;
+    `disk_writes_per_day`: their budget of writes in the setting's unit, None for its default. `rate`: requests per
+    second of all copies together, None for the trace's own. `copies`: so many copies of the trace run side by side,
+    shifted, with shared templates. `swarm`: number of requests in each added swarm of parallel agents. `open_loop`:
+    every request arrives at its recorded time. `pools`: None for `pool`, and for `pool-real` where a compared system is
+    real. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3
     capacity_tokens: int | None = None
+    disk_tokens: int | None = None
+    disk_writes_per_day: float | None = None
     engine_cache_tokens: int | None = None
     segment_tokens: int | None = None
     limit: int | None = None
@@ -83,7 +86,9 @@ class SimulateArguments:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
             raise ConfigurationError("flash_at", self.flash_at, "seconds of trace time, at least 0")
-        for name in ("nodes", "limit", "copies", "swarm"):
+        if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
+            raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
+        for name in ("nodes", "limit", "copies", "swarm", "disk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(name, value, "at least 1")
         if self.engine_cache_tokens is not None:
@@ -191,7 +196,10 @@ class _Study:
             capacity_tokens=capacity_tokens,
             segment_tokens=segment_tokens,
             seed=arguments.seed,
-            rules={},
+            rules={}
+            if arguments.disk_writes_per_day is None
+            else {"disk_writes_per_day": arguments.disk_writes_per_day},
+            disk_tokens=arguments.disk_tokens or 0,
         )
         run, own_route = pool.prepare(options, self.engine, arguments.engine_cache_tokens)
         route = run.round_robin if arguments.route == ROUND_ROBIN else own_route
@@ -222,6 +230,7 @@ class _Study:
             self.rows,
             self.engine,
             engine_cache_tokens=self.arguments.engine_cache_tokens,
+            disk_tokens=self.arguments.disk_tokens,
             flash_at=self.arguments.flash_at,
             complete=self.complete,
         )

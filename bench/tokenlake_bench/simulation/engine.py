@@ -16,7 +16,8 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine
 from tokenlake_bench.live_client import PATIENCE_S, WINDOW
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.node import CHECKSUM, SimNode
+from tokenlake_bench.simulation.disk import CHECKSUM
+from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 
 __all__ = ["SOCKET_S", "SimulatedEngine", "RequestOutcome", "Steps"]

@@ -22,8 +22,9 @@ from tokenlake_bench.routing.engine_cache import EngineCache
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.cluster import Send
+from tokenlake_bench.simulation.disk import CHECKSUM
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, Steps
-from tokenlake_bench.simulation.node import CHECKSUM, SimNode
+from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import PooledRequest, PooledRun

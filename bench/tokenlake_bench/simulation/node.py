@@ -9,15 +9,13 @@ from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store import SegmentStore
 from tokenlake.wire import Code, engine, peer
+from tokenlake_bench.simulation.disk import CHECKSUM, DiskShape, SimDisk
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
 
-__all__ = ["CHECKSUM", "Process", "SimNode"]
-
-CHECKSUM = b"checksum"
-"""The checksum that every segment and shard has, because simulated segments have no bytes."""
+__all__ = ["Process", "SimNode"]
 
 
 class Process(Protocol):
@@ -107,8 +105,19 @@ class SimNode:
     """A simulated node: the driver of its rules (`NodeDriver`), with the engines, the network and the memory that it
     drives."""
 
-    def __init__(self, index: int, nodes: int, core: NodeCore, clock: Clock, network: Network, meter: Meter) -> None:
-        """`index`: number of this node among the `nodes` nodes of the cluster."""
+    def __init__(
+        self,
+        index: int,
+        nodes: int,
+        core: NodeCore,
+        clock: Clock,
+        network: Network,
+        meter: Meter,
+        disk_bytes: int = 0,
+        disk: DiskShape | None = None,
+    ) -> None:
+        """`index`: number of this node among the `nodes` nodes of the cluster. `disk_bytes`: size of its disk; 0: it
+        has none. `disk`: its shape, by default the usual one."""
         self.index = index
         self.name = core.config.node
         self.core = core
@@ -121,7 +130,18 @@ class SimNode:
         """Called when the node, which drains, has handed over its segments."""
         self.read_ring: Callable[[], None] = lambda: None
         """Called when the node hears of a newer ring."""
-        self.driver = NodeDriver(core, clock, engines=self, network=self, memory=self, membership=_Membership(self))
+        self.disk: SimDisk | None = None
+        if disk_bytes:
+            self.disk = SimDisk(disk or DiskShape(), disk_bytes, clock, self._from_disk)
+        self.driver = NodeDriver(
+            core,
+            clock,
+            engines=self,
+            network=self,
+            memory=self,
+            membership=_Membership(self),
+            disks=self.disk,
+        )
         self.deliver = self.driver.deliver
         self._nodes = nodes
         self._peers: dict[str, tuple[SimNode, Link]] = {}
@@ -131,6 +151,15 @@ class SimNode:
     def store(self) -> SegmentStore:
         """The segment store of the node."""
         return self.core.store
+
+    def start(self) -> None:
+        """Start the rules, and report the disk to them."""
+        self.driver.start()
+        if self.disk is not None:
+            self.disk.start()
+
+    def _from_disk(self, event: events.Event) -> None:
+        self.driver.deliver(event)
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
         """Make the other nodes known to this one. Must be called before `driver.start`, and when a node joins."""

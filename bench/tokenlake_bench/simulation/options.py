@@ -10,6 +10,7 @@ from typing import Any
 from tokenlake.core.context import CoreConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
+from tokenlake_bench.simulation.disk import DiskShape
 from tokenlake_bench.simulation.network import NetworkShape
 
 __all__ = ["SimulationOptions", "serving_layout"]
@@ -23,6 +24,9 @@ class SimulationOptions:
     nodes: int
     capacity_tokens: int
     """Number of tokens that the whole pool holds."""
+    disk_tokens: int = 0
+    """Number of tokens that the disks of all nodes hold; 0: no node has a disk."""
+    disk: DiskShape = field(default_factory=DiskShape)
     segment_tokens: int = 512
     layout: Layout | None = None
     """The layout of the segments; None: that of Llama-3-8B (`serving_layout`)."""

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from tokenlake.core import events
 from tokenlake.errors import ConfigurationError
@@ -72,7 +73,8 @@ def pool_options(
     capacity_tokens: int,
     segment_tokens: int,
     seed: int,
-    rules: dict[str, str],
+    rules: dict[str, Any],
+    disk_tokens: int = 0,
 ) -> SimulationOptions:
     """Options of a simulated pool with one node per engine instance, whose network adapters together are one
     connection. A node's memory is one region, so it has as many slots as an instance of the compared systems has cache
@@ -81,6 +83,7 @@ def pool_options(
     return SimulationOptions(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
+        disk_tokens=disk_tokens,
         segment_tokens=segment_tokens,
         layout=engine_layout(engine, segment_tokens),
         seed=seed,
@@ -360,4 +363,5 @@ class PooledRun:
             self.engine,
             duplication=simulation.totals().duplication,
             closed_loop=self._closed_loop,
+            disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
         )

@@ -13,6 +13,7 @@ from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_ratio, format_share, hit_rates
 from tokenlake_bench.routing import SystemRow
+from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
@@ -42,8 +43,8 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     which requests under way take no memory, as in live mode. `wrong_bytes` is 0 because segments have no bytes.
     `systems`: every form of the pool and every other system, by name. An instance
     is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all memory for
-    caches. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
-    `complete`: the run was not interrupted.
+    caches; `disk_tokens` are those that the pool's disks hold, None without disks. `rate`: arriving requests per
+    second. `messages_per_request`: frames between nodes of the pool. `complete`: the run was not interrupted.
     """
 
     systems: dict[str, SystemRow]
@@ -52,6 +53,7 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     gpus: int
     capacity_tokens: int
     engine_cache_tokens: int | None = None
+    disk_tokens: int | None = None
     rate: float
     messages_per_request: float
     processor_s: float
@@ -75,6 +77,7 @@ class PoolView:
     """Median and 99th percentile of the seconds from the match to the last byte of the prefix, over the requests that
     read something."""
     seconds: float
+    disk: DiskUse | None
 
     @classmethod
     def of(cls, run: PooledRun) -> PoolView:
@@ -93,6 +96,7 @@ class PoolView:
             capacity_tokens=cluster.size.capacity_tokens,
             read_s=(simulation.read_s(0.5), simulation.read_s(0.99)),
             seconds=seconds,
+            disk=simulation.disk_use(seconds),
         )
 
 
@@ -102,6 +106,7 @@ def result_of(
     engine: EngineModel,
     *,
     engine_cache_tokens: int | None = None,
+    disk_tokens: int | None = None,
     flash_at: float | None,
     complete: bool,
 ) -> SimulatedResult:
@@ -137,6 +142,7 @@ def result_of(
         gpus=engine.gpus,
         capacity_tokens=view.capacity_tokens,
         engine_cache_tokens=engine_cache_tokens,
+        disk_tokens=disk_tokens,
         rate=(len(prompts) - 1) / duration_s if duration_s > 0 else 0.0,
         messages_per_request=totals.messages_per_request,
         processor_s=totals.processor_s,
@@ -160,6 +166,12 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
         label = f"the same of the reads in window {number} of the flash crowd"
         table.add_row(label, f"{ratio:.3f} (floor {least:.3f})")
+    if view.disk is not None:
+        disk = view.disk
+        table.add_row("capacity of the disks", f"{result.disk_tokens or 0:,} tokens")
+        table.add_row("written to disk per day, per node", format_bytes(int(disk.written_bytes_per_day / result.nodes)))
+        table.add_row("the same in sizes of the disk", f"{disk.writes_per_day:.1f}")
+        table.add_row("written, of what memory evicted", format_share(disk.written_share))
     table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
     table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
     table.add_row("processor time", format_duration(result.processor_s))
@@ -172,7 +184,8 @@ def systems_table(result: SimulatedResult) -> Table:
     title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
     table = Table(title=title, title_justify="left")
     table.add_column("system")
-    for name in _COLUMNS:
+    disks = any(row.disk_written_share is not None for row in result.systems.values())
+    for name in (*_COLUMNS, *(["disk"] if disks else [])):
         table.add_column(name, justify="right")
     for name, row in result.systems.items():
         table.add_row(
@@ -188,5 +201,6 @@ def systems_table(result: SimulatedResult) -> Table:
             format_share(row.slo_attainment),
             f"{row.goodput_rps:.2f}",
             format_bytes(row.bytes_moved),
+            *([format_share(row.disk_share)] if disks else []),
         )
     return table

@@ -12,10 +12,13 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from tokenlake.core.fetch import FROM_DISK
 from tokenlake.identity import SegmentKey
 from tokenlake.store import State
+from tokenlake.store.store import EVICTED as MEMORY_EVICTED
 from tokenlake.wire import Code
 from tokenlake_bench.balance import Spread, load
+from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
@@ -91,15 +94,38 @@ class Simulation:
         return Measured(
             requests=self.done,
             token_hit_rate=self._hits * self.options.segment_tokens / max(1, self._tokens),
-            remote_share=self._remote / max(1, self._hits),
+            remote_share=self.remote_share(),
             load=load(sent),
             load_floor=load(sent.at_floor()),
         )
+
+    def remote_share(self) -> float:
+        """Share of the hits that came from other nodes. A segment that lies on disk is fetched like one of another
+        node, from the node itself."""
+        own = sum(node.core.counters[FROM_DISK] for node in self.cluster.nodes) / self.options.segment_tokens
+        return max(0.0, self._remote - own) / max(1, self._hits)
 
     def read_s(self, quantile: float) -> float:
         """A quantile of the seconds from the match to the last byte of the prefix, over the requests that read
         something."""
         return float(np.quantile(np.array(self._read_s), quantile)) if self._read_s else 0.0
+
+    def disk_use(self, seconds: float) -> DiskUse | None:
+        """Use of the disks in a run of so many seconds; None without disks."""
+        disks = [node.disk for node in self.cluster.nodes if node.disk is not None]
+        if not disks:
+            return None
+        counters = [node.core.counters for node in self.cluster.nodes]
+        written = sum(disk.written_bytes for disk in disks)
+        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.segment_layout.segment_bytes
+        per_day = written * 86_400 / max(seconds, 1e-9)
+        return DiskUse(
+            tokens=sum(each[FROM_DISK] for each in counters),
+            written_bytes=written,
+            written_bytes_per_day=per_day,
+            writes_per_day=per_day / sum(disk.capacity for disk in disks),
+            written_share=written / max(1, evicted),
+        )
 
     def totals(self) -> Totals:
         """Totals of all requests so far."""

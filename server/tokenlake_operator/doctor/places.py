@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenlake.config import Address, ServerConfig, parse_address
+from tokenlake.config import Address, Disk, ServerConfig, parse_address
 from tokenlake.errors import ListenerUntrusted
 from tokenlake.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
+from tokenlake_server.disk.device import RESERVE_BYTES
 
 __all__ = ["check_directories", "check_ports", "check_sockets"]
 
@@ -109,7 +110,7 @@ def _left(path: Path, where: str, user: int) -> Iterator[Finding]:
 
 
 def check_directories(config: ServerConfig) -> Iterator[Finding]:
-    """The directory of the statistics, and that of the event log."""
+    """The directories of the statistics, of the disk tier and of the event log."""
     if config.state_directory:
         directory, where = Path(config.state_directory), f"state_directory = {config.state_directory}"
         if not directory.is_dir():
@@ -118,6 +119,8 @@ def check_directories(config: ServerConfig) -> Iterator[Finding]:
         elif reason := _unwritable(directory):
             cure = f"`chown` {directory} to the daemon's user, on a file system that can be written"
             yield Finding("error", "state-directory", where, f"no file can be made there ({reason})", cure)
+    for disk in config.disk:
+        yield from _disk(disk)
     if config.record:
         directory, where = Path(config.record).absolute().parent, f"record = {config.record}"
         if not directory.is_dir() or _unwritable(directory):
@@ -126,6 +129,23 @@ def check_directories(config: ServerConfig) -> Iterator[Finding]:
         else:
             problem = "each event of the daemon is written there, without an end"
             yield Finding("warning", "record", where, problem, "remove 'record' once the defect is found")
+
+
+def _disk(disk: Disk) -> Iterator[Finding]:
+    directory, where = Path(disk.path), f"disk = {disk}"
+    if not directory.is_dir():
+        cure = f"mount the device, and `install -d -m 700 -o USER {directory}` with the daemon's user"
+        yield Finding("error", "disk", where, "there is no such directory", cure)
+    elif reason := _unwritable(directory):
+        cure = f"`chown` {directory} to the daemon's user, on a file system that can be written"
+        yield Finding("error", "disk", where, f"no file can be made there ({reason})", cure)
+    elif disk.nbytes is not None:
+        status = os.statvfs(directory)
+        used = sum(each.stat().st_blocks * 512 for each in directory.glob("slab-*"))
+        room = used + status.f_bavail * status.f_frsize - RESERVE_BYTES
+        if room < disk.nbytes:
+            problem = f"the tier will take {max(0, room) >> 20} MiB, because no more is free there"
+            yield Finding("warning", "disk-size", where, problem, "a lower size, or a larger device")
 
 
 def _unwritable(directory: Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
+from tokenlake.store.eviction.odds import Odds
 from tokenlake.store.segment import Segment
 
 __all__ = ["SAME_ACCESS_S", "EvictionPolicy"]
@@ -76,6 +77,19 @@ class EvictionPolicy(ABC):
         """Returns (index, last access record, seconds since then) of the last of `keys` that the policy remembers as
         evicted or refused; None without one."""
         return None
+
+    @property
+    def odds(self) -> Odds | None:
+        """The model of re-use that the policy learns; None for a policy that learns nothing."""
+        return None
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses of a segment, in order or not, as far as the policy knows; at least 1."""
+        return 1
+
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:  # noqa: B027
+        """A segment that comes back from disk, and is not in order, had so many accesses, the last one with these
+        hints. Ignored if the policy remembers it; most policies count no accesses."""
 
     def save(self) -> bytes:
         """Returns the statistics that the policy has learned, encoded, without anything about single segments; empty

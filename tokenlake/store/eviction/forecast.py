@@ -158,6 +158,27 @@ class Forecast(EvictionPolicy):
                 if child < len(self._heap):
                     heapq.heappush(frontier, (self._heap[child], child))
 
+    @property
+    def odds(self) -> Odds:
+        """The model; see `EvictionPolicy`."""
+        return self._odds
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses of a segment; see `EvictionPolicy`."""
+        record = segment.policy_state
+        if not isinstance(record, Record):
+            record = self._ghosts.get(segment.key)
+        return 1 if record is None else max(1, record.accesses)
+
+    def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:
+        """Make a ghost of the segment, without a cohort: the model learns nothing from its next access. See
+        `EvictionPolicy`."""
+        if key not in self._ghosts:
+            now = self._advance(now)
+            record = Record(now)
+            record.accesses = accesses
+            self._add_ghost(key, record, hints, now)
+
     def save(self) -> bytes:
         """Returns the statistics of the model, encoded; see `EvictionPolicy`."""
         return self._odds.save()
@@ -320,7 +341,6 @@ class Forecast(EvictionPolicy):
     def check_integrity(self) -> None:
         """Raises AssertionError when sizes, cohorts or bounds do not add up."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        assert all(record.cohort is not None for record in self._ghosts.values())
         live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
         assert len(live) == self._live == len({cohort.number for cohort in live})
         assert self._size == sum(len(cohort.here) for cohort in live)

@@ -1,0 +1,686 @@
+"""One device of the disk tier: its threads, its queue, and its failures.
+
+::
+
+    control loop                    4 threads "disk-N"                    thread "disk-N-index"
+      | DiskRead  ---> queue ------>| bytes, verification                   |
+      |<------------- FetchDone ----|                                       |
+      | DiskWrite ---> queue ------>| bytes                                 |
+      |                             | the last segment of the write ------->| sync of the slabs, records, sync
+      |<------------------------------------------ DiskWritten -------------|
+      | DiskForget, DiskTrim ---------------------------------------------->| records
+
+Reads come first; one thread prefers writes, so that neither waits for ever. The rules bound the number of reads and
+writes under way.
+
+A device whose operations fail or take seconds is set aside: its reads and writes end at once, but for those that a
+thread still carries out, and the rules forget its segments. It is checked again and again, by writing and reading a
+file, and is opened like at the start when the check succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenlake.core import events
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import DiskForget, DiskRead, DiskTrim, DiskWrite
+from tokenlake.disk.places import NOTE_BYTES, unpack_places
+from tokenlake.errors import LimitReached
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code
+from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.slots import split_keys, unpack_slots
+from tokenlake_server.arena import Arena
+from tokenlake_server.contents import Contents
+from tokenlake_server.disk.encryption import DiskKeys
+from tokenlake_server.disk.files import Files
+from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
+from tokenlake_server.disk.store import DiskStore, Place, WrongKeys
+
+__all__ = ["RESERVE_BYTES", "THREADS", "Device", "DeviceState", "Patience", "Surroundings", "measure"]
+
+log = logging.getLogger(__name__)
+
+THREADS = 4
+"""Threads of a device that read and write segments; more give no more bandwidth."""
+RESERVE_BYTES = 64 << 20
+"""Bytes of the file system that are left free, for the index and for other programs."""
+FREE_SHARE = 0.95
+"""Share of the free space that a device without a size takes."""
+PROBE_PIECE = 1 << 20
+"""Size of each operation of a check."""
+PROBE = "probe"
+CAPACITY_CHANGE = 0.02
+"""Share of the capacity by which it changes before the rules are told."""
+GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOENT})
+"""Errors after which a device is not used again before a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Bounds of a device: times in seconds, the number of errors, and the effort of a check."""
+
+    slow_s: float = 5.0
+    """An operation that takes longer sets the device aside."""
+    errors: int = 8
+    """Errors within `errors_s` that set the device aside."""
+    errors_s: float = 60.0
+    check_s: float = 10.0
+    """Time until the first check of a device that was set aside; it doubles with each failed check."""
+    most_check_s: float = 300.0
+    sync_s: float = 1.0
+    """Time after which a record without a write is synced."""
+    capacity_s: float = 60.0
+    """Interval at which the free space is read."""
+    probe_bytes: int = 32 << 20
+    """Size of the file by which the device is checked, and its bandwidth is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a device needs of its daemon."""
+
+    cluster: str
+    node: str
+    keys: DiskKeys
+    arena: Arena
+    post: Callable[[Event], None]
+    """Passes an event to the rules; from any thread."""
+    deliver: Callable[[Event], bool]
+    """As `post`, but returns when the event was handled; False where the daemon ends."""
+    contents: Callable[[], Contents]
+
+
+class DeviceState(NamedTuple):
+    """What the metrics page and `status` show of a device."""
+
+    path: str
+    serving: bool
+    problem: str
+    """Why the device is set aside; empty while it serves, and before it was opened first."""
+    capacity_bytes: int
+    slab_bytes: int
+    queue: int
+    """Segments that wait for a thread."""
+    read_errors: int
+    write_errors: int
+    mismatches: int
+    """Places that did not hold the segment that the index names."""
+
+
+class _Segments:
+    """The segments of one instruction; `codes` and `left` are guarded by the lock of the device."""
+
+    def __init__(self, instruction: DiskRead | DiskWrite) -> None:
+        self.keys = split_keys(instruction.keys)
+        self.slots = unpack_slots(instruction.slots)
+        self.places = unpack_places(instruction.places)
+        self.left = len(self.keys)
+        """Segments that have not ended."""
+        self.codes = bytearray([Code.LOST]) * self.left
+        self._names = instruction.tenant, instruction.slot_bytes, instruction.shards
+
+    def where(self, index: int) -> StoredSegment:
+        """One of the segments, and its place."""
+        return StoredSegment(*self._names, self.keys[index], *self.places[index])
+
+
+class _Read(_Segments):
+    """The execution of one `DiskRead`."""
+
+    def __init__(self, instruction: DiskRead) -> None:
+        super().__init__(instruction)
+        self.instruction = instruction
+        count = len(self.keys)
+        self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
+
+    def done(self) -> Event:
+        return events.FetchDone(self.instruction.fetch, bytes(self.codes), bytes(self.checksums))
+
+
+class _Write(_Segments):
+    """The execution of one `DiskWrite`."""
+
+    def __init__(self, instruction: DiskWrite) -> None:
+        super().__init__(instruction)
+        self.instruction = instruction
+
+    def done(self) -> Event:
+        return events.DiskWritten(self.instruction.write, bytes(self.codes))
+
+
+_Job = _Read | _Write
+_Op = tuple[_Job, int]
+"""One segment of a job."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The segments that wait for a thread."""
+
+    reads: deque[_Op] = field(default_factory=deque)
+    background: deque[_Op] = field(default_factory=deque)
+    writes: deque[_Op] = field(default_factory=deque)
+
+    def of(self, job: _Job) -> deque[_Op]:
+        if isinstance(job, _Write):
+            return self.writes
+        return self.background if job.instruction.background else self.reads
+
+    def __len__(self) -> int:
+        return len(self.reads) + len(self.background) + len(self.writes)
+
+    def take_all(self) -> list[_Op]:
+        found = [*self.reads, *self.background, *self.writes]
+        for each in (self.reads, self.background, self.writes):
+            each.clear()
+        return found
+
+
+class Device:
+    """A device of the setting `disk`. `start`, `read`, `write`, `forget`, `trim`, `abort`, `watch` and `state` are
+    called on the control loop and never block; `close` blocks."""
+
+    def __init__(
+        self,
+        number: int,
+        path: str,
+        limit: int | None,
+        open_files: Callable[[], Files],
+        surroundings: Surroundings,
+        patience: Patience = Patience(),
+    ) -> None:
+        """`limit`: most bytes of all slabs; None: what is free. `open_files`: opens the directory at `path`."""
+        self.number = number
+        self.path = path
+        self._limit = limit
+        self._open_files = open_files
+        self._around = surroundings
+        self._patience = patience
+        self._lock = threading.Lock()
+        """Guards all fields below."""
+        self._changed = threading.Condition(self._lock)
+        """For the thread of the index: there are records, or the state changed."""
+        self._queued = threading.Condition(self._lock)
+        """For the other threads: there are segments to read or write, or the daemon ends."""
+        self._store: DiskStore | None = None
+        """None while the device is not in use."""
+        self._queue = _Queue()
+        self._jobs: dict[int, _Read] = {}
+        self._records: deque[_Write | DiskForget | DiskTrim] = deque()
+        """What the thread of the index is to record, in order."""
+        self._running: dict[str, float] = {}
+        """Begin of the operation of each thread."""
+        self._errors: deque[float] = deque()
+        """Times of the last errors."""
+        self._problem = ""
+        self._full = False
+        """True from the first write without space until the rules know the capacity."""
+        self._capacity = 0
+        self._rates = (0.0, 0.0)
+        self._counts = {"read": 0, "write": 0, "mismatch": 0}
+        self._closing = False
+        name = f"disk-{number}"
+        self._threads = [
+            threading.Thread(target=self._work, args=(thread == 0,), name=f"{name}.{thread}", daemon=True)
+            for thread in range(THREADS)
+        ]
+        self._keeper = threading.Thread(target=self._keep, name=f"{name}-index", daemon=True)
+
+    def start(self) -> None:
+        """Begin to open the device. Raises `LimitReached` where no threads can be started."""
+        try:
+            for thread in (*self._threads, self._keeper):
+                thread.start()
+        except RuntimeError as error:
+            raise LimitReached(f"the threads of the disk tier cannot be started: {error}") from error
+
+    # -- instructions
+
+    def write(self, instruction: DiskWrite) -> None:
+        """Carry out a `DiskWrite`."""
+        self._add(_Write(instruction))
+
+    def read(self, instruction: DiskRead) -> None:
+        """Carry out a `DiskRead`."""
+        self._add(_Read(instruction))
+
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            if self._store is not None and job.left and not self._closing:
+                if isinstance(job, _Read):
+                    self._jobs[job.instruction.fetch] = job
+                self._queue.of(job).extend((job, index) for index in range(job.left))
+                self._queued.notify(job.left)
+                return
+        self._around.post(job.done())
+
+    def abort(self, fetch: int) -> None:
+        """End a read: the segments that wait for a thread are LOST."""
+        with self._changed:
+            job = self._jobs.get(fetch)
+            if job is None:
+                return
+            queue = self._queue.of(job)
+            waiting = [op for op in queue if op[0] is job]
+            for op in waiting:
+                queue.remove(op)
+            done = self._ended(job, len(waiting))
+        if done is not None:
+            self._around.post(done)
+
+    def forget(self, instruction: DiskForget | DiskTrim) -> None:
+        """Carry out a `DiskForget` or a `DiskTrim`."""
+        with self._changed:
+            if self._store is not None:
+                self._records.append(instruction)
+                self._changed.notify_all()
+
+    def watch(self, now: float) -> None:
+        """Set the device aside where an operation takes too long. `now`: of `time.monotonic`."""
+        with self._changed:
+            oldest = min(self._running.values(), default=now)
+        if now - oldest > self._patience.slow_s:
+            self._set_aside(f"slow: an operation takes more than {self._patience.slow_s:g} s")
+
+    @property
+    def state(self) -> DeviceState:
+        """The state of the device now."""
+        with self._changed:
+            store, counts = self._store, self._counts
+            return DeviceState(
+                self.path,
+                store is not None,
+                self._problem,
+                self._capacity if store is not None else 0,
+                store.slab_bytes if store is not None else 0,
+                len(self._queue),
+                counts["read"],
+                counts["write"],
+                counts["mismatch"],
+            )
+
+    def close(self) -> None:
+        """Complete the writes whose bytes are written, and close the files. The segments that wait for a thread are
+        LOST."""
+        with self._changed:
+            self._closing = True
+            done = self._all_ended()
+            self._changed.notify_all()
+            self._queued.notify_all()
+        for event in done:
+            self._around.post(event)
+        # A device that hangs keeps its threads; the daemon ends without them.
+        until = time.monotonic() + 2 * self._patience.slow_s
+        for thread in (*self._threads, self._keeper):
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+
+    # -- threads that read and write
+
+    def _work(self, prefers_writes: bool) -> None:
+        segment_io = SegmentIO(self._around.keys)
+        while (taken := self._take(prefers_writes)) is not None:
+            store, (job, index) = taken
+            code = Code.LOST
+            try:
+                if isinstance(job, _Read):
+                    code = self._read_one(store, segment_io, job, index)
+                else:
+                    code = self._write_one(store, segment_io, job, index)
+            except OSError as error:
+                self._failed(store, error, "read" if isinstance(job, _Read) else "write")
+            except Exception:
+                log.exception("a segment could not be %s", "read" if isinstance(job, _Read) else "written")
+            self._finish(job, index, code)
+
+    def _take(self, prefers_writes: bool) -> tuple[DiskStore, _Op] | None:
+        """Wait for a segment, and take it out of the queue. Returns None when the daemon ends."""
+        queue = self._queue
+        with self._changed:
+            while not self._closing:
+                order = (queue.reads, queue.background, queue.writes)
+                waiting = next(filter(None, (queue.writes, *order) if prefers_writes else order), None)
+                if waiting and self._store is not None:
+                    op = waiting.popleft()
+                    self._running[threading.current_thread().name] = time.monotonic()
+                    return self._store, op
+                self._queued.wait()
+        return None
+
+    def _finish(self, job: _Job, index: int, code: Code) -> None:
+        with self._changed:
+            del self._running[threading.current_thread().name]
+            job.codes[index] = code
+            done = self._ended(job, 1)
+            if not job.left or self._store is None or self._closing:
+                self._changed.notify_all()
+        if done is not None:
+            self._around.post(done)
+
+    def _ended(self, job: _Job, count: int) -> Event | None:
+        """Count segments of a job that have ended. Returns the event of a job that has ended; a write with bytes on the
+        device goes to the thread of the index instead."""
+        job.left -= count
+        if job.left:
+            return None
+        if isinstance(job, _Read):
+            self._jobs.pop(job.instruction.fetch, None)
+        elif Code.COMMITTED in job.codes and self._store is not None:
+            self._records.append(job)
+            return None
+        else:
+            _lose(job)
+        return job.done()
+
+    def _read_one(self, store: DiskStore, segment_io: SegmentIO, job: _Read, index: int) -> Code:
+        each = job.instruction
+        where = job.where(index)
+        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
+        try:
+            stored = store.read(segment_io, where, segment)
+        except Mismatch as difference:
+            with self._changed:
+                self._counts["mismatch"] += 1
+            log.info("%s: place %d of tenant '%s': %s", self.path, where.slot, each.tenant, difference)
+            return Code.BAD_CHECKSUM
+        size = len(stored.checksums)
+        job.checksums[index * size : (index + 1) * size] = stored.checksums
+        if stored.content:
+            self._around.contents().offer(each.tenant, [job.keys[index]], [stored.content])
+        return Code.LOCAL
+
+    def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:
+        each = job.instruction
+        where = job.where(index)
+        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
+        size = CHECKSUM_BYTES * each.shards
+        content = self._around.contents().contents(each.tenant, [job.keys[index]], 1 << 12)
+        stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"")
+        store.write(segment_io, where, segment, stored)
+        return Code.COMMITTED
+
+    # -- failures
+
+    def _failed(self, store: DiskStore, error: OSError, what: str) -> None:
+        now = time.monotonic()
+        with self._changed:
+            if store is not self._store:
+                return
+            self._counts[what] += 1
+            if error.errno == errno.ENOSPC:
+                self._full = True
+                self._changed.notify_all()
+                return
+            self._errors.append(now)
+            while self._errors[0] < now - self._patience.errors_s:
+                self._errors.popleft()
+            gone = error.errno in GONE or len(self._errors) >= self._patience.errors
+        log.warning(
+            "%s: a segment could not be %s: %s", self.path, "read" if what == "read" else "written", _text(error)
+        )
+        if gone:
+            self._set_aside(f"{what} errors: {_text(error)}")
+
+    def _set_aside(self, reason: str) -> None:
+        with self._changed:
+            if self._store is None:
+                return
+            self._store = None
+            self._problem = reason
+            done = self._all_ended()
+            self._errors.clear()
+            self._changed.notify_all()
+        log.error("the disk tier at %s is set aside, and its segments are not used: %s", self.path, reason)
+        for event in done:
+            self._around.post(event)
+        self._around.post(events.DiskGone(self.number, reason))
+
+    def _all_ended(self) -> list[Event]:
+        """End all that no thread carries out: returns its events."""
+        done = [self._ended(job, 1) for job, _ in self._queue.take_all()]
+        if self._store is None:
+            writes = [each for each in self._records if isinstance(each, _Write)]
+            self._records.clear()
+            for write in writes:
+                _lose(write)
+            done += [write.done() for write in writes]
+        return [event for event in done if event is not None]
+
+    # -- the thread of the index
+
+    def _keep(self) -> None:
+        wait_s = self._patience.check_s
+        while True:
+            store = None
+            try:
+                store = self._open()
+                wait_s = self._patience.check_s
+                self._serve(store)
+            except (OSError, WrongKeys, _SlowCheck) as error:
+                self._not_opened(_text(error))
+            except Exception as error:
+                log.exception("the disk tier at %s failed", self.path)
+                self._not_opened(repr(error))
+            self._running_ended()
+            if store is not None:
+                with contextlib.suppress(OSError):
+                    store.close()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, wait_s):
+                    return
+            wait_s = min(2 * wait_s, self._patience.most_check_s)
+
+    def _not_opened(self, reason: str) -> None:
+        with self._changed:
+            serving = self._store is not None
+            if not serving and self._problem == reason:
+                return
+            if not serving:
+                self._problem = reason
+        if serving:
+            self._set_aside(reason)
+        else:
+            log.error("the disk tier at %s cannot be used: %s", self.path, reason)
+
+    def _running_ended(self) -> None:
+        """Wait until no thread uses the files."""
+        with self._changed:
+            self._running.pop(self._keeper.name, None)
+            self._changed.wait_for(lambda: not self._running)
+
+    def _open(self) -> DiskStore:
+        """Open the device and report its segments. Raises OSError, `WrongKeys` and `_SlowCheck`."""
+        began = time.monotonic()
+        files = self._open_files()
+        store = DiskStore(files)
+        try:
+            self._rates = _checked(files, self._patience)
+            found = store.open(self._around.cluster, self._around.node, self._around.keys)
+            self._capacity = self._room(store)
+        except BaseException:
+            store.close()
+            raise
+        if store.aside:
+            log.error("%s: %s", self.path, store.aside)
+        if store.unreadable:
+            log.warning("%s: %d segments have a key that is not in 'disk_keys'", self.path, store.unreadable)
+        with self._changed:
+            self._store, self._problem, self._full = store, "", False
+        around, number, count = self._around, self.number, 0
+        around.deliver(self._ready())
+        for each in found:
+            slab, shards, keys, places, notes = each
+            count += len(keys) // KEY_BYTES
+            event = events.DiskFound(number, slab.tenant, slab.slot_bytes, shards, keys, places, notes)
+            if self._store is not store or not around.deliver(event):
+                return store
+        around.deliver(events.DiskRecovered(number))
+        log.info(
+            "the disk tier at %s has %d segments after %.1f s: capacity %d MiB, reads %.2f GB/s, writes %.2f GB/s",
+            self.path,
+            count,
+            time.monotonic() - began,
+            self._capacity >> 20,
+            self._rates[0] / 1e9,
+            self._rates[1] / 1e9,
+        )
+        return store
+
+    def _ready(self) -> Event:
+        return events.DiskReady(self.number, self._capacity, *self._rates)
+
+    def _room(self, store: DiskStore) -> int:
+        used, free = store.slab_bytes, store.free_bytes()
+        if self._limit is None:
+            return used + max(0, int(free * FREE_SHARE) - RESERVE_BYTES)
+        return min(self._limit, used + max(0, free - RESERVE_BYTES))
+
+    def _serve(self, store: DiskStore) -> None:
+        """Record what the other threads have written, until the device is set aside or the daemon ends. Raises
+        OSError."""
+        patience = self._patience
+        unsynced_since: float | None = None
+        next_capacity = time.monotonic() + patience.capacity_s
+        while True:
+            with self._changed:
+                self._running.pop(self._keeper.name, None)
+                until = next_capacity if unsynced_since is None else unsynced_since + patience.sync_s
+                self._changed.wait_for(
+                    lambda: self._records or self._closing or self._full or self._store is not store,
+                    max(0.0, until - time.monotonic()),
+                )
+                if self._store is not store:
+                    return
+                ending = self._closing and not any(name != self._keeper.name for name in self._running)
+                batch = list(self._records)
+                self._records.clear()
+                full, now = self._full, time.monotonic()
+                self._running[self._keeper.name] = now
+            writes = [each for each in batch if isinstance(each, _Write)]
+            recorded = False
+            try:
+                self._record(store, batch, bool(writes))
+                if batch and not writes and unsynced_since is None:
+                    unsynced_since = now
+                if writes or ending or (unsynced_since is not None and now >= unsynced_since + patience.sync_s):
+                    store.sync()
+                    unsynced_since = None
+                recorded = True
+            finally:
+                with self._changed:
+                    recorded = recorded and self._store is store
+                for write in writes:
+                    if not recorded:
+                        _lose(write)
+                    self._around.post(write.done())
+            if ending:
+                return
+            if full or now >= next_capacity:
+                next_capacity = now + patience.capacity_s
+                self._tell_capacity(store, full)
+
+    def _record(self, store: DiskStore, batch: list[_Write | DiskForget | DiskTrim], sync: bool) -> None:
+        if sync:
+            store.sync_slabs()
+        for each in batch:
+            if isinstance(each, DiskTrim):
+                store.trim(each.tenant, each.slot_bytes, each.places)
+            elif isinstance(each, DiskForget):
+                store.forget(each.tenant, each.slot_bytes, [place.slot for place in unpack_places(each.places)])
+            else:
+                order = each.instruction
+                store.stored(order.tenant, order.slot_bytes, list(_places(each)))
+
+    def _tell_capacity(self, store: DiskStore, full: bool) -> None:
+        room = store.slab_bytes if full else self._room(store)
+        with self._changed:
+            # It waits for the control loop now, and not for the device.
+            self._running.pop(self._keeper.name, None)
+            self._full = False
+            changed = full or abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
+            if changed:
+                self._capacity = room
+        if full:
+            log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
+        if changed and self._store is store:
+            self._around.deliver(self._ready())
+
+
+class _SlowCheck(Exception):
+    """The check of a device took too long."""
+
+
+def _lose(write: _Write) -> None:
+    """Let no segment of a write count as written."""
+    write.codes[:] = bytes([Code.LOST]) * len(write.codes)
+
+
+def _places(write: _Write) -> Iterator[Place]:
+    """The entries of the segments that were written."""
+    order = write.instruction
+    for index, (slot, generation) in enumerate(write.places):
+        if write.codes[index] == Code.COMMITTED:
+            note = order.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES]
+            yield Place(slot, generation, order.shards, write.keys[index], note)
+
+
+def _checked(files: Files, patience: Patience) -> tuple[float, float]:
+    """Check a device and measure its bandwidth, with as many threads as serve it: (read, write) in bytes/s. Raises
+    OSError, and `_SlowCheck` where the check takes longer than an operation may."""
+    began = time.monotonic()
+    rates = measure(files, patience.probe_bytes, PROBE_PIECE, THREADS)
+    took = time.monotonic() - began
+    if took > patience.slow_s:
+        raise _SlowCheck(f"slow: a check takes {took:.1f} s, more than {patience.slow_s:g} s")
+    return rates
+
+
+def measure(files: Files, nbytes: int, piece: int, threads: int) -> tuple[float, float]:
+    """Write a file of `nbytes` in pieces, sync it, read it and compare it. Returns the bandwidth of (reads, writes) in
+    bytes/s, with `threads` operations at a time. Raises OSError, with EIO where the bytes differ."""
+    if PROBE in files.names():
+        files.remove(PROBE)
+    file = files.open(PROBE, create=True, direct=True)
+    source = aligned_memory(piece)
+    source[:] = os.urandom(piece)
+    offsets = range(0, nbytes, piece)
+
+    def read(first: int) -> bool:
+        target = aligned_memory(piece)
+        return all(file.read(at, [target]) == piece and target == source for at in offsets[first::threads])
+
+    def write(first: int) -> None:
+        for at in offsets[first::threads]:
+            file.write(at, [source])
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            file.allocate(nbytes)
+            start = time.monotonic()
+            list(pool.map(write, range(threads)))
+            file.sync()
+            written = time.monotonic()
+            whole = all(pool.map(read, range(threads)))
+            end = time.monotonic()
+    finally:
+        file.close()
+        files.remove(PROBE)
+    if not whole:
+        raise OSError(errno.EIO, "the device gives back other bytes than were written")
+    return nbytes / max(end - written, 1e-9), nbytes / max(written - start, 1e-9)
+
+
+def _text(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

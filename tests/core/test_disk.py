@@ -1,0 +1,254 @@
+"""The disk tier: segments that memory evicts are read back at their node and at others, with the right bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.core.scenes import answer, calm, fetch, match, missed, placed, said, store
+from tests.sim.arena import SHARDS, content
+from tests.sim.cluster import Cluster
+from tests.sim.disk import Disk
+from tests.sim.engine import Engine, Reading
+from tests.sim.prompts import prompt
+from tokenlake.core import events
+from tokenlake.core.disk import KEPT, WRITTEN
+from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
+from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store.removals import DISK_RULE
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys, split_keys, unpack_slots
+
+RED = TenantId("red")
+
+
+def disk_of(cluster: Cluster, node: int = 0) -> Disk:
+    """The disk of a node."""
+    found = cluster.node(node).disk
+    assert found is not None
+    return found
+
+
+def count(cluster: Cluster, node: int, metric: Metric) -> int:
+    """The value of a counter of a node."""
+    return cluster.core(node).counters[metric]
+
+
+def fill(cluster: Cluster, writer: Engine, prompts: int = 4, length: int = 4) -> list[list[SegmentKey]]:
+    """Store more prompts than memory holds, one after the other; the first ones are then on disk only."""
+    stored = [prompt(f"fill-{number}", length) for number in range(prompts)]
+    for keys in stored:
+        store(cluster, writer, keys)
+        cluster.run_for(1.0)
+    return stored
+
+
+def full(places: int = 40) -> tuple[Cluster, Engine, Engine, list[list[SegmentKey]]]:
+    """Two nodes with full memory and engines, and prompts stored at the first one, some of which are on its disk."""
+    cluster = calm(2, disk_places=places)
+    writer, reader = cluster.join(0), cluster.join(1)
+    # Otherwise the first node would hand its segments over to the second.
+    store(cluster, reader, prompt("other", 12))
+    stored = [placed(cluster, 1, 0, 4, f"far-{number}") for number in range(6)]
+    for keys in stored:
+        store(cluster, writer, keys)
+        cluster.run_for(1.0)
+    return cluster, writer, reader, stored
+
+
+def on_disk(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[SegmentKey]:
+    """Those of the segments that are on the disk of a node and not in its memory."""
+    tier, memory = cluster.core(node)._context.disk, cluster.core(node).store.index(RED)
+    return [key for key in keys if tier.find(RED, key) >= 0 and key not in memory]
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], node: int) -> bytes:
+    """Match and fetch segments, and compare every byte. Returns the codes of the fetch."""
+    matched = match(cluster, reader, keys)
+    if not matched.hits:
+        return b""
+    fetched = fetch(cluster, reader, matched.lease, matched.hits)
+    arena = cluster.node(node).arena
+    for key, code, slot in zip(keys, fetched.codes, unpack_slots(fetched.slots), strict=False):
+        if code == Code.LOCAL:
+            assert tuple(arena.read(slot, shard) for shard in range(SHARDS)) == content("red", key)
+    answer(cluster, reader.processes[0], engine.Heartbeat)
+    reader.processes[0].tell(engine.Release(((matched.lease, 0, matched.hits),)))
+    cluster.run_for(0.1)
+    cluster.check()
+    return bytes(fetched.codes)
+
+
+def test_a_segment_that_memory_evicted_is_read_back_from_disk() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer)
+    gone = [keys for keys in stored if on_disk(cluster, 0, keys) == keys]
+    assert gone
+    assert count(cluster, 0, KEPT) > 0
+    matched = match(cluster, writer, gone[0])
+    assert matched.codes == bytes([Code.REMOTE]) * 4
+    located = answer(cluster, writer.processes[0], engine.Locate, matched.lease)
+    assert set(located.nodes) == {"n0"}
+    assert read(cluster, writer, gone[0], 0) == bytes([Code.LOCAL]) * 4
+    assert count(cluster, 0, READ) == 4
+    assert count(cluster, 0, FROM_DISK) > 0
+    written = count(cluster, 0, WRITTEN)
+    fill(cluster, writer, 5)
+    again = [order for order in said(cluster, 0, DiskWrite) if gone[0][0] in split_keys(order.keys)]
+    assert len(again) == 1, "a segment that was read back is on disk already"
+    assert count(cluster, 0, WRITTEN) >= written
+    cluster.check()
+
+
+def test_the_segments_on_disk_count_in_the_order_of_the_prompt() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer, 6)
+    mixed = next(keys for keys in stored if on_disk(cluster, 0, keys))
+    assert read(cluster, writer, [*mixed, *prompt("unknown", 2)], 0) == bytes([Code.LOCAL]) * 4
+
+
+def test_another_node_reads_a_segment_on_disk() -> None:
+    cluster, _, reader, stored = full()
+    far = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    assert read(cluster, reader, far, 1) == bytes([Code.LOCAL]) * 4
+    assert count(cluster, 0, READ) == 4
+    replies = [reply for reply in said(cluster, 0, peer.LookupReply) if reply.disk_s]
+    assert replies
+    assert not replies[-1].lease
+    others = next(keys for keys in stored if keys != far and on_disk(cluster, 0, keys) == keys)
+    cluster.node(1).deliver(events.LocateRequested(1, "red", join_keys(others)))
+    cluster.run_for(0.1)
+    assert said(cluster, 1, Located)[-1].nodes == ("n0",)
+
+
+def test_a_segment_on_disk_stays_known_when_its_reader_reports_the_read() -> None:
+    cluster, _, reader, stored = full()
+    far = [keys for keys in stored if on_disk(cluster, 0, keys) == keys]
+    assert far
+    for _ in range(3):
+        for keys in far:
+            assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
+            cluster.run_for(1.0)
+
+
+def test_a_segment_that_leaves_the_disk_is_reported_as_evicted() -> None:
+    cluster, writer, _, stored = full(4)
+    told = [message for message in said(cluster, 0, peer.Evicted) if message.rule == DISK_RULE]
+    assert told
+    for keys in stored:
+        here = [key for key in keys if key in copies_of(cluster, 0) or on_disk(cluster, 0, [key])]
+        assert match(cluster, writer, keys).hits <= len(here)
+    cluster.check()
+
+
+def copies_of(cluster: Cluster, node: int) -> set[SegmentKey]:
+    """The keys in memory of a node."""
+    return set(cluster.core(node).store.index(RED))
+
+
+def test_a_damaged_place_is_a_miss_and_void() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    gone = next(keys for keys in fill(cluster, writer) if on_disk(cluster, 0, keys) == keys)
+    disk = disk_of(cluster)
+    for name, written in list(disk.places.items()):
+        if written.key == gone[1]:
+            disk.places[name] = written._replace(shards=(b"torn now", *written.shards[1:]))
+    codes = read(cluster, writer, gone, 0)
+    assert codes == bytes([Code.LOCAL, Code.LOST, Code.LOCAL, Code.LOCAL]) or codes[1] == Code.BAD_CHECKSUM
+    assert count(cluster, 0, DAMAGED) == 1
+    assert on_disk(cluster, 0, [gone[1]]) == []
+    assert any(gone[1] in split_keys(order.keys) for order in said(cluster, 0, DiskForget))
+    assert sum(missed(cluster.core(0).counters).values()) > 0
+
+
+def test_after_a_crash_the_node_has_what_was_on_disk() -> None:
+    cluster = calm(2, disk_places=40)
+    writer, reader = cluster.join(0), cluster.join(1)
+    stored = [placed(cluster, 1, 0, 4, f"far-{number}") for number in range(4)]
+    for keys in stored:
+        store(cluster, writer, keys)
+        cluster.run_for(1.0)
+    synced = {written.key for written in disk_of(cluster).places.values()}
+    cluster.node(0).crash()
+    cluster.run_for(1.0)
+    cluster.node(0).start()
+    cluster.run_for(3.0)
+    back = [keys for keys in stored if set(keys) <= synced]
+    assert back
+    fresh = cluster.join(0)
+    for keys in back:
+        assert read(cluster, fresh, keys, 0) == bytes([Code.LOCAL]) * 4
+        assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
+    cluster.check()
+
+
+def test_memory_is_written_out_before_the_daemon_ends() -> None:
+    cluster = calm(1, regions=60, disk_places=40)
+    keys = prompt("last", 6)
+    store(cluster, cluster.join(0), keys)
+    assert not said(cluster, 0, DiskWrite)
+    cluster.node(0).deliver(events.SaveRequested(5.0))
+    cluster.run_for(2.0)
+    assert len(said(cluster, 0, Saved)) == 1
+    assert set(keys) <= {written.key for written in disk_of(cluster).places.values()}
+    cluster.node(0).crash()
+    cluster.node(0).start()
+    cluster.run_for(1.0)
+    assert read(cluster, cluster.join(0), keys, 0) == bytes([Code.LOCAL]) * 6
+
+
+def test_a_device_that_fails_is_set_aside_and_used_again() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    gone = next(keys for keys in fill(cluster, writer) if on_disk(cluster, 0, keys) == keys)
+    disk_of(cluster).fails = True
+    cluster.node(0).deliver(events.DiskGone(0, "input/output error"))
+    cluster.run_for(1.0)
+    assert match(cluster, writer, gone).hits == 0
+    assert len(cluster.core(0)._context.disk) == 0
+    store(cluster, writer, gone)
+    disk_of(cluster).fails = False
+    cluster.node(0).find_disk()
+    cluster.run_for(1.0)
+    cluster.check()
+    fill(cluster, writer, 5)
+    assert read(cluster, writer, gone, 0)[:1] == bytes([Code.LOCAL])
+
+
+def test_an_operator_evicts_from_memory_and_from_disk() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer)
+    gone = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    cluster.node(0).deliver(events.EvictRequested(7, "red", join_keys(gone)))
+    assert said(cluster, 0, EvictionDone)[-1].evicted == 4
+    assert match(cluster, writer, gone).hits == 0
+    cluster.node(0).deliver(events.EvictRequested(8, "red", b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, EvictionDone)[-1].request == 8
+    assert len(cluster.core(0)._context.disk) == 0
+    assert all(match(cluster, writer, keys).hits == 0 for keys in stored)
+
+
+def test_two_readers_of_one_segment_on_disk_share_a_read() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    gone = next(keys for keys in fill(cluster, writer) if on_disk(cluster, 0, keys) == keys)
+    readers = [cluster.join(0), cluster.join(0)]
+    for reader in readers:
+        reader.read(gone, Reading())
+    cluster.run_for(1.0)
+    assert count(cluster, 0, READ) == 4
+    assert sum(len(order.keys) // 32 for order in said(cluster, 0, DiskRead)) == 4
+    cluster.check()
+
+
+def test_nothing_is_written_while_memory_has_room_for_more() -> None:
+    cluster = calm(1, regions=60, disk_places=40)
+    store(cluster, cluster.join(0), prompt("few", 4))
+    cluster.run_for(2.0)
+    assert not said(cluster, 0, DiskWrite)

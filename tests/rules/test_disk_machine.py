@@ -1,0 +1,245 @@
+"""The disk tier against a model, and bugs planted in it that the model finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+
+from tests.rules.disk_scene import TENANT, key_of, segment_of, tier_of
+from tokenlake.disk import NO_ENTRY, Place
+from tokenlake.disk.admission import Refusal
+from tokenlake.disk.index import Index
+from tokenlake.disk.tier import DiskTier, Slab
+from tokenlake.store import Segment, State
+
+PLACES = 3
+SEGMENTS = 7
+NUMBERS = st.integers(0, SEGMENTS - 1)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Segments come to memory and leave it, are written, read, held and forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = tier_of(PLACES)
+        self.now = 0.0
+        self.memory: dict[int, Segment] = {}
+        self.disk: dict[int, Place] = {}
+        """What a reader may find, by segment."""
+        self.writing: dict[int, tuple[int, Segment, Place, bool]] = {}
+        """(entry, segment, place, whether it is void when it is written)."""
+        self.held: dict[int, float] = {}
+        self.reads: list[tuple[Slab, int]] = []
+
+    reads_under_way = Bundle("reads")
+
+    def _gone(self) -> None:
+        """The tier has said which segments are void."""
+        forgotten, self.tier.forgotten = self.tier.forgotten, []
+        for _, key, place in forgotten:
+            number = next(number for number in range(SEGMENTS) if key_of(number) == key)
+            if self.disk.get(number) == place:
+                assert self.held.get(number, -1.0) <= self.now, f"segment {number} left although it is held"
+                del self.disk[number]
+
+    @rule(number=NUMBERS)
+    def arrives(self, number: int) -> None:
+        """A segment is stored in memory, or read back."""
+        if number not in self.memory:
+            segment = self.memory[number] = segment_of(number, self.now)
+            self.tier.arrived(segment)
+
+    @rule(number=NUMBERS, value=st.floats(0.1, 1.0))
+    def is_written(self, number: int, value: float) -> None:
+        """A segment is written ahead of its eviction."""
+        segment = self.memory.get(number)
+        if segment is None or segment.disk >= 0:
+            return
+        self.tier.evicted(TENANT, segment.slot_bytes, 4, self.now)
+        entry = self.tier.admit(segment, 1, value, self.now)
+        self._gone()
+        if isinstance(entry, Refusal):
+            return
+        place = self.tier.place(entry)
+        taken = [(slab.number, slot) for slab, slot in self.reads]
+        assert (self.tier.slab(entry).number, place.slot) not in taken, "a place is written while it is read"
+        assert all(place.slot != other.slot for other in self.disk.values()), "a place has two segments"
+        assert all(place.slot != each[2].slot for each in self.writing.values()), "a place is written twice"
+        self.writing[number] = entry, segment, place, False
+
+    @rule(number=NUMBERS, done=st.booleans())
+    def write_ends(self, number: int, done: bool) -> None:
+        """A write has ended."""
+        if number not in self.writing:
+            return
+        entry, segment, place, void = self.writing.pop(number)
+        assert self.tier.written(entry, segment, done) == (done and not void)
+        if done and not void:
+            self.disk[number] = place
+        self._gone()
+
+    @rule(number=NUMBERS, value=st.floats(0.1, 1.0), done=st.booleans())
+    def moves_to_disk(self, number: int, value: float, done: bool) -> None:
+        """A segment is stored, written, perhaps in vain, and evicted from memory."""
+        self.arrives(number)
+        self.is_written(number, value)
+        self.write_ends(number, done)
+        self.leaves(number, True)
+
+    @rule(first=NUMBERS)
+    def fills(self, first: int) -> None:
+        """More segments move to disk than it has places."""
+        for number in range(first, first + PLACES + 1):
+            self.moves_to_disk(number % SEGMENTS, 0.5, True)
+
+    @rule(number=NUMBERS, keep=st.booleans())
+    def leaves(self, number: int, keep: bool) -> None:
+        """A segment leaves memory: evicted, or void."""
+        if number in self.writing and keep:
+            return
+        segment = self.memory.pop(number, None)
+        if segment is None:
+            return
+        segment.state = State.GONE
+        if segment.disk < 0:
+            return
+        if number in self.writing:
+            self.writing[number] = (*self.writing[number][:3], True)
+        if not keep:
+            self.held.pop(number, None)
+        assert self.tier.left(segment, 2, self.now, keep=keep) == (keep and number not in self.writing)
+        self._gone()
+
+    @rule(target=reads_under_way, number=NUMBERS)
+    def read_begins(self, number: int) -> tuple[Slab, int] | None:
+        """A segment is read."""
+        entry = self.tier.find(TENANT, key_of(number))
+        if entry < 0:
+            return None
+        at = self.tier.begin_read(entry)
+        self.reads.append(at)
+        return at
+
+    @rule(at=consumes(reads_under_way))
+    def read_ends(self, at: tuple[Slab, int] | None) -> None:
+        """A read has ended."""
+        if at is not None:
+            self.reads.remove(at)
+            self.tier.end_read(*at, self.now)
+
+    @rule(number=NUMBERS)
+    def is_held(self, number: int) -> None:
+        """A reader was told of a segment."""
+        entry = self.tier.find(TENANT, key_of(number))
+        if entry >= 0:
+            self.held[number] = self.now + 5.0
+            self.tier.hold(entry, self.now + 5.0)
+
+    @rule(number=NUMBERS)
+    def is_touched(self, number: int) -> None:
+        """Another node read a segment."""
+        entry = self.tier.find(TENANT, key_of(number))
+        if entry >= 0 and number not in self.memory:
+            self.tier.touch(entry, None, self.now)
+
+    @rule(number=NUMBERS)
+    def is_void(self, number: int) -> None:
+        """A segment is dropped from disk by an order."""
+        entry = self.tier.find(TENANT, key_of(number))
+        if entry >= 0:
+            self.held.pop(number, None)
+            self.tier.forget(entry)
+            self._gone()
+
+    @rule(seconds=st.floats(0.1, 10.0))
+    def time_passes(self, seconds: float) -> None:
+        """Holds end."""
+        self.now += seconds
+        self.tier.expire(self.now)
+
+    @invariant()
+    def agrees(self) -> None:
+        """The tier finds what the model has, at the same places, and nothing else."""
+        for number in range(SEGMENTS):
+            entry = self.tier.find(TENANT, key_of(number))
+            assert (entry == NO_ENTRY) == (number not in self.disk), f"segment {number}"
+            if entry >= 0:
+                assert self.tier.place(entry) == self.disk[number]
+        self.tier.check_integrity()
+
+
+DiskMachine.TestCase.settings = settings(deadline=None, stateful_step_count=25)
+TestDisk = DiskMachine.TestCase
+
+
+def place_given_away_during_read(patch: pytest.MonkeyPatch) -> None:
+    """A read does not keep the place of its segment."""
+    patch.setattr(DiskTier, "begin_read", lambda self, entry: (self.slab(entry), self.place(entry).slot))
+    patch.setattr(DiskTier, "end_read", lambda self, slab, slot, now: None)
+
+
+def hold_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A segment that a reader was told of is evicted as any other."""
+    patch.setattr(DiskTier, "hold", lambda self, entry, until: None)
+
+
+def hole_in_the_index(patch: pytest.MonkeyPatch) -> None:
+    """The index does not close the hole that an entry leaves in its table."""
+
+    def remove(self: Index, entry: int) -> None:
+        at = hash(self.key(entry)) & self._mask
+        while self._table[at] != entry + 1:
+            at = (at + 1) & self._mask
+        self._table[at] = 0
+        self.slabs[entry] = 0xFFFF
+        self._unused.append(entry)
+        self._count -= 1
+
+    patch.setattr(Index, "remove", remove)
+    # In a table of a few places, entries stand beside each other.
+    patch.setattr("tokenlake.disk.index._LEAST_TABLE", 16)
+
+
+def found_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """A segment is found while it is still being written."""
+    patch.setattr(DiskTier, "find", DiskTier.entry_of)
+
+
+def failed_write_found(patch: pytest.MonkeyPatch) -> None:
+    """A write that failed counts as done."""
+    original = DiskTier.written
+    patch.setattr(DiskTier, "written", lambda self, entry, segment, done: original(self, entry, segment, True))
+
+
+def generation_kept(patch: pytest.MonkeyPatch) -> None:
+    """An evicted segment is not reported as void."""
+    original = DiskTier.forget
+
+    def forget(self: DiskTier, entry: int) -> None:
+        original(self, entry)
+        self.forgotten.clear()
+
+    patch.setattr(DiskTier, "forget", forget)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        place_given_away_during_read,
+        hold_ignored,
+        hole_in_the_index,
+        found_before_it_is_written,
+        failed_write_found,
+        generation_kept,
+    ],
+)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], deadline=None, database=None)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(DiskMachine, settings=found)

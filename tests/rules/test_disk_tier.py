@@ -1,0 +1,260 @@
+"""The disk tier: places, holds, quotas, devices; and the memory that it takes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+
+from tests.rules.disk_scene import SLOT, TENANT, key_of, segment_of, tier_of, written
+from tokenlake.disk import NO_ENTRY, Place, pack_places, stride, unpack_places
+from tokenlake.disk.admission import MAX_CREDIT, Admission, DailyBudget, Refusal
+from tokenlake.disk.notes import Note, Notes
+from tokenlake.disk.reads import READS, ReadQueue
+from tokenlake.disk.tier import DiskTier
+from tokenlake.hints import AccessRecord, Hints, Outlook
+from tokenlake.identity import TenantId
+from tokenlake.store.eviction.odds import Odds
+
+
+def test_a_place_is_aligned_and_places_are_packed() -> None:
+    assert stride(1) == stride(4096) == 8192
+    assert stride(4097) == 12288
+    places = [Place(3, 7), Place(2**32 - 1, 1)]
+    assert unpack_places(pack_places(places)) == places
+
+
+def test_a_note_comes_back_as_it_was_packed() -> None:
+    access = AccessRecord(40, 30, 2, 12.5, -1.0, 3, 5)
+    note = Note(17, 9, Hints(Outlook.GOES_ON, "chat", "stop", 1, 60.0, 345, access))
+    notes = Notes()
+    assert notes.unpack(notes.pack(note)) == note
+    # Another process does not know the names.
+    assert Notes().unpack(notes.pack(note)).hints.category == ""
+    assert notes.unpack(notes.pack(Note(0, 1, Hints()))) == Note(0, 1, Hints())
+
+
+def test_a_segment_is_found_from_the_end_of_its_write_until_it_is_void() -> None:
+    tier, segment = tier_of(4), segment_of(1)
+    entry = tier.admit(segment, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    assert tier.find(TENANT, segment.key) == NO_ENTRY
+    assert tier.written(entry, segment, True)
+    assert tier.find(TENANT, segment.key) == entry
+    assert tier.find(TenantId("blue"), segment.key) == NO_ENTRY
+    tier.forget(entry)
+    assert tier.find(TENANT, segment.key) == NO_ENTRY
+    assert segment.disk == NO_ENTRY
+    assert [(key, place) for _, key, place in tier.forgotten] == [(segment.key, Place(0, 1))]
+    tier.check_integrity()
+
+
+def test_a_write_that_failed_leaves_its_place_free() -> None:
+    tier, segment = tier_of(1), segment_of(1)
+    entry = tier.admit(segment, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    assert not tier.written(entry, segment, False)
+    assert segment.disk == NO_ENTRY
+    assert tier.forgotten == []
+    assert written(tier, segment_of(2)) == Place(0, 2)
+
+
+def test_a_segment_that_left_memory_as_wrong_while_it_was_written_is_void() -> None:
+    tier, segment = tier_of(2), segment_of(1)
+    entry = tier.admit(segment, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    assert not tier.left(segment, 1, 0.0, keep=False)
+    assert not tier.written(entry, segment, True)
+    assert len(tier.forgotten) == 1
+    tier.check_integrity()
+
+
+def test_a_full_slab_gives_up_the_segment_of_least_value_and_raises_the_generation() -> None:
+    tier = tier_of(3)
+    # Of equal segments the one that was accessed longest ago has the least value.
+    for number, touched in enumerate((100.0, 0.0, 100.0)):
+        written(tier, segment_of(number, touched), 100.0)
+    place = written(tier, segment_of(9, 100.0), 100.0)
+    assert place == Place(1, 2)
+    assert tier.find(TENANT, key_of(1)) == NO_ENTRY
+    assert tier.evictions == 1
+    tier.check_integrity()
+
+
+def test_a_place_that_is_read_gets_no_other_segment() -> None:
+    tier = tier_of(2)
+    written(tier, segment_of(1))
+    entry = tier.find(TENANT, key_of(1))
+    slab, slot = tier.begin_read(entry)
+    tier.forget(entry)
+    assert written(tier, segment_of(2)).slot != slot
+    tier.check_integrity()
+    assert tier.admit(segment_of(3), 1, 1.0, 0.0) is not Refusal.QUEUE
+    tier.end_read(slab, slot, 0.0)
+    tier.check_integrity()
+
+
+def test_a_held_segment_stays_until_its_time_has_passed() -> None:
+    tier = tier_of(1)
+    written(tier, segment_of(1))
+    tier.hold(tier.find(TENANT, key_of(1)), 10.0)
+    assert tier.admit(segment_of(2), 1, 1.0, 5.0) is Refusal.QUEUE
+    tier.expire(10.0)
+    assert written(tier, segment_of(2), 10.0) == Place(0, 2)
+
+
+def test_a_segment_that_is_read_back_is_not_written_again() -> None:
+    tier = tier_of(2)
+    written(tier, segment_of(1))
+    again = segment_of(1, 50.0)
+    tier.arrived(again)
+    assert again.disk == tier.find(TENANT, again.key)
+    tier.check_integrity()
+    assert tier.left(again, 4, 50.0, keep=True)
+    assert tier.note(tier.find(TENANT, again.key)).accesses == 4
+    tier.check_integrity()
+
+
+def test_a_quota_bounds_the_places_of_a_tenant() -> None:
+    tier = tier_of(4, {"red": 0.5})
+    for number in range(4):
+        written(tier, segment_of(number, float(number)), 10.0)
+    assert tier.evictions == 2
+    blue = TenantId("blue")
+    for number in range(2):
+        written(tier, segment_of(number, 1.0, blue), 10.0)
+    assert {tenant: count for _, tenant, count, _ in tier.usage()} == {TENANT: 2, blue: 2}
+
+
+def test_another_tenant_gets_its_part_of_a_full_device() -> None:
+    tier, blue = tier_of(4), TenantId("blue")
+    for number in range(4):
+        written(tier, segment_of(number), 0.0)
+    written(tier, segment_of(9, 0.0, blue), 0.0)
+    assert len(tier.trimmed) == 1
+    tier.check_integrity()
+    assert {tenant: count for _, tenant, count, _ in tier.usage()}[blue] == 1
+
+
+def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
+    tier = tier_of(4)
+    written(tier, segment_of(1))
+    note = tier.packed_note(tier.find(TENANT, key_of(1)))
+    again = DiskTier(lambda tenant, slot_bytes: Odds(), 0.0)
+    again.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    entry = again.found(0, TENANT, SLOT, key_of(1), Place(2, 7), 1, note)
+    assert entry is not None
+    again.settle(entry, 0.0)
+    refused = (
+        again.found(0, TENANT, SLOT, key_of(1), Place(3, 8), 1, note),
+        again.found(0, TENANT, SLOT, key_of(2), Place(2, 8), 1, note),
+        again.found(0, TENANT, SLOT, key_of(3), Place(9, 8), 1, note),
+        again.found(0, TENANT, SLOT, key_of(4), Place(1, 8), 1, note[:-4]),
+    )
+    assert refused == (None,) * 4
+    again.recovered(0)
+    again.check_integrity()
+    assert written(again, segment_of(5)).generation == 9
+
+
+def test_a_device_that_has_gone_is_swept_and_may_come_back() -> None:
+    tier = tier_of(4)
+    written(tier, segment_of(1))
+    kept, late = segment_of(2), segment_of(3)
+    written(tier, kept, leaves=False)
+    entry = tier.admit(late, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    slab, slot = tier.begin_read(tier.find(TENANT, key_of(1)))
+    tier.gone(0)
+    assert kept.disk == NO_ENTRY
+    assert tier.find(TENANT, key_of(1)) == NO_ENTRY
+    assert {key for _, key in tier.sweep(10)} == {key_of(1), key_of(2)}
+    tier.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.recovered(0)
+    assert written(tier, segment_of(1)) == Place(0, 1)
+    assert not tier.written(entry, late, True)
+    tier.end_read(slab, slot, 0.0)
+    tier.check_integrity()
+    assert len(tier) == 1
+
+
+def test_the_budget_of_a_day_is_a_rate_with_an_hour_of_burst() -> None:
+    budget = DailyBudget(24_000.0, 0.0)
+    assert budget.left(0.0) == 1000.0
+    budget.spend(1000)
+    assert budget.left(1800.0) == 500.0
+    assert budget.left(1e6) == 1000.0
+    tier = tier_of(24, writes_per_day=1.0)
+    written(tier, segment_of(1))
+    assert tier.admit(segment_of(2), 1, 1.0, 0.0) is Refusal.DAY
+    assert tier.admit(segment_of(2), 1, 1.0, 3600.0) is not Refusal.DAY
+
+
+def test_at_most_half_of_what_memory_evicts_is_written_and_the_best_of_it() -> None:
+    admission, passed = Admission(), []
+    for number in range(20_000):
+        value = (number * 7919 % 1000) / 1000
+        if admission.asks(number, 1, value, 0.0) is None:
+            admission.wrote(1)
+            passed.append(value)
+        admission.evicted(1)
+    assert len(passed) <= 10_000 + MAX_CREDIT
+    assert len(passed) > 9_000
+    late = passed[2000:]
+    assert sum(late) / len(late) > 0.70
+    assert sum(value < 0.4 for value in late) / len(late) < 0.05
+
+
+def test_the_segments_of_one_request_are_admitted_together() -> None:
+    admission = Admission()
+    for number in range(2000):
+        value = (number * 7919 % 1000) / 1000
+        if admission.asks(number, 1, value, 0.0) is None:
+            admission.wrote(1)
+        admission.evicted(1)
+    assert admission.asks("good", 2, 0.99, 0.0) is None
+    # Its value falls with its age.
+    assert {admission.asks("good", accesses, 0.01, 0.0) for accesses in (2, 3, 9)} == {None}
+    assert admission.asks("good", 1, 0.01, 0.0) is Refusal.VALUE
+    assert admission.asks("bad", 2, 0.01, 0.0) is Refusal.VALUE
+    assert {admission.asks("bad", 2, 0.99, 0.0) for _ in range(3)} == {Refusal.VALUE}
+    assert admission.asks("bad", 3, 0.99, 0.0) is None
+
+
+def test_reads_of_a_device_wait_for_each_other() -> None:
+    tier = tier_of(4)
+    queue: ReadQueue[int] = ReadQueue(tier.devices)
+    for number in range(READS + 2):
+        queue.add(0, number, 1 << 20)
+    assert [queue.take(0) for _ in range(READS + 1)] == [*range(READS), None]
+    queue.check_integrity()
+    assert abs(queue.predict_s(0) - (READS + 2) * (1 << 20) / 1e9) < 1e-9
+    queue.drop(0, READS)
+    queue.ended(0, 1 << 20, 0.1, True)
+    assert queue.take(0) == READS + 1
+    assert tier.devices[0].read_rate < 1e9
+    assert len(queue) == 0
+
+
+def test_a_segment_on_disk_takes_little_memory() -> None:
+    count = 10_000
+    tier = tier_of(count)
+    segments = [segment_of(number, number / 16) for number in range(count)]
+    for number, segment in enumerate(segments):
+        # Requests of 16 segments, each with a history of its own.
+        segment.hints = Hints(access=AccessRecord(number // 16, 0, number // 16 % 7, float(number // 16)))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for segment in segments:
+            entry = tier.save(segment, 1, 1.0, 1e4)
+            assert not isinstance(entry, Refusal)
+            tier.written(entry, segment, True)
+            tier.left(segment, 1, 1e4, keep=True)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    print(f"{taken / count:.0f} bytes per segment", file=sys.stderr)
+    assert taken / count < 160

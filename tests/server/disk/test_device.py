@@ -1,0 +1,236 @@
+"""A device with its threads: what it writes it reads again, and how it ends, fails and comes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import wait_until
+from tests.server.disk.device_scene import Scene, served
+from tests.server.disk.medium import Medium, MediumFiles
+from tests.server.disk.scene import entry
+from tokenlake.core import events
+from tokenlake.disk.places import Place, unpack_places
+from tokenlake.wire import Code
+from tokenlake_server.disk.encryption import DiskKeys
+from tokenlake_server.disk.files import DirectoryFiles
+
+LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CHECKSUM
+SEGMENTS = [entry(number, number) for number in range(5)]
+
+
+def small(medium: Medium) -> MediumFiles:
+    return MediumFiles(medium)
+
+
+def recovered(scene: Scene) -> list[Place]:
+    scene.wait(events.DiskRecovered)
+    return [place for found in scene.of(events.DiskFound) for place in unpack_places(found.places)]
+
+
+@pytest.mark.parametrize("keys", [DiskKeys(), DiskKeys([b"k" * 32])])
+@pytest.mark.parametrize("slot_bytes", [1000, 8192])
+def test_segments_come_back_after_a_restart(tmp_path: Path, keys: DiskKeys, slot_bytes: int) -> None:
+    segments = [entry(number, number, slot_bytes=slot_bytes) for number in range(20)]
+    with served(lambda: DirectoryFiles(tmp_path), keys) as scene:
+        assert not recovered(scene)
+        assert scene.written(segments) == bytes([COMMITTED]) * 20
+        assert scene.read(segments) == bytes([LOCAL]) * 20
+        scene.forget(segments[3:5])
+    with served(lambda: DirectoryFiles(tmp_path), keys) as scene:
+        left = segments[:3] + segments[5:]
+        assert recovered(scene) == [Place(each.slot, each.generation) for each in left]
+        (found,) = scene.of(events.DiskFound)
+        assert found.keys == b"".join(each.key for each in left)
+        assert found.notes == b"".join(each.note for each in left)
+        assert scene.read(left) == bytes([LOCAL]) * 18
+
+
+def test_the_events_of_a_start_come_in_order() -> None:
+    medium = Medium()
+    for _ in range(2):
+        with served(lambda: small(medium)) as scene:
+            scene.wait(events.DiskRecovered)
+            kinds = [type(event) for event in scene.seen]
+            (ready,) = scene.of(events.DiskReady)
+            assert ready.read_bytes_per_s > 0 < ready.write_bytes_per_s
+            scene.written(SEGMENTS)
+    assert kinds == [events.DiskReady, events.DiskFound, events.DiskRecovered]
+
+
+def test_a_place_with_another_segment_is_a_miss() -> None:
+    with served(lambda: small(Medium())) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        wrong = [SEGMENTS[0], entry(1, 1, generation=7), entry(9, 2), SEGMENTS[3]]
+        assert scene.read(wrong) == bytes([LOCAL, BAD, BAD, LOCAL])
+        assert scene.device.state.mismatches == 2
+
+
+def test_the_capacity_is_the_limit_or_the_free_space() -> None:
+    gib = 1 << 30
+    for limit, capacity in ((3 * gib, 3 * gib), (20 * gib, 10 * gib - (64 << 20))):
+        with served(lambda: small(Medium(10 * gib)), limit=limit) as scene:
+            assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=1000)
+
+
+def test_a_trimmed_slab_ends_earlier() -> None:
+    medium = Medium()
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        scene.forget(SEGMENTS[2:])
+        scene.trim("default", 4096, 2)
+    assert len(medium.names["slab-00000"].content) == 2 * 8192
+
+
+# -- failures
+
+
+class Trouble:
+    """What goes wrong on a medium."""
+
+    def __init__(self, medium: Medium) -> None:
+        self.error: int | None = None
+        self.operations: tuple[str, ...] = ("read", "write", "sync", "size", "create")
+        self.slabs_only = True
+        self.hanging = threading.Event()
+        self.hanging.set()
+        medium.trouble = self
+
+    def __call__(self, operation: str, name: str) -> None:
+        if operation in self.operations and (name.startswith("slab") or not self.slabs_only):
+            assert self.hanging.wait(30)
+            if self.error is not None:
+                raise OSError(self.error, os.strerror(self.error))
+
+
+def test_one_unreadable_segment_is_lost_and_the_device_stays() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        trouble.error = errno.EIO
+        assert scene.read(SEGMENTS[:1]) == bytes([LOST])
+        trouble.error = None
+        assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
+        assert not scene.of(events.DiskGone)
+        assert scene.device.state.read_errors == 1
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.EROFS])
+def test_read_errors_set_the_device_aside_until_a_check_succeeds(error: int) -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        trouble.error, trouble.slabs_only = error, False
+        assert scene.read(SEGMENTS) == bytes([LOST]) * 5
+        assert os.strerror(error) in scene.wait(events.DiskGone).reason
+        assert not scene.device.state.serving
+        assert scene.read(SEGMENTS) == bytes([LOST]) * 5
+        assert scene.written(SEGMENTS) == bytes([LOST]) * 5
+        trouble.error = None
+        scene.wait(events.DiskRecovered, 2)
+        assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
+        assert len(scene.of(events.DiskFound)) == 1
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_a_failed_write_commits_nothing(operation: str) -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        trouble.error, trouble.operations = errno.EIO, (operation,)
+        assert scene.written(SEGMENTS) == bytes([LOST]) * 5
+        trouble.error = None
+        scene.wait(events.DiskRecovered, 2)
+        assert not scene.of(events.DiskFound)
+        assert scene.written(SEGMENTS) == bytes([COMMITTED]) * 5
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "sync"])
+def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS[:1])
+        trouble.hanging.clear()
+        trouble.operations = (operation,)
+        reads = [scene.start_read(SEGMENTS[:1], 100 + at) for at in range(12)] if operation == "read" else []
+        write = scene.write(SEGMENTS[1:]) if operation != "read" else 0
+        assert "slow" in scene.watch_until(events.DiskGone).reason
+        # What waits for a thread ends at once; what a thread carries out ends when it returns.
+        assert len(scene.of(events.FetchDone)) == max(0, len(reads) - 4)
+        trouble.hanging.set()
+        for read in reads:
+            scene.done(read)
+        if write:
+            assert scene.wait(events.DiskWritten, 2).codes == bytes([LOST]) * 4
+        scene.wait(events.DiskRecovered, 2)
+        assert scene.read(SEGMENTS[:1]) == bytes([LOCAL])
+
+
+def test_a_full_device_keeps_its_segments() -> None:
+    medium = Medium(200 << 20)
+    with served(lambda: small(medium), limit=150 << 20) as scene:
+        scene.wait(events.DiskRecovered)
+        assert scene.written(SEGMENTS) == bytes([COMMITTED]) * 5
+        trouble = Trouble(medium)
+        trouble.error, trouble.operations = errno.ENOSPC, ("size",)
+        assert scene.written([entry(50, 15000)]) == bytes([LOST])
+        smaller = scene.wait(events.DiskReady, 2).capacity_bytes
+        assert smaller == scene.device.state.slab_bytes < 150 << 20
+        assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
+        assert not scene.of(events.DiskGone)
+        trouble.error = None
+        assert scene.wait(events.DiskReady, 3).capacity_bytes > smaller
+        assert scene.written([entry(50, 15000)]) == bytes([COMMITTED])
+
+
+def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    trouble.error, trouble.slabs_only = errno.EIO, False
+    with served(lambda: small(medium)) as scene:
+        wait_until(lambda: bool(scene.device.state.problem), "a problem")
+        assert not scene.seen
+        assert scene.written(SEGMENTS) == bytes([LOST]) * 5
+        trouble.error = None
+        scene.wait(events.DiskRecovered)
+        assert scene.device.state.problem == ""
+
+
+def test_an_aborted_read_ends_soon() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        trouble.hanging.clear()
+        busy = [scene.start_read(SEGMENTS[:2], 100 + 2 * at) for at in range(2)]
+        waiting = scene.start_read(SEGMENTS, 200)
+        scene.device.abort(waiting)
+        assert scene.done(waiting).codes == bytes([LOST]) * 5
+        scene.device.abort(12345)
+        trouble.hanging.set()
+        for each in busy:
+            assert scene.done(each).codes == bytes([LOCAL]) * 2
+
+
+def test_the_end_commits_what_was_written() -> None:
+    medium = Medium()
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        number = scene.write(SEGMENTS)
+        scene.wait(events.DiskWritten, where=lambda event: event.write == number)
+    with served(lambda: small(medium)) as scene:
+        assert len(recovered(scene)) == 5

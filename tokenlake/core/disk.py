@@ -1,0 +1,435 @@
+"""The disk tier in the rules: segments are written before memory evicts them, and read back like segments of another
+node.
+
+::
+
+    memory is almost full: the segments that would be evicted next --> admitted? (`tokenlake.disk.admission`)
+        |  DiskWrite, in batches; the segments are pinned                    no: evicted as without a disk
+        v
+    DiskWritten --> on disk and in memory --> evicted from memory: this node goes on owning it, the directory keeps it
+                                                     |  a match of this node, or a pull of another one
+                                                     v
+                              `Transfers.bring` from this node itself: DiskRead into reserved slots --> FetchDone
+
+A segment on a device of this node is REMOTE for the engines of the node, leased at the node itself: a fetch brings it.
+While it is read, its place keeps its bytes. For `peer_lease_s` after a match or a lookup the segment is not
+evicted from disk, so that its reader can fetch it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from tokenlake.core.context import Context
+from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.events import DiskFound, DiskReady, DiskRecovered, DiskWritten
+from tokenlake.core.instructions import DiskForget, DiskTrim, DiskWrite, Note, Saved
+from tokenlake.disk import Place, pack_places, unpack_places
+from tokenlake.disk.admission import Refusal
+from tokenlake.disk.places import NOTE_BYTES
+from tokenlake.disk.tier import Slab
+from tokenlake.hints import NO_ACCESS
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment, SlotPool, State
+from tokenlake.store.removals import CORRUPT_RULE, DISK_RULE, OPERATOR_RULE, Removal
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["Disk"]
+
+WRITTEN = Metric("tokenlake_disk_written_segments_total", "Segments written to disk", "tenant")
+WRITTEN_BYTES = Metric("tokenlake_disk_written_bytes_total", "Bytes of segments written to disk", "tenant")
+FAILED = Metric("tokenlake_disk_failed_segments_total", "Segments whose write to disk failed")
+REFUSED = Metric(
+    "tokenlake_disk_refused_segments_total", "Segments that the disk tier did not admit, by reason", "reason"
+)
+EVICTED = Metric("tokenlake_disk_evicted_segments_total", "Segments that left the disk tier for want of space")
+KEPT = Metric("tokenlake_disk_kept_segments_total", "Segments that memory evicted and that stay on disk")
+
+LOOK_EVERY = 8
+"""Evictions after which the rules look for further segments to write."""
+AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 4, 64, 1024
+"""The segments that are examined for a write: those that would be evicted next, a quarter of the slots, within these
+limits."""
+WRITE_SEGMENTS, WRITE_BYTES = 64, 64 << 20
+"""Limits of one write; it has at least one segment."""
+TOLD = 128
+"""Segments on disk that are told to directory nodes at once, before other events are handled."""
+
+
+class _Write:
+    """A write under way: its segments, each pinned, and their entries."""
+
+    __slots__ = ("entries", "segments", "slab")
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.segments: list[Segment] = []
+        self.entries: list[int] = []
+
+
+class Disk:
+    """Decides what is written to the devices of this node, and keeps the directory informed."""
+
+    def __init__(
+        self, context: Context, directory_node: DirectoryNode, on_redundant: Callable[[wire.Redundant], None]
+    ) -> None:
+        """`on_redundant`: called with the answer of this node's own directory when segments that were found on a device
+        are owned by other nodes."""
+        self._context = context
+        self._tier = context.disk
+        self._directory_node = directory_node
+        self._on_redundant = on_redundant
+        self._writes: dict[int, _Write] = {}
+        self._evictions = 0
+        """Segments that memory evicted since the rules last looked for segments to write."""
+        self._told: deque[tuple[TenantId, list[SegmentKey]]] = deque()
+        """Segments that were found on devices and that directory nodes are still to be told of."""
+        self._saving: deque[Segment] | None = None
+        """The segments that are still to be written before the daemon ends; None before that."""
+        self._saved = 0
+        self._ended = False
+        """True once everything was saved: the daemon ends."""
+
+    # -- after each event
+
+    def follow(self) -> None:
+        """Called after each event: takes note of what left memory, and writes what will leave it next."""
+        store, tier, now = self._context.store, self._tier, self._context.now
+        if store.left:
+            self._left_memory()
+        elif tier.forgotten:
+            self._emit_forgotten()
+        if not store.evictions:
+            return
+        if tier.devices:
+            for pool, count in store.evictions.items():
+                tier.evicted(pool.tenant, pool.slot_bytes, count, now)
+                self._evictions += count
+        store.evictions.clear()
+        if self._evictions >= LOOK_EVERY:
+            self.look()
+
+    def _left_memory(self) -> None:
+        store, removals = self._context.store, self._context.removals
+        self._emit_forgotten()
+        left, store.left = store.left, []
+        for segment in left:
+            if segment.disk < 0:
+                # The same event has dropped the copy on disk.
+                continue
+            gone = removals.get(segment.tenant, segment.key)
+            void = gone is not None and gone.at == self._context.now and gone.rule in (CORRUPT_RULE, OPERATOR_RULE)
+            keep = not void and segment.source is None
+            if self._tier.left(segment, store.accesses(segment), self._context.now, keep=keep):
+                self._context.counters.add(KEPT)
+        # The directory nodes are told of these like of all segments that leave memory.
+        self._emit_forgotten(tell=False)
+
+    # -- writing
+
+    def look(self) -> None:
+        """Write the segments that memory would evict next, of those that are admitted."""
+        self._evictions = 0
+        if not self._tier.devices:
+            return
+        self._tier.expire(self._context.now)
+        if self._saving is not None or self._ended:
+            return
+        for pool in list(self._context.store.pools()):
+            self._look_at(pool)
+
+    def _look_at(self, pool: SlotPool) -> None:
+        store, now = self._context.store, self._context.now
+        ahead = max(LEAST_AHEAD, min(MOST_AHEAD, pool.slots // AHEAD_PART))
+        ahead -= len(pool.free) + store.regions.room(pool.tenant) * pool.region_slots
+        if ahead <= 0:
+            return
+        chosen: list[Segment] = []
+        for segment in self._next_victims(pool, ahead):
+            if segment.disk >= 0 or segment.pins or segment.asked == segment.touched or segment.source is not None:
+                continue
+            verdict = self._tier.admit(segment, store.accesses(segment), self._value(pool, segment), now)
+            if not isinstance(verdict, Refusal):
+                chosen.append(segment)
+                continue
+            self._context.counters.add_for(REFUSED, 1, str(verdict))
+            if verdict is not Refusal.VALUE:
+                break
+            segment.asked = segment.touched
+        self._write(chosen)
+
+    def _next_victims(self, pool: SlotPool, ahead: int) -> Iterator[Segment]:
+        """Yields the segments of a pool that would be evicted next: cached copies, then primary copies. Nothing may
+        change the orders meanwhile."""
+        yield from list(islice(pool.orders[Kind.CACHED], ahead))
+        yield from list(islice(pool.retention, ahead))
+
+    def _value(self, pool: SlotPool, segment: Segment) -> float:
+        """The retention value of a segment: that of the policy, which does not order cached copies."""
+        if segment.kind is Kind.PRIMARY:
+            return pool.retention.retention_value(segment, self._context.now)
+        if segment.hints.priority < 0:
+            return 0.0
+        return self._tier.value(segment, self._context.store.accesses(segment), self._context.now)
+
+    def _write(self, segments: Iterable[Segment]) -> None:
+        """Write segments whose entries have just been made."""
+        self._emit_forgotten()
+        batches: dict[tuple[int, int], _Write] = {}
+        for segment in segments:
+            slab = self._tier.slab(segment.disk)
+            name = slab.number, len(segment.checksums)
+            batch = batches.get(name)
+            if batch is None:
+                batch = batches[name] = _Write(slab)
+            self._context.store.pin(segment)
+            batch.segments.append(segment)
+            batch.entries.append(segment.disk)
+            if len(batch.segments) == WRITE_SEGMENTS or (len(batch.segments) + 1) * slab.slot_bytes > WRITE_BYTES:
+                self._order(batches.pop(name))
+        for batch in batches.values():
+            self._order(batch)
+
+    def _order(self, batch: _Write) -> None:
+        number = self._context.next_id()
+        self._writes[number] = batch
+        slab, tier = batch.slab, self._tier
+        self._context.emit(
+            DiskWrite(
+                number,
+                slab.device.number,
+                slab.tenant,
+                slab.slot_bytes,
+                tier.shards(batch.entries[0]),
+                join_keys(segment.key for segment in batch.segments),
+                b"".join(segment.packed for segment in batch.segments),
+                pack_places(tier.place(entry) for entry in batch.entries),
+                b"".join(segment.checksums for segment in batch.segments),
+                b"".join(tier.packed_note(entry) for entry in batch.entries),
+            )
+        )
+
+    def check_written(self, event: DiskWritten) -> None:
+        """Raises `ValueError` where no such write is under way, or its result has another size. Changes nothing."""
+        batch = self._writes.get(event.write)
+        if batch is None:
+            raise ValueError(f"write {event.write} is not under way")
+        if len(event.codes) != len(batch.segments) or event.codes.translate(None, bytes((Code.COMMITTED, Code.LOST))):
+            raise ValueError(f"write {event.write} of {len(batch.segments)} segments ended with {event.codes.hex()}")
+
+    def written(self, event: DiskWritten) -> None:
+        """Handle the end of a write."""
+        batch = self._writes.pop(event.write)
+        store, done = self._context.store, 0
+        for segment, entry, code in zip(batch.segments, batch.entries, event.codes, strict=True):
+            done += code == Code.COMMITTED
+            self._tier.written(entry, segment, code == Code.COMMITTED)
+            store.unpin(segment)
+        counters, tenant = self._context.counters, batch.slab.tenant
+        counters.add_for(WRITTEN, done, tenant)
+        counters.add_for(WRITTEN_BYTES, done * batch.slab.slot_bytes, tenant)
+        counters.add(FAILED, len(batch.segments) - done)
+        self._emit_forgotten()
+        if self._saving is not None:
+            self._saved += done
+            self._save_some()
+        else:
+            self.look()
+
+    # -- leaving the disk
+
+    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> int:
+        """Drop the copies on disk of these segments; those that are being written stay. Returns how many there
+        were."""
+        dropped = 0
+        for key in keys:
+            entry = self._tier.find(tenant, key)
+            if entry >= 0:
+                self._tier.forget(entry)
+                dropped += 1
+        self._emit_forgotten()
+        return dropped
+
+    def forget_some(self, tenant: TenantId, slot_bytes: int, start: int, entries: int) -> tuple[int, int | None]:
+        """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on.
+        Returns how many there were, and the number at which to continue (None at the end)."""
+        found, behind = self._tier.walk(start, entries)
+        dropped = 0
+        for entry in found:
+            slab = self._tier.slab(entry)
+            if slab.tenant == tenant and slot_bytes in (0, slab.slot_bytes):
+                self._tier.forget(entry)
+                dropped += 1
+        self._emit_forgotten()
+        return dropped, behind
+
+    def _emit_forgotten(self, *, tell: bool = True) -> None:
+        """Tell the file layer which segments on disk are void, and, if `tell`, the directory nodes of those that this
+        node does not have any more."""
+        tier, context = self._tier, self._context
+        if tier.forgotten:
+            forgotten, tier.forgotten = tier.forgotten, []
+            by_slab: dict[int, list[tuple[Slab, SegmentKey, Place]]] = {}
+            for each in forgotten:
+                by_slab.setdefault(each[0].number, []).append(each)
+            for those in by_slab.values():
+                slab = those[0][0]
+                keys, places = [each[1] for each in those], pack_places(each[2] for each in those)
+                context.emit(DiskForget(slab.device.number, slab.tenant, slab.slot_bytes, join_keys(keys), places))
+                if tell:
+                    self._tell_gone(slab.tenant, keys)
+        if tier.evictions:
+            context.counters.add(EVICTED, tier.evictions)
+            tier.evictions = 0
+        if tier.trimmed:
+            for slab in tier.trimmed.values():
+                context.emit(DiskTrim(slab.device.number, slab.tenant, slab.slot_bytes, len(slab.entries)))
+            tier.trimmed.clear()
+
+    def _tell_gone(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
+        index = self._context.store.index(tenant)
+        gone = [key for key in keys if (here := index.get(key)) is None or here.state is not State.READY]
+        if gone:
+            for key in gone:
+                self._context.removals.add(tenant, key, Removal(self._context.now, DISK_RULE))
+            self._directory_node.tell_evicted(tenant, gone, DISK_RULE, NO_ACCESS, 0.0)
+
+    # -- devices
+
+    def ready(self, event: DiskReady) -> None:
+        """A device can be used."""
+        self._tier.ready(
+            event.device, event.capacity_bytes, event.read_bytes_per_s, event.write_bytes_per_s, self._context.now
+        )
+
+    def check_device(self, event: DiskFound | DiskRecovered) -> None:
+        """Raises `ValueError` for a device that is not in use. Changes nothing."""
+        if event.device not in self._tier.devices:
+            raise ValueError(f"disk {event.device} is not in use")
+
+    def found(self, event: DiskFound) -> None:
+        """Take segments that were found on a device. The directory nodes are told of them at a bounded rate."""
+        tenant, keys, places = TenantId(event.tenant), split_keys(event.keys), unpack_places(event.places)
+        index = self._context.store.index(tenant)
+        taken: list[SegmentKey] = []
+        refused: list[tuple[SegmentKey, Place]] = []
+        for at, (key, place) in enumerate(zip(keys, places, strict=True)):
+            note = event.notes[at * NOTE_BYTES : (at + 1) * NOTE_BYTES]
+            entry = self._tier.found(event.device, tenant, event.slot_bytes, key, place, event.shards, note)
+            if entry is None:
+                refused.append((key, place))
+                continue
+            known = index.get(key)
+            if known is not None and known.state is State.READY and known.disk < 0:
+                self._tier.arrived(known)
+            elif known is None:
+                taken.append(key)
+            self._tier.settle(entry, self._context.now)
+        if refused:
+            packed = pack_places(place for _, place in refused)
+            void = join_keys(key for key, _ in refused)
+            self._context.emit(DiskForget(event.device, tenant, event.slot_bytes, void, packed))
+        if taken:
+            begin = not self._told
+            self._told.append((tenant, taken))
+            if begin:
+                self._context.in_slices(self._tell_some, later=True)
+
+    def _tell_some(self) -> bool:
+        tenant, keys = self._told[0]
+        some = [key for key in keys[:TOLD] if self._tier.find(tenant, key) >= 0]
+        del keys[:TOLD]
+        if not keys:
+            self._told.popleft()
+        redundant = self._directory_node.tell_owned(tenant, some)
+        if redundant.keys:
+            self._on_redundant(redundant)
+        return bool(self._told)
+
+    def recovered(self, device: int) -> None:
+        """Everything on a device was found."""
+        self._tier.recovered(device)
+
+    def gone(self, device: int) -> None:
+        """A device cannot be used any more: what was on it counts as evicted."""
+        if device not in self._tier.devices:
+            return
+        self._tier.gone(device)
+
+        def work() -> bool:
+            by_tenant: dict[TenantId, list[SegmentKey]] = {}
+            for tenant, key in self._tier.sweep(TOLD):
+                by_tenant.setdefault(tenant, []).append(key)
+            for tenant, keys in by_tenant.items():
+                self._tell_gone(tenant, keys)
+            return bool(by_tenant)
+
+        self._context.in_slices(work, later=True)
+        if self._saving is not None:
+            self._save_some()
+
+    # -- the end of the daemon
+
+    def save(self, limit_s: float) -> None:
+        """Write the segments that are in memory only, those of the highest retention value first, for at most
+        `limit_s`; then `Saved`."""
+        found: list[tuple[float, int, int, Segment]] = []
+        for pool in self._context.store.pools():
+            for segment in self._context.store.index(pool.tenant).values():
+                if segment.pool == pool.id and segment.owned and segment.disk < 0:
+                    found.append((-self._value(pool, segment), segment.depth, len(found), segment))
+        self._saving = deque(segment for *_, segment in sorted(found, key=lambda each: each[:3]))
+        self._saved = 0
+        self._context.after(limit_s, self._stop_saving)
+        self._save_some()
+
+    def _stop_saving(self) -> None:
+        if self._saving:
+            self._context.emit(Note(f"the disk was too slow for {len(self._saving)} segments in memory"))
+            self._saving.clear()
+
+    def _save_some(self) -> None:
+        waiting, store, chosen = self._saving, self._context.store, list[Segment]()
+        assert waiting is not None
+        while waiting:
+            segment = waiting[0]
+            if segment.owned and segment.disk < 0:
+                pool = store.pool(segment.tenant, segment.slot_bytes)
+                assert pool is not None
+                value = self._value(pool, segment)
+                verdict = self._tier.save(segment, store.accesses(segment), value, self._context.now)
+                if verdict is Refusal.QUEUE:
+                    break
+                if not isinstance(verdict, Refusal):
+                    chosen.append(segment)
+            waiting.popleft()
+        self._write(chosen)
+        if not self._writes and self._saving is not None:
+            # No write is under way: either all is written, or no device can be written.
+            self._saving, self._ended = None, True
+            self._context.emit(Saved(self._saved))
+
+    # -- checks
+
+    def pinned(self) -> Iterator[Segment]:
+        """Yields a segment once for each pin that writes hold on it; for integrity checks."""
+        for batch in self._writes.values():
+            yield from batch.segments
+
+    def census(self) -> dict[str, int]:
+        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
+        return {"disk writes": len(self._writes), "segments to advertise": sum(len(keys) for _, keys in self._told)}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the disk tier contradicts itself or the segments in memory."""
+        self._tier.check_integrity()
+        for segment in self._context.store.segments():
+            if segment.disk >= 0:
+                assert self._tier.key(segment.disk) == segment.key
+        writing = Counter(entry for batch in self._writes.values() for entry in batch.entries)
+        assert all(count == 1 for count in writing.values())

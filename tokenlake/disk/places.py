@@ -1,0 +1,46 @@
+"""Places of segments on a device, as instructions and events carry them.
+
+A device has one slab per tenant and slot size. A slab is a sequence of places of `stride(slot_bytes)` bytes; place
+number n begins at the byte n * stride of the slab. The generation of a place counts the segments that it has had.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["ALIGNMENT", "HEADER_BYTES", "NOTE_BYTES", "PLACE_BYTES", "Place", "pack_places", "stride", "unpack_places"]
+
+ALIGNMENT = 4096
+"""Places begin at multiples of this number of bytes, as direct I/O requires."""
+HEADER_BYTES = 4096
+"""Bytes of each place beside the segment: its key, generation, checksums and note, and what encryption adds."""
+NOTE_BYTES = 48
+"""Bytes that the rules keep with each segment on disk. Their meaning is known to the rules only (`notes.py`)."""
+_PLACE = struct.Struct("<II")
+PLACE_BYTES = _PLACE.size
+
+
+class Place(NamedTuple):
+    """One place of a slab, and the generation of its content."""
+
+    slot: int
+    generation: int
+
+
+def pack_places(places: Iterable[Place]) -> bytes:
+    """Returns the places packed into 8 bytes each: slot and generation, uint32, little-endian."""
+    return b"".join(_PLACE.pack(*place) for place in places)
+
+
+def unpack_places(packed: bytes) -> list[Place]:
+    """Inverse of `pack_places`. Raises ValueError for a length that is not a multiple of 8."""
+    if len(packed) % PLACE_BYTES:
+        raise ValueError(f"places take {len(packed)} bytes, which is no multiple of {PLACE_BYTES}")
+    return [Place._make(fields) for fields in _PLACE.iter_unpack(packed)]
+
+
+def stride(slot_bytes: int) -> int:
+    """Returns the bytes of a place for segments of `slot_bytes`."""
+    return HEADER_BYTES + -(-slot_bytes // ALIGNMENT) * ALIGNMENT

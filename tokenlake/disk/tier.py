@@ -1,0 +1,605 @@
+"""The segments on the devices of one node: which place of which slab has which segment, and which leaves next.
+
+::
+
+    (place free) -> WRITTEN -> RESIDENT <-> ORDERED -> (place free)
+                       |          ^            |
+                       |          +--- READ <--+
+                       +-> (place free): the write failed, or the segment was void before it ended
+
+    WRITTEN    the file layer writes it; it is in memory
+    RESIDENT   it is on disk and in memory
+    ORDERED    it is on disk only, in the order in which segments leave the slab
+    READ       it is being read back, or held for a reader: it keeps its place
+
+A device has one slab per tenant and slot size. A slab grows by one place at a time while the device has room and the
+tenant's quota allows it; then a new segment takes the place of the one of least retention value in the slab.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
+from tokenlake.disk.index import NO_ENTRY, Index
+from tokenlake.disk.notes import Note, Notes
+from tokenlake.disk.order import TOGETHER_S, Order
+from tokenlake.disk.places import Place, stride
+from tokenlake.hints import AccessRecord, Hints
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.rate import Rate
+from tokenlake.store import Segment
+from tokenlake.store.eviction.odds import EDGES, Odds
+
+__all__ = ["Device", "DiskTier", "Slab"]
+
+DAY_S = 86_400.0
+EVICTIONS_HALF_LIFE_S = 300.0
+MAX_SLABS = 0xFFFF
+MAX_WRITING_S = 1.0
+"""Maximum seconds of writing that one device has under way: further segments wait for the next look."""
+SHRUNK = 64
+"""Maximum number of places by which one call shrinks a slab."""
+MAX_HELD = 1 << 14
+"""Maximum number of entries that are held for readers at a time."""
+
+
+class Slab:
+    """The places of one tenant and slot size on one device."""
+
+    def __init__(self, number: int, device: Device, tenant: TenantId, slot_bytes: int, order: Order) -> None:
+        self.number = number
+        self.device = device
+        self.tenant = tenant
+        self.slot_bytes = slot_bytes
+        self.stride = stride(slot_bytes)
+        self.order = order
+        self.free = array("I")
+        """Free places; the last one is used next."""
+        self.entries = array("I")
+        """By place: its entry + 1; 0 for a free place."""
+        self.generations = array("I")
+        """By place: the number of segments that it has had."""
+        self.newest = 0
+        """The greatest generation that any place had before this process."""
+        self.resident: dict[int, Segment] = {}
+        """The segments of the slab that are in memory too, by entry, in the order in which they came to both."""
+        self.void = False
+        """True once the device has gone: its entries are not found any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all places of the slab."""
+        return len(self.entries) * self.stride
+
+
+class Device:
+    """One device, as the file layer reported it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.capacity = 0
+        self.read_rate = self.write_rate = 1.0
+        """Bytes per second, measured."""
+        self.ready = False
+        """True while the device can be read."""
+        self.writable = False
+        """True once everything on it was found."""
+        self.used = 0
+        """Bytes of all places of its slabs."""
+        self.writing = 0
+        """Bytes of the writes under way."""
+        self.slabs: dict[tuple[TenantId, int], Slab] = {}
+        self.budget = DailyBudget(0.0, 0.0)
+
+
+def _fill(device: Device) -> tuple[float, float]:
+    """How busy a device is with writes, in seconds, and how full."""
+    return device.writing / device.write_rate, device.used / max(1, device.capacity)
+
+
+class DiskTier:
+    """All entries of a node. Changes nothing outside itself but the field `disk` of segments. An entry that is being
+    written is found by `entry_of` only."""
+
+    def __init__(
+        self,
+        odds: Callable[[TenantId, int], Odds],
+        writes_per_day: float,
+        quotas: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`odds`: returns the model of re-use for segments of a tenant and size. `writes_per_day`: how often a device
+        may be written whole per day; 0: no limit. `quotas`: shares of each device by tenant."""
+        self._odds = odds
+        self._writes_per_day = writes_per_day
+        self._quotas = quotas
+        self.devices: dict[int, Device] = {}
+        self.forgotten: list[tuple[Slab, SegmentKey, Place]] = []
+        """Segments that became void, and their places; the caller empties the list."""
+        self.trimmed: dict[int, Slab] = {}
+        """Slabs that became shorter, by number; the caller empties the map."""
+        self.evictions = 0
+        """Number of segments that left a device for want of space."""
+        self._slabs: dict[int, Slab] = {}
+        self._last = 0
+        self._index = Index(lambda slab, tenant: self._slabs[slab].tenant == tenant and not self._slabs[slab].void)
+        self._notes = Notes()
+        self._writing: set[int] = set()
+        """Entries that are being written; not iterated over."""
+        self._reads: dict[tuple[int, int], int] = {}
+        """Number of reads under way, by (number of the slab, place)."""
+        self._voids: deque[tuple[Slab, int]] = deque()
+        """Slabs of devices that have gone, and how many of their places were looked at to remove the entries."""
+        self._holds: dict[int, float] = {}
+        """Time in seconds until which an entry is held for a reader."""
+        self._ends: deque[tuple[float, int]] = deque()
+        """(time, entry) of holds, the earliest first; one that was held again since is void."""
+        self._admissions: dict[tuple[TenantId, int], Admission] = {}
+        self._evicted = Rate(EVICTIONS_HALF_LIFE_S)
+        """Bytes that memory evicts per second."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # -- looking up
+
+    def find(self, tenant: TenantId, key: SegmentKey) -> int:
+        """Returns the entry of a segment that can be read from a device, or `NO_ENTRY`."""
+        if not self._index:
+            return NO_ENTRY
+        entry = self._index.find(tenant, key)
+        return NO_ENTRY if entry in self._writing else entry
+
+    def entry_of(self, tenant: TenantId, key: SegmentKey) -> int:
+        """Returns the entry of a segment that is on a device or is being written to it, or `NO_ENTRY`."""
+        return self._index.find(tenant, key) if self._index else NO_ENTRY
+
+    def slab(self, entry: int) -> Slab:
+        """The slab of an entry."""
+        return self._slabs[self._index.slabs[entry]]
+
+    def key(self, entry: int) -> SegmentKey:
+        """The key of an entry."""
+        return self._index.key(entry)
+
+    def place(self, entry: int) -> Place:
+        """The place of an entry."""
+        slot = self._index.slots[entry]
+        return Place(slot, self.slab(entry).generations[slot])
+
+    def shards(self, entry: int) -> int:
+        """The number of shards of the segment of an entry."""
+        return self._index.shards[entry]
+
+    def note(self, entry: int) -> Note:
+        """What is known of the segment of an entry."""
+        return self._notes.unpack(self._index.note(entry))
+
+    def packed_note(self, entry: int) -> bytes:
+        """The note of an entry, as instructions carry it."""
+        return self._index.note(entry)
+
+    def last_access(self, entry: int, now: float) -> tuple[AccessRecord, float]:
+        """Returns (access record of the request that accessed the segment of an entry last, seconds since then). The
+        time is known to `TOGETHER_S`; an entry in use was accessed now."""
+        at = self.slab(entry).order.accessed_at(entry) if self._index.groups[entry] else now
+        return self.note(entry).hints.access, max(0.0, now - at)
+
+    def walk(self, start: int, entries: int) -> tuple[list[int], int | None]:
+        """Returns the entries of segments that are on a device and not in memory, of those with the numbers from
+        `start` on, `entries` of them, and the number at which the walk continues (None at the end)."""
+        index, limit = self._index, min(self._index.limit, start + entries)
+        found = [
+            entry
+            for entry in range(start, limit)
+            if index.holds(entry)
+            and entry not in self._writing
+            and not (slab := self.slab(entry)).void
+            and entry not in slab.resident
+        ]
+        return found, limit if limit < index.limit else None
+
+    def value(self, segment: Segment, accesses: int, now: float) -> float:
+        """The retention value of a segment by the model of re-use, in accesses per second."""
+        odds = self._odds(segment.tenant, segment.slot_bytes)
+        age = bisect_right(EDGES, max(0.0, now - segment.touched)) - 1
+        return odds.retention_value(odds.features(accesses, segment.hints))[age]
+
+    # -- writing
+
+    def evicted(self, tenant: TenantId, slot_bytes: int, segments: int, now: float) -> None:
+        """Count segments that memory evicted, whether or not they are on disk."""
+        self._admission(tenant, slot_bytes).evicted(segments)
+        self._evicted.add(segments * slot_bytes, now)
+
+    def admit(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
+        """Choose a place for a READY segment of this retention value that memory will evict soon. Returns its entry,
+        which is being written from now on, or the reason why it is not written."""
+        device = self._device_to_write()
+        if device is None:
+            return Refusal.QUEUE
+        slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
+        room = self._has_room(slab)
+        if not room and not len(slab.order):
+            self._make_room(slab)
+            room = self._has_room(slab)
+        victim = None if room else slab.order.victim(now)
+        if not room and victim is None:
+            return Refusal.QUEUE
+        if self._writes_per_day and device.budget.left(now) < slab.stride:
+            return Refusal.DAY
+        admission = self._admission(segment.tenant, segment.slot_bytes)
+        least = victim[1] if victim is not None else 0.0
+        request = segment.hints, int(segment.touched / TOGETHER_S)
+        refusal = admission.asks(request, accesses, value, least, self._share_of_day(now))
+        return refusal or self._write(slab, segment, accesses, victim)
+
+    def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
+        """As `admit`, before the daemon ends: no limit holds but the space, for which segments of less value leave."""
+        device = self._device_to_write()
+        if device is None:
+            return Refusal.QUEUE
+        slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
+        if self._has_room(slab):
+            return self._write(slab, segment, accesses, None)
+        victim = slab.order.victim(now)
+        if victim is None or victim[1] > value:
+            return Refusal.VALUE
+        return self._write(slab, segment, accesses, victim)
+
+    def _write(self, slab: Slab, segment: Segment, accesses: int, victim: tuple[int, float] | None) -> int:
+        if victim is not None:
+            self.evictions += 1
+            self.forget(victim[0])
+        slot = self._take(slab)
+        note = self._notes.pack(Note(segment.depth, accesses, segment.hints))
+        shards = len(segment.checksums) // 8
+        entry = self._index.add(segment.key, slab.number, slot, shards, note)
+        slab.entries[slot] = entry + 1
+        slab.generations[slot] += 1
+        segment.disk = entry
+        self._writing.add(entry)
+        self._admission(segment.tenant, segment.slot_bytes).wrote(1)
+        slab.device.writing += slab.stride
+        slab.device.budget.spend(slab.stride)
+        return entry
+
+    def written(self, entry: int, segment: Segment, done: bool) -> bool:
+        """The write of an entry has ended; `done`: its bytes are on the device. Returns True if the segment is on disk
+        from now on: it is void if it has left memory meanwhile as wrong or by an order."""
+        slab = self.slab(entry)
+        slab.device.writing -= slab.stride
+        self._writing.discard(entry)
+        kept = segment.disk == entry
+        if not done or slab.void:
+            if kept:
+                segment.disk = NO_ENTRY
+            self._remove(slab, entry)
+            self._drop_void(slab)
+            return False
+        if not kept:
+            self.forget(entry)
+            return False
+        slab.resident[entry] = segment
+        return True
+
+    # -- memory
+
+    def arrived(self, segment: Segment) -> None:
+        """A segment became READY in memory: note that it is on disk, if it is."""
+        entry = self.find(segment.tenant, segment.key)
+        if entry >= 0:
+            slab = self.slab(entry)
+            if slab.slot_bytes == segment.slot_bytes:
+                self._leave_order(slab, entry)
+                slab.resident[entry] = segment
+                segment.disk = entry
+
+    def left(self, segment: Segment, accesses: int, now: float, *, keep: bool) -> bool:
+        """A segment with an entry left memory. `keep`: its bytes on disk still count. Returns True if it stays on
+        disk."""
+        entry, segment.disk = segment.disk, NO_ENTRY
+        slab = self.slab(entry)
+        slab.resident.pop(entry, None)
+        if entry in self._writing:
+            return False
+        if not keep or slab.void:
+            self.forget(entry)
+            return False
+        self._index.set_note(entry, self._notes.pack(Note(segment.depth, accesses, segment.hints)))
+        self._settle(slab, entry, segment.touched, now)
+        return True
+
+    # -- reading
+
+    def begin_read(self, entry: int) -> tuple[Slab, int]:
+        """A read of an entry begins. Returns its slab and its place, which gets no other segment until `end_read`."""
+        slab, slot = self.slab(entry), self._index.slots[entry]
+        at = slab.number, slot
+        self._reads[at] = self._reads.get(at, 0) + 1
+        self._leave_order(slab, entry, used=True)
+        return slab, slot
+
+    def end_read(self, slab: Slab, slot: int, now: float) -> None:
+        """A read of a place has ended."""
+        at = slab.number, slot
+        self._reads[at] -= 1
+        if self._reads[at]:
+            return
+        del self._reads[at]
+        entry = slab.entries[slot] - 1
+        if entry >= 0:
+            self._settle(slab, entry, now, now)
+        elif not slab.void:
+            slab.free.append(slot)
+        else:
+            self._drop_void(slab)
+
+    def hold(self, entry: int, until: float) -> None:
+        """Keep an entry until this time, because a reader was told of it. No earlier hold ends later. Does nothing
+        while too many entries are held."""
+        if entry not in self._holds and len(self._holds) >= MAX_HELD:
+            return
+        self._leave_order(self.slab(entry), entry, used=True)
+        self._holds[entry] = until
+        self._ends.append((until, entry))
+
+    def expire(self, now: float) -> None:
+        """End the holds whose time has passed."""
+        while self._ends and self._ends[0][0] <= now:
+            until, entry = self._ends.popleft()
+            if self._holds.get(entry) == until:
+                del self._holds[entry]
+                self._settle(self.slab(entry), entry, now, now)
+
+    def touch(self, entry: int, hints: Hints | None, now: float) -> None:
+        """Count an access of a segment that is on disk only."""
+        note = self.note(entry)
+        hints = note.hints if hints is None else hints.merged_over(note.hints)
+        self._index.set_note(entry, self._notes.pack(Note(note.depth, note.accesses + 1, hints)))
+        slab = self.slab(entry)
+        if self._index.groups[entry]:
+            self._leave_order(slab, entry, used=True)
+            self._settle(slab, entry, now, now)
+
+    # -- leaving
+
+    def forget(self, entry: int) -> None:
+        """A segment on disk is void: its place gets another one, once no read of it is under way."""
+        slab = self.slab(entry)
+        segment = slab.resident.pop(entry, None)
+        if segment is not None:
+            segment.disk = NO_ENTRY
+        if not slab.void:
+            self.forgotten.append((slab, self.key(entry), self.place(entry)))
+        self._leave_order(slab, entry)
+        self._holds.pop(entry, None)
+        self._remove(slab, entry)
+
+    def forget_place(self, slab: Slab, slot: int) -> None:
+        """The segment at a place is void, if it still has one; see `forget`."""
+        if slab.entries[slot]:
+            self.forget(slab.entries[slot] - 1)
+
+    def _remove(self, slab: Slab, entry: int) -> None:
+        slot = self._index.slots[entry]
+        self._index.remove(entry)
+        slab.entries[slot] = 0
+        if not slab.void and (slab.number, slot) not in self._reads:
+            slab.free.append(slot)
+
+    def _leave_order(self, slab: Slab, entry: int, used: bool = False) -> None:
+        if self._index.groups[entry]:
+            slab.order.leave(entry, used)
+
+    def _settle(self, slab: Slab, entry: int, at: float, now: float) -> None:
+        """Put an entry in order, unless it is in memory too, is being written or read, or is held. `at`: the time of
+        its last access."""
+        index = self._index
+        out = slab.void or index.groups[entry] or entry in slab.resident or entry in self._holds
+        if out or entry in self._writing or (slab.number, index.slots[entry]) in self._reads:
+            return
+        note = self.note(entry)
+        features = self._odds(slab.tenant, slab.slot_bytes).features(note.accesses, note.hints)
+        slab.order.enter(entry, features, at, now)
+
+    # -- space
+
+    def _device_to_write(self) -> Device | None:
+        """The device whose writes under way end first, of those that have less than `MAX_WRITING_S` of them."""
+        best: Device | None = None
+        for device in self.devices.values():
+            able = device.writable and device.writing < MAX_WRITING_S * device.write_rate
+            if able and (best is None or _fill(device) < _fill(best)):
+                best = device
+        return best
+
+    def _slab_on(self, device: Device, tenant: TenantId, slot_bytes: int) -> Slab:
+        slab = device.slabs.get((tenant, slot_bytes))
+        if slab is None:
+            while self._last in self._slabs:
+                self._last = (self._last + 1) % MAX_SLABS
+            order = Order(self._index, lambda: self._odds(tenant, slot_bytes))
+            slab = Slab(self._last, device, tenant, slot_bytes, order)
+            self._slabs[slab.number] = device.slabs[tenant, slot_bytes] = slab
+        return slab
+
+    def _has_room(self, slab: Slab) -> bool:
+        return bool(slab.free) or self._may_grow(slab)
+
+    def _may_grow(self, slab: Slab) -> bool:
+        device = slab.device
+        if device.used + slab.stride > device.capacity:
+            return False
+        quota = self._quotas.get(slab.tenant, 1.0)
+        if quota >= 1.0:
+            return True
+        taken = sum(each.nbytes for each in device.slabs.values() if each.tenant == slab.tenant)
+        return taken + slab.stride <= quota * device.capacity
+
+    def _take(self, slab: Slab) -> int:
+        """Take a free place of the slab, which has room or has just given one up."""
+        if slab.free:
+            return slab.free.pop()
+        slab.entries.append(0)
+        slab.generations.append(slab.newest)
+        slab.device.used += slab.stride
+        return len(slab.entries) - 1
+
+    def _make_room(self, slab: Slab) -> None:
+        """Shrink the largest slab of the device by some places, if this one has less than an equal part."""
+        device = slab.device
+        largest = max(device.slabs.values(), key=lambda each: each.nbytes)
+        sharing = sum(each is slab or each.nbytes > 0 for each in device.slabs.values())
+        if largest is slab or slab.nbytes + slab.stride > device.capacity / sharing:
+            return
+        last = len(largest.entries)
+        while len(largest.entries) > last - SHRUNK and device.used + slab.stride * SHRUNK > device.capacity:
+            slot = len(largest.entries) - 1
+            entry = largest.entries[slot] - 1 if slot >= 0 else NO_ENTRY
+            if slot < 0 or entry in self._writing or entry in self._holds or (largest.number, slot) in self._reads:
+                break
+            if entry >= 0:
+                self.evictions += 1
+                self.forget(entry)
+            largest.free.remove(slot)
+            largest.newest = max(largest.newest, largest.generations.pop())
+            largest.entries.pop()
+            device.used -= largest.stride
+        if len(largest.entries) < last:
+            self.trimmed[largest.number] = largest
+
+    def _admission(self, tenant: TenantId, slot_bytes: int) -> Admission:
+        return self._admissions.setdefault((tenant, slot_bytes), Admission())
+
+    def _share_of_day(self, now: float) -> float:
+        """The share of what memory evicts that the budget of bytes per day allows to write, over all devices."""
+        if not self._writes_per_day:
+            return SHARE
+        rate = sum(each.capacity for each in self.devices.values()) * self._writes_per_day / DAY_S
+        return rate / max(1.0, self._evicted.at(now))
+
+    # -- devices
+
+    def ready(self, number: int, capacity: int, read_rate: float, write_rate: float, now: float) -> None:
+        """A device can be read, or has another capacity now."""
+        device = self.devices.setdefault(number, Device(number))
+        device.ready = True
+        device.capacity = capacity
+        device.read_rate, device.write_rate = max(1.0, read_rate), max(1.0, write_rate)
+        device.budget.resize(capacity * self._writes_per_day, now)
+
+    def found(
+        self, number: int, tenant: TenantId, slot_bytes: int, key: SegmentKey, place: Place, shards: int, note: bytes
+    ) -> int | None:
+        """An earlier process wrote a segment to the device. Returns its entry, or None if it is not taken: another
+        entry has its key or its place, or the note is none. It is in order from `recovered` on."""
+        device = self.devices[number]
+        slab = self._slab_on(device, tenant, slot_bytes)
+        slab.newest = max(slab.newest, place.generation)
+        try:
+            self._notes.unpack(note)
+        except ValueError:
+            return None
+        beyond = place.slot - len(slab.entries) + 1
+        if beyond > 0 and device.used + beyond * slab.stride > device.capacity:
+            return None
+        if self.entry_of(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
+            return None
+        for _ in range(beyond):
+            slab.entries.append(0)
+            slab.generations.append(0)
+            device.used += slab.stride
+        entry = self._index.add(key, slab.number, place.slot, shards, note)
+        slab.entries[place.slot] = entry + 1
+        slab.generations[place.slot] = place.generation
+        return entry
+
+    def settle(self, entry: int, now: float) -> None:
+        """Put an entry that was found in order."""
+        self._settle(self.slab(entry), entry, now, now)
+
+    def recovered(self, number: int) -> None:
+        """Everything on the device was found: it may be written from now on."""
+        device = self.devices[number]
+        device.writable = True
+        for slab in device.slabs.values():
+            slab.free = array("I", (slot for slot, entry in enumerate(slab.entries) if not entry))
+            for slot in slab.free:
+                slab.generations[slot] = slab.newest
+
+    def gone(self, number: int) -> None:
+        """A device cannot be used any more: its segments are not found from now on. `sweep` removes them."""
+        device = self.devices.pop(number, None)
+        for slab in device.slabs.values() if device is not None else ():
+            slab.void = True
+            for segment in slab.resident.values():
+                segment.disk = NO_ENTRY
+            slab.resident.clear()
+            self._voids.append((slab, 0))
+
+    def sweep(self, entries: int) -> list[tuple[TenantId, SegmentKey]]:
+        """Remove some entries of devices that have gone. Returns their tenants and keys; an empty list at the end."""
+        removed: list[tuple[TenantId, SegmentKey]] = []
+        while self._voids and len(removed) < entries:
+            slab, slot = self._voids.popleft()
+            while slot < len(slab.entries) and len(removed) < entries:
+                entry = slab.entries[slot] - 1
+                if entry >= 0 and entry not in self._writing:
+                    removed.append((slab.tenant, self.key(entry)))
+                    self.forget(entry)
+                slot += 1
+            if slot < len(slab.entries):
+                self._voids.appendleft((slab, slot))
+            else:
+                self._drop_void(slab)
+        return removed
+
+    def _drop_void(self, slab: Slab) -> None:
+        """Drop a slab of a device that has gone when its last entry was removed, and nothing is read from it."""
+        if slab.void and not any(slab.entries) and not any(number == slab.number for number, _ in self._reads):
+            self._slabs.pop(slab.number, None)
+
+    def usage(self) -> Iterator[tuple[int, TenantId, int, int]]:
+        """Yields (device, tenant, segments, bytes of their places) of each slab, for gauges."""
+        for device in self.devices.values():
+            for slab in device.slabs.values():
+                count = len(slab.entries) - len(slab.free)
+                yield device.number, slab.tenant, count, count * slab.stride
+
+    # -- checks
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an entry is in two states or in none, or when places or bytes do not add up."""
+        self._index.check_integrity()
+        counted = 0
+        for slab in self._slabs.values():
+            slab.order.check_integrity()
+            free = set(slab.free)
+            assert len(free) == len(slab.free)
+            for slot, number in enumerate(slab.entries):
+                reading = (slab.number, slot) in self._reads
+                if not number:
+                    assert slab.void or (slot in free) != reading or not slab.device.writable
+                    continue
+                entry = number - 1
+                counted += 1
+                assert self._index.holds(entry)
+                assert (self._index.slabs[entry], self._index.slots[entry]) == (slab.number, slot)
+                assert slot not in free
+                ordered = bool(self._index.groups[entry])
+                others = [entry in slab.resident, reading or entry in self._holds, entry in self._writing]
+                assert slab.void or not slab.device.writable or ordered != any(others), f"entry {entry}: {others}"
+            for entry, segment in slab.resident.items():
+                assert segment.disk == entry
+                assert segment.key == self.key(entry)
+        assert counted == len(self._index)
+        for device in self.devices.values():
+            assert device.used == sum(slab.nbytes for slab in device.slabs.values())
+            assert device.writing == sum(
+                self.slab(each).stride for each in self._writing if self.slab(each).device is device
+            )
