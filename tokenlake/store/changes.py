@@ -38,30 +38,34 @@ class ChangeLog:
     """The newest changes, at most `limit`."""
 
     def __init__(self, limit: int = MAX_CHANGES) -> None:
-        self._entries: list[Change | None] = [None] * limit
+        self._limit = limit
+        self._entries: list[Change] = []
         self.newest = 0
         """Sequence number of the newest change; 0 before the first."""
 
     def stored(self, segment: Segment) -> None:
         """Log a segment that became READY."""
-        self._add(segment, True)
+        self._add_segment(segment, True)
 
     def gone(self, segment: Segment) -> None:
         """Log a READY segment that left."""
-        self._add(segment, False)
-
-    def _add(self, segment: Segment, stored: bool) -> None:
-        at = self.newest + 1
-        change = Change(at, segment.tenant, segment.key, segment.slot_bytes, segment.depth, stored)
-        self._entries[at % len(self._entries)] = change
-        # Last, because a reader in another thread takes all entries up to it for written.
-        self.newest = at
+        self._add_segment(segment, False)
 
     def ring(self, record: RingRecord) -> None:
         """Log a new ring record."""
+        self._add(Change(self.newest + 1, TenantId(""), SegmentKey(b""), 0, 0, False, record))
+
+    def _add_segment(self, segment: Segment, stored: bool) -> None:
         at = self.newest + 1
-        self._entries[at % len(self._entries)] = Change(at, TenantId(""), SegmentKey(b""), 0, 0, False, record)
-        self.newest = at
+        self._add(Change(at, segment.tenant, segment.key, segment.slot_bytes, segment.depth, stored))
+
+    def _add(self, change: Change) -> None:
+        if len(self._entries) < self._limit:
+            self._entries.append(change)
+        else:
+            self._entries[(change.sequence - 1) % self._limit] = change
+        # Last, because a reader in another thread takes all entries up to it for written.
+        self.newest = change.sequence
 
     def after(self, sequence: int, most: int) -> list[Change] | None:
         """The next changes behind `sequence`, at most `most`. None if the log does not reach back so far, or never came
@@ -71,8 +75,8 @@ class ChangeLog:
             return None
         found: list[Change] = []
         for at in range(sequence + 1, min(newest, sequence + most) + 1):
-            change = self._entries[at % len(self._entries)]
-            if change is None or change.sequence != at:
+            change = self._entries[(at - 1) % self._limit]
+            if change.sequence != at:
                 return None
             found.append(change)
         return found
