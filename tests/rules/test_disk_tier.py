@@ -194,7 +194,7 @@ def test_at_most_half_of_what_memory_evicts_is_written_and_the_best_of_it() -> N
     admission, passed = Admission(), []
     for number in range(20_000):
         value = (number * 7919 % 1000) / 1000
-        if admission.asks(number, value, 0.0) is None:
+        if admission.asks(number, 1, value, 0.0) is None:
             admission.wrote(1)
             passed.append(value)
         admission.evicted(1)
@@ -209,13 +209,16 @@ def test_the_segments_of_one_request_are_admitted_together() -> None:
     admission = Admission()
     for number in range(2000):
         value = (number * 7919 % 1000) / 1000
-        if admission.asks(number, value, 0.0) is None:
+        if admission.asks(number, 1, value, 0.0) is None:
             admission.wrote(1)
         admission.evicted(1)
-    verdicts = [admission.asks("one", 0.5, 0.0) for _ in range(200)]
-    assert len(set(verdicts)) == 1
-    assert admission.asks("two", 0.99, 0.0) is None
-    assert {admission.asks("two", 0.99, 0.0) for _ in range(100)} == {None}
+    assert admission.asks("good", 2, 0.99, 0.0) is None
+    # Its value falls with its age.
+    assert {admission.asks("good", accesses, 0.01, 0.0) for accesses in (2, 3, 9)} == {None}
+    assert admission.asks("good", 1, 0.01, 0.0) is Refusal.VALUE
+    assert admission.asks("bad", 2, 0.01, 0.0) is Refusal.VALUE
+    assert {admission.asks("bad", 2, 0.99, 0.0) for _ in range(3)} == {Refusal.VALUE}
+    assert admission.asks("bad", 3, 0.99, 0.0) is None
 
 
 def test_reads_of_a_device_wait_for_each_other() -> None:

@@ -5,9 +5,9 @@ that memory evicts, and at most a number of bytes per day. Under them the segmen
 written: a threshold on the value follows the candidates so that the share of them that passes is the one that the
 limits allow.
 
-A segment is useful only if those before it in its prompt are found too. So the segments of one request are admitted
-together: after the first of them was admitted, all others of at least its value are, although the threshold has risen
-meanwhile.
+A segment is useful only if those before it in its prompt are found too, and memory evicts the deepest first. So the
+segments of one request are admitted together: after the first of them was admitted, all others with at least as many
+accesses are, although their value has fallen with their age and the threshold has risen meanwhile.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Admission:
         """Segments that may be written now, by the share of what memory evicted."""
         self._threshold = 0.0
         self._asked = self._evicted = 1.0
-        self._requests: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """By request: the least value that was admitted, and the greatest that was refused."""
+        self._requests: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        """By request: the least number of accesses of a segment that was admitted, and the greatest of one that was
+        refused."""
 
     @property
     def threshold(self) -> float:
@@ -101,20 +102,22 @@ class Admission:
         self._credit = min(float(MAX_CREDIT), self._credit + SHARE * segments)
         self._evicted += segments
 
-    def asks(self, request: Hashable, value: float, least: float, share: float = SHARE) -> Refusal | None:
+    def asks(
+        self, request: Hashable, accesses: int, value: float, least: float, share: float = SHARE
+    ) -> Refusal | None:
         """Returns None if a candidate of this retention value is admitted, else the reason. `request`: names the
-        request that accessed it last. `least`: the value of the segment that it would displace on disk. `share`: the
-        share of what memory evicts that may be written, by the budget of bytes per day too. Counts the candidate,
-        unless the limit by what memory evicts is reached."""
-        admitted, refused = self._requests.get(request, (math.inf, -1.0))
-        if self._credit < (LEAST_CREDIT if value >= admitted else 1):
+        request that accessed it last; `accesses`: how often it was accessed. `least`: the value of the segment that it
+        would displace on disk. `share`: the share of what memory evicts that may be written, by the budget of bytes per
+        day too. Counts the candidate, unless the limit by what memory evicts is reached."""
+        admitted, refused = self._requests.get(request, (math.inf, 0))
+        if self._credit < (LEAST_CREDIT if accesses >= admitted else 1):
             return Refusal.SHARE
         refusal = self._by_value(value, least, share)
-        if value >= admitted:
+        if accesses >= admitted:
             return None
-        if value <= refused:
+        if accesses <= refused:
             return Refusal.VALUE
-        self._requests[request] = (min(admitted, value), refused) if refusal is None else (admitted, value)
+        self._requests[request] = (min(admitted, accesses), refused) if refusal is None else (admitted, accesses)
         self._requests.move_to_end(request)
         if len(self._requests) > MAX_REQUESTS:
             self._requests.popitem(last=False)

@@ -235,7 +235,7 @@ class DiskTier:
         admission = self._admission(segment.tenant, segment.slot_bytes)
         least = victim[1] if victim is not None else 0.0
         request = segment.hints, int(segment.touched / TOGETHER_S)
-        refusal = admission.asks(request, value, least, self._share_of_day(now))
+        refusal = admission.asks(request, accesses, value, least, self._share_of_day(now))
         return refusal or self._write(slab, segment, accesses, victim)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
