@@ -385,9 +385,9 @@ def control_plane(calls: int, rounds: int, seconds: float, rate: float, json_fil
 @click.option("--deadline-ms", default=1000.0, show_default=True, help="The plug-in's setting of this name.")
 @click.option(
     "--arrangements",
-    default="plugin,cache-aware,cache-aware-pool,round-robin",
+    default="plugin,litellm-pool,cache-aware,cache-aware-pool,round-robin",
     show_default=True,
-    help="plugin: LiteLLM with the plug-in and the pool; the others: vLLM's router.",
+    help="plugin: LiteLLM with the plug-in and the pool; litellm-pool: without the plug-in; the others: vLLM's router.",
 )
 @click.option("--python", type=_FILE, help="Interpreter with vLLM. [default: .venv-vllm's]")
 @click.option(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TinyModel", "save_network", "save_tiny_model"]
+__all__ = ["TinyModel", "save_network", "save_tiny_model", "save_tokenizer"]
 
 WEIGHT_SCALE = 4.0
 """Factor by which the random weights are multiplied. transformers initialises them for training, which gives almost
@@ -69,3 +69,18 @@ def save_network(
     path = Path(directory)
     network.save_pretrained(path)
     return path
+
+
+def save_tokenizer(directory: str | Path, vocabulary: int = 1024) -> Path:
+    """Write a tokenizer to `directory` and return it: the words t0, t1, ... are one token each. Its chat template joins
+    the messages."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
+    wrapped.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    wrapped.save_pretrained(directory)
+    return Path(directory)

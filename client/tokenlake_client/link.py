@@ -30,6 +30,7 @@ from tokenlake.local_socket import (
     trusted_users,
 )
 from tokenlake.opaque_layout import AnyLayout
+from tokenlake.where import HOST
 from tokenlake.wire import engine
 from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
@@ -166,6 +167,9 @@ def _open_region(channel: Channel, deadlines: Deadlines, lock: ProcessLock | Non
     reply = Link.expect(channel.wait(pending, deadlines.store_s if write else deadlines.call_s), engine.Region)
     if pending.descriptor is None:
         raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
+    if reply.where != HOST:
+        os.close(pending.descriptor)
+        raise ProtocolRefused(f"region {region} is at {reply.where}; this client opens regions at {HOST} alone")
     try:
         return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write, lock=lock)
     except (OSError, OverflowError, ValueError) as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import LimitReached
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake.where import HOST
 from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Arena", "Region"]
@@ -40,6 +41,9 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
+
+    where = HOST
+    """Where the memory is (`tokenlake.where`)."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number

@@ -416,7 +416,8 @@ class EngineListener:
         connection.maps = True
         connection.opened.add(message.region)
         try:
-            connection.send(engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes), [descriptor])
+            opened = engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes, region.where)
+            connection.send(opened, [descriptor])
         finally:
             os.close(descriptor)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,13 +117,3 @@ def test_remote_queries_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
         assert (row["bytes_formula"] == 0) == ("here" in name)
         if not name.endswith("_busy"):
             assert row["bytes_formula"] <= row["bytes"] <= 1.05 * row["bytes_formula"]
-
-
-@pytest.mark.slow
-def test_without_a_gpu_its_script_says_so_and_fails() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    program = [sys.executable, "-m", "tokenlake_bench.attention.gpu"]
-    result = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (2, "no CUDA device or no Triton: not run\n")

@@ -14,6 +14,7 @@ from rich.console import Console
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.simulation.command import SimulateArguments
 from tokenlake_bench.simulation.engine_cache_study import VARIANTS, Measured, main, rate_at_share, study
+from tokenlake_bench.simulation.gpu_tiers import gpu_sizes
 from tokenlake_bench.simulation.pooled import pool_options
 from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL, POOLS
 
@@ -41,8 +42,14 @@ def test_the_pool_as_built_is_that_of_the_comparison_and_routers_that_know_gpu_c
     run, route = POOLS[POOL_PLANNED_REAL].prepare(options, ARGUMENTS.engine(), ARGUMENTS.engine_cache_tokens)
     run.run(ARGUMENTS.workload(lambda text: None)[1], route=route)
     assert rows[POOL_PLANNED_REAL] == run.row()
-    for name in ("router-knows", "router-records"):
-        assert rows[name].token_hit_rate > rows[POOL_PLANNED_REAL].token_hit_rate
+    for name in ("router-knows", "router-records", "gpu-added", "gpu-read", "gpu-exclusive"):
+        assert rows[name].token_hit_rate > rows[POOL_PLANNED_REAL].token_hit_rate, name
+
+
+def test_the_memory_of_the_gpus_is_added_or_given_to_the_pool() -> None:
+    assert gpu_sizes(POOL_PLANNED_REAL, 8, 8_000_000, 400_000) == (8_000_000, 400_000)
+    assert gpu_sizes("gpu-added", 8, 8_000_000, 400_000) == (11_200_000, 400_000)
+    assert gpu_sizes("gpu-given-1/4", 8, 8_000_000, 400_000) == (8_800_000, 300_000)
 
 
 def test_the_command_writes_every_run_and_prints_means(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.router.command import ARRANGEMENTS, RouterArguments
-from tokenlake_bench.router.engines import tokens_by_source
+from tokenlake_bench.router.engines import Counts, tokens_by_source
 from tokenlake_bench.router.load import Served, first_text
 from tokenlake_bench.router.results import added_of, row_of
 from tokenlake_bench.router.sessions import Sessions
@@ -62,11 +62,13 @@ def test_the_row_counts_tokens_by_source() -> None:
     tokens = tokens_by_source(parse_metrics(ENGINE))
     assert tokens == {"own cache": 50, "pool": 20, "computed": 30}
     other = {"own cache": 0.0, "pool": 0.0, "computed": 90.0}
-    row = row_of("x", Served([0.1, 0.3, 0.2], ["OSError: down"], 2.0), [tokens, other], None, 1.0)
+    counts = [Counts(tokens, 0.2, 1.0), Counts(other, 0.1, 3.0)]
+    row = row_of("x", Served([0.1, 0.3, 0.2], ["OSError: down"], 2.0), counts, 0.2, None, 1.0)
     assert (row.requests, row.errors, row.prompt_tokens) == (4, 1, 190)
     assert (row.hit_share, row.own_cache_share, row.pool_share) == (70 / 190, 50 / 190, 20 / 190)
     assert (row.balance, row.computed_tokens) == (1.5, (30, 90))
-    assert row.ttft.p50_ms == pytest.approx(200)
+    assert (row.engine_cpu_ms, row.router_cpu_ms) == pytest.approx((1000, 50))
+    assert (row.ttft.p50_ms, row.ttft_mean_ms, row.engine_ttft_mean_ms) == pytest.approx((200, 200, 100))
 
 
 def test_the_added_time_is_that_of_the_run() -> None:

@@ -11,11 +11,12 @@ import torch
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.common.slots import slot_flat, slot_tensors
+from tokenlake_client.engines.common.slots import slot_tensors
 from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.host_copy import HostCopy
-from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
+from tokenlake_testing.cpu_device import CpuDevice
 
 LAYERS, HEADS, DIM, SEGMENT, BLOCK, BLOCKS = 3, 4, 8, 16, 8, 6
 LAYOUT = Layout(
@@ -93,22 +94,31 @@ def test_a_segment_goes_out_in_canonical_order_and_comes_back(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_gpus_buffer_is_this_ranks_part_of_a_slot(size: int) -> None:
-    """`CudaCopy` on the host gathers the same bytes as `HostCopy`."""
+def test_a_segment_goes_through_a_device_and_back(size: int) -> None:
+    """`DeviceCopy` fills a slot as `HostCopy` does, and its blocks from such a slot."""
     torch.manual_seed(1)
-    shards = rank_shards(LAYOUT, size - 1, size)
-    tensors = caches(HEADS // size, "NHD", 1, together=True)
+    device, shards = CpuDevice(), rank_shards(LAYOUT, size - 1, size)
+    tensors, loaded = (caches(HEADS // size, "NHD", 1, together=True) for _ in range(2))
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
-    stacks = stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))
-    slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
-    HostCopy(LAYOUT, shards, stacks).to_slot(slot, [3, 0])
-    count = shards.stop - shards.first
-    buffer = torch.zeros(count, LAYOUT.shard_bytes // 4)
-    for mine, theirs in CudaCopy(LAYOUT, shards, stacks)._pairs(buffer, [3, 0], 0):
-        mine.copy_(theirs)
-    whole = slot_flat(slot, LAYOUT).view(LAYOUT.shards, -1)
-    assert torch.equal(buffer, whole[shards.first : shards.stop])
+    for blocks in ([3, 0], [3]):
+        slot, there = (np.full(LAYOUT.segment_bytes, 0xFF, np.uint8) for _ in range(2))
+        HostCopy(LAYOUT, shards, stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))).to_slot(slot, blocks)
+        device_copy(device, tensors, shards).to_slot(there, blocks)
+        assert np.array_equal(slot, there)
+    copy = device_copy(device, loaded, shards)
+    device_copy(device, tensors, shards).to_slot(slot, [3, 0])
+    copy.from_slot(slot, [0], BLOCK)
+    copy.from_slot(slot, [3], 0)
+    copy.finish()
+    for mine, theirs in zip(loaded, tensors, strict=True):
+        assert torch.equal(mine[[0, 3]], theirs[[0, 3]])
+        assert not mine[[1, 2]].any()
+
+
+def device_copy(device: CpuDevice, tensors: list[torch.Tensor], shards: RankShards) -> DeviceCopy:
+    there = [device.tensor(tensor) for tensor in tensors]
+    return DeviceCopy(LAYOUT, shards, stack_layers(there, BLOCKS, block_views("FLASH_ATTN")), device)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

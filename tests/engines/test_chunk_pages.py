@@ -1,26 +1,35 @@
-"""Chunks between slots and the pages of vLLM's cache, in host memory and, with the calls of CUDA faked, on a GPU."""
+"""Chunks between slots and the pages of vLLM's cache, in host memory and on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from tests.engines.fake_cuda import fake_cuda
 from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
-from tokenlake_client.engines.vllm.offloading.pages import CudaPages, HostPages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.offloading.pages import DevicePages, HostPages, PageTable, chunk_bytes
+from tokenlake_testing.cpu_device import CpuDevice
 
 BLOCKS = 6
 CHUNK = 3
 Groups = list[list[PageTable]]
 
 
-@pytest.fixture(params=[HostPages, CudaPages])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HostPages | CudaPages]]:
-    with fake_cuda(monkeypatch):
-        yield request.param
+DEVICE = CpuDevice()
+Kind = Callable[[Groups, int], HostPages | DevicePages]
+
+
+def on_device(groups: Groups, blocks: int) -> DevicePages:
+    there = [[PageTable(DEVICE.tensor(table.pages), table.nbytes) for table in group] for group in groups]
+    return DevicePages(there, blocks, DEVICE)
+
+
+@pytest.fixture(params=[HostPages, on_device])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    chosen: Kind = request.param
+    return chosen
 
 
 def tables(seed: int) -> Groups:
@@ -39,7 +48,7 @@ def expected(groups: Groups, part: ChunkPart) -> bytes:
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_chunk_lies_table_by_table(kind: type[HostPages | CudaPages], group: int) -> None:
+def test_a_chunk_lies_table_by_table(kind: Kind, group: int) -> None:
     groups, part = tables(1), ChunkPart(0, group, 0, (4, 1, 5))
     shard = np.zeros(chunk_bytes(groups, CHUNK), np.uint8)
     nbytes = kind(groups, CHUNK).to_slot(shard, part)
@@ -49,7 +58,7 @@ def test_a_chunk_lies_table_by_table(kind: type[HostPages | CudaPages], group: i
 
 @pytest.mark.parametrize("skip", [0, 1, 2])
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_part_of_a_chunk_fills_its_blocks_alone(kind: type[HostPages | CudaPages], group: int, skip: int) -> None:
+def test_a_part_of_a_chunk_fills_its_blocks_alone(kind: Kind, group: int, skip: int) -> None:
     source, target, untouched = tables(1), tables(2), tables(2)
     shard = np.zeros(chunk_bytes(source, CHUNK), np.uint8)
     kind(source, CHUNK).to_slot(shard, ChunkPart(0, group, 0, (4, 1, 5)))

@@ -1,5 +1,4 @@
-"""Page-locking of the arena, with the calls of CUDA faked: a registration belongs to one mapping and ends before the
-mapping does."""
+"""Page locks of the arena for a device: a lock belongs to one mapping and ends before the mapping does."""
 
 from __future__ import annotations
 
@@ -18,15 +17,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.fake_cuda import FakeCuda, fake_cuda, mapped_at
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outcomes, wait_until
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
-from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.regions import Mapping, Window
+from tokenlake_testing.cpu_device import CpuDevice
+from tokenlake_testing.pinned_memory import mapped_at
 
 REGION_BYTES = 1 << 20
 SHAPE = RegionShape(REGION_BYTES, LAYOUT.segment_bytes)
@@ -34,22 +34,22 @@ BLOCKS = 4
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    with fake_cuda(monkeypatch) as cuda:
-        yield cuda
-        gc.collect()
-        assert not cuda.late, "a registration outlived its memory"
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice()
+    yield device
+    gc.collect()
+    assert not device.locks.late, "a lock outlived its memory"
 
 
-def stacks(value: float = 0.0) -> Any:
+def stacks(device: CpuDevice, value: float) -> Any:
     """A cache of four blocks, one segment each, filled with `value`."""
     shape = (BLOCKS, LAYOUT.kv_heads, LAYOUT.segment_tokens, 2 * LAYOUT.key_dim)
-    tensors = [torch.full(shape, value) for _ in range(LAYOUT.layers)]
+    tensors = [device.tensor(torch.full(shape, value)) for _ in range(LAYOUT.layers)]
     return stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))
 
 
-def copier(value: float = 0.0) -> CudaCopy:
-    return CudaCopy(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks(value))
+def copier(device: CpuDevice, value: float = 0.0) -> DeviceCopy:
+    return DeviceCopy(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks(device, value), device)
 
 
 def region() -> int:
@@ -69,10 +69,10 @@ def stored(memory: int, slot: int) -> NDArray[np.float32]:
     return np.frombuffer(os.pread(memory, LAYOUT.segment_bytes, start), dtype=np.float32)
 
 
-def test_a_new_mapping_at_an_old_address_is_registered(cuda: FakeCuda) -> None:
+def test_a_new_mapping_at_an_old_address_is_registered(device: CpuDevice) -> None:
     """Before, copies after a restart of the daemon went to the memory of the dead daemon."""
     old, new = region(), region()
-    copy = copier(1.0)
+    copy = copier(device, 1.0)
     here = mapping(old)
     address = here.slots.ctypes.data
     copy.to_slot(here.slots[1], [0])
@@ -83,56 +83,58 @@ def test_a_new_mapping_at_an_old_address_is_registered(cuda: FakeCuda) -> None:
     copy.to_slot(here.slots[1], [0])
     assert (here.slots[1].view(np.float32) == 1.0).all()
     assert (stored(new, 1) == 1.0).all()
-    assert not cuda.late
+    assert not device.locks.late
     os.close(old)
     os.close(new)
 
 
-def test_a_registration_ends_before_its_memory(cuda: FakeCuda) -> None:
+def test_a_registration_ends_before_its_memory(device: CpuDevice) -> None:
     memory = region()
     here = mapping(memory, write=False)
     address = mapped_at(here.slots.ctypes.data)
     window = np.asarray(Window(here, object(), lambda: [0]))
-    copier().from_slot(window[2], [0], 0)
+    copy = copier(device)
+    copy.from_slot(window[2], [0], 0)
+    copy.finish()
     view = window[2][100:200].reshape(10, 10)
     del window, here
-    assert len(cuda.pinned) == 1, "a view keeps the mapping"
+    assert len(device.locks.pinned) == 1, "a view keeps the mapping"
     assert mapped_at(view.ctypes.data) == address
     del view
-    assert not cuda.pinned
-    assert not cuda.late
+    assert not device.locks.pinned
+    assert not device.locks.late
     assert address is not None
     assert mapped_at(address.first) != address
     os.close(memory)
 
 
-def test_two_copies_share_a_registration(cuda: FakeCuda) -> None:
+def test_two_copies_share_a_registration(device: CpuDevice) -> None:
     memory = region()
     here = mapping(memory)
-    one, two = copier(1.0), copier(2.0)
+    one, two = copier(device, 1.0), copier(device, 2.0)
     one.to_slot(here.slots[0], [0])
     two.to_slot(here.slots[3], [0])
-    assert len(cuda.pinned) == 1
+    assert len(device.locks.pinned) == 1
     del one, two
     gc.collect()
-    assert len(cuda.pinned) == 1
+    assert len(device.locks.pinned) == 1
     del here
-    assert not cuda.pinned
+    assert not device.locks.pinned
     os.close(memory)
 
 
-def test_foreign_memory_is_not_registered(cuda: FakeCuda) -> None:
+def test_foreign_memory_is_not_registered(device: CpuDevice) -> None:
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
-    copier(1.0).to_slot(slot, [0])
+    copier(device, 1.0).to_slot(slot, [0])
     assert (slot.view(np.float32) == 1.0).all()
-    assert not cuda.pinned
+    assert not device.locks.pinned
 
 
-def test_a_forked_child_ends_no_registration(cuda: FakeCuda) -> None:
+def test_a_forked_child_ends_no_registration(device: CpuDevice) -> None:
     """The arena is not mapped in a child; other memory of the child may have its address."""
     memory = region()
     here = mapping(memory)
-    copier().to_slot(here.slots[0], [0])
+    copier(device).to_slot(here.slots[0], [0])
     span = mapped_at(here.slots.ctypes.data)
     assert span is not None
     child = os.fork()
@@ -146,7 +148,7 @@ def test_a_forked_child_ends_no_registration(cuda: FakeCuda) -> None:
             own = libc.mmap(span.first, span.last - span.first, 3, 0x100022, -1, 0)
             del here
             gc.collect()
-            failed = 2 * (mapped_at(span.first) is None) + 4 * (not cuda.pinned) + 8 * (own != span.first)
+            failed = 2 * (mapped_at(span.first) is None) + 4 * (not device.locks.pinned) + 8 * (own != span.first)
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -154,18 +156,15 @@ def test_a_forked_child_ends_no_registration(cuda: FakeCuda) -> None:
 
 
 LEFT_BEHIND = """
-import pytest
-from tests.engines.fake_cuda import fake_cuda
 from tests.engines.test_page_locks import copier, mapping, region
-patch = pytest.MonkeyPatch()
-entered = fake_cuda(patch)
-cuda = entered.__enter__()
+from tokenlake_testing.cpu_device import CpuDevice
+device = CpuDevice()
 memory = region()
 here = mapping(memory)
-copier(1.0).to_slot(here.slots[0], [0])
+copier(device, 1.0).to_slot(here.slots[0], [0])
 cycle = [here]
 cycle.append(cycle)
-assert len(cuda.pinned) == 1
+assert len(device.locks.pinned) == 1
 """
 
 
@@ -186,9 +185,9 @@ def another_life(pool: Pool, before: int) -> bool:
 
 
 @pytest.mark.live
-def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
+def test_stores_are_right_after_a_restart_of_the_daemon(device: CpuDevice) -> None:
     prompts = [Prompt(seed, 3) for seed in range(3)]
-    copy = copier(7.0)
+    copy = copier(device, 7.0)
 
     def fill(index: int, slot: NDArray[np.uint8]) -> None:
         copy.to_slot(slot, [index])
@@ -210,10 +209,11 @@ def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
             copy.from_slot(arrays[0], [0], 0)
+            copy.finish()
             # The arrays of the first daemon outlive it.
             held = [arrays] if life == 1 else []
             del arrays
         del held
     del pool
     gc.collect()
-    assert not cuda.pinned
+    assert not device.locks.pinned

@@ -194,6 +194,13 @@ HERE = SlotRef(0, 0, 0).pack()
         (read, [engine.Matched(1, 1, 1, bytes([Code.REMOTE]), HERE, b""), engine.Fetched(1, LOCAL * 2, HERE * 2, b"")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Located(1, (), b"\0")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Region(1, 0, REGION_BYTES * 2, 1)]),
+        (
+            read,
+            [
+                engine.Matched(1, 1, 1, LOCAL, HERE, b""),
+                engine.Region(1, 0, REGION_BYTES, LAYOUT.segment_bytes, "cuda:0"),
+            ],
+        ),
         (read_independent, [engine.Matched(1, 1, 1, LOCAL * 5, HERE, b"")]),
         (read_independent, [engine.Matched(1, 1, 2, LOCAL + bytes([Code.MISSING]) * 3, HERE * 2, b"")]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 5, HERE * 5)]),
@@ -209,6 +216,7 @@ HERE = SlotRef(0, 0, 0).pack()
         "more fetched than asked for",
         "a node beyond the list",
         "a region larger than its memory",
+        "a region on a GPU",
         "codes of more keys than were asked for",
         "more hits than their codes say",
         "more prepared than asked for",

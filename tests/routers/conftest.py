@@ -1,4 +1,4 @@
-"""The real proxy of LiteLLM, where it is installed: `make install-routers`."""
+"""The real proxy of LiteLLM."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, daemons
-from tests.routers.scene import ROUTERS, Engine, Proxy
-from tests.server.control.scene import socket_of
+from tests.routers.between import Between
+from tests.routers.scene import DEADLINE_MS, Engine, Proxy
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
-
-if not (ROUTERS / ".installed").exists():
-    pytest.skip("the routers are not installed: make install-routers", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +39,20 @@ def engines() -> Iterator[list[Engine]]:
 
 
 @pytest.fixture(scope="module")
+def between(two: Cluster, pools: list[Pool]) -> Iterator[Between]:
+    """Between the proxy and the first node."""
+    between = Between(two.nodes[0])
+    yield between
+    between.close()
+
+
+@pytest.fixture(scope="module")
 def proxy(
-    two: Cluster, pools: list[Pool], engines: list[Engine], tmp_path_factory: pytest.TempPathFactory
+    two: Cluster, between: Between, engines: list[Engine], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Proxy]:
     directory: Path = tmp_path_factory.mktemp("litellm")
     nodes = [(engine, node.name) for engine, node in zip(engines, two.nodes, strict=True)]
-    settings = {"control": [str(socket_of(two.nodes[0]))], "deadline_ms": 2000}
+    settings = {"control": [str(between.socket)], "deadline_ms": DEADLINE_MS}
     proxy = Proxy(directory, nodes, settings)
     try:
         proxy.ready()

@@ -15,14 +15,34 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Self
 
+from tests.robustness.live import LAYOUT, SEGMENT_TOKENS
+from tests.server.control.scene import local
+from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import Cluster, parse_metrics
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["ROUTERS", "Engine", "Proxy", "tokens_of"]
+__all__ = ["DEADLINE_MS", "ROUTERS", "Engine", "Proxy", "tokens_of", "under_way"]
 
 ROUTERS = Path(__file__).parents[2] / ".venv-routers"
 START_S = 90.0
+WORKERS = ("--host", "127.0.0.1", "--timeout_worker_healthcheck", "90", "--num_workers")
+DEADLINE_MS = 2000.0
+"""The plug-in's deadline, in tests that are not about it."""
 KEY = f"sk-{secrets.token_hex(32)}"
+
+
+def under_way(cluster: Cluster) -> int:
+    """Requests under way in the fleet, at the first node."""
+    fleet = pb.Fleet(
+        name="default",
+        layers=LAYOUT.layers,
+        segment_bytes=LAYOUT.segment_bytes,
+        segment_tokens=SEGMENT_TOKENS,
+        query_bytes=1,
+    )
+    with local(cluster.nodes[0]) as control:
+        return control.report(pb.ReportRequest(fleet=fleet))
 
 
 def tokens_of(text: str) -> list[int]:
@@ -38,11 +58,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class Engine:
     """Answers chats and completions with its name, and `/tokenize`. `mode`: `well`; `no tokens` fails `/tokenize`;
-    `silent` does not answer it; `down` fails all requests; `slow` waits `pause` between the parts of an answer."""
+    `silent` does not answer it; `slow` answers it after `pause_s`; `down` fails all requests; `mute` sends no
+    byte of an answer while `gate` is closed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.mode = "well"
+        self.pause_s = 0.0
         self.served: list[list[int]] = []
         """The tokens of each request that was served."""
         self.gate = threading.Event()
@@ -71,6 +93,8 @@ class Engine:
         if handler.path == "/tokenize":
             if self.mode == "silent":
                 time.sleep(3)
+            if self.mode == "slow":
+                time.sleep(self.pause_s)
             status = 500 if self.mode == "no tokens" else 200
             self._send(handler, status, {"count": len(ids), "tokens": ids, "max_model_len": 1 << 20})
             return
@@ -78,6 +102,8 @@ class Engine:
             self._send(handler, 500, {"error": {"message": "down"}})
             return
         self.served.append(ids)
+        if self.mode == "mute":
+            self.gate.wait(20)
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
         chat = "chat" in handler.path
         common = {
@@ -141,11 +167,11 @@ class Proxy:
                 for engine, node in engines
             ],
             "litellm_settings": {
-                "callbacks": ["tokenlake_client.routers.litellm.plugin"],
+                "callbacks": ["prometheus", "tokenlake_client.routers.litellm.plugin"],
                 "tokenlake": dict(settings),
                 "num_retries": 0,
             },
-            "general_settings": {"master_key": KEY},
+            "general_settings": {"master_key": KEY, "cancel_on_disconnect": True},
             "router_settings": {"routing_strategy": "simple-shuffle", "cooldown_time": 5, "allowed_fails": 0},
         }
         # JSON is YAML.
@@ -161,7 +187,7 @@ class Proxy:
         command = [str(ROUTERS / "bin" / "litellm"), "--config", str(path), "--port", str(self.port)]
         with self.log.open("ab") as log:
             self.process = start_child(
-                [*command, "--host", "127.0.0.1", "--num_workers", str(workers)],
+                [*command, *WORKERS, str(workers)],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -181,21 +207,35 @@ class Proxy:
                 assert time.monotonic() < until, self.log.read_text()[-3000:]
                 time.sleep(0.1)
 
-    def wait_log(self, text: str) -> None:
-        """Wait until the log has a text."""
-        until = time.monotonic() + 30
-        while text not in self.log.read_text():
+    def wait_log(self, text: str, times: int = 1) -> None:
+        """Wait until the log has a text so many times."""
+        until = time.monotonic() + START_S
+        while self.log.read_text().count(text) < times:
             assert time.monotonic() < until, self.log.read_text()[-3000:]
             time.sleep(0.05)
 
-    def open(self, path: str, **body: Any) -> Any:
-        """Send a request; the answer, open."""
+    def open(self, path: str, timeout_s: float = 60.0, **body: Any) -> Any:
+        """Send a request; the answer, open. After `timeout_s` without an answer it goes away. Raises OSError."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/{path}",
             json.dumps({"model": "m", **body}).encode(),
             {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
         )
-        return urllib.request.urlopen(request, timeout=60)
+        return urllib.request.urlopen(request, timeout=timeout_s)
+
+    def choices(self) -> dict[str, int]:
+        """The choices of all workers by outcome, from the metrics page."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/metrics/", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            metrics = parse_metrics(answer.read().decode())
+        begin = 'tokenlake_router_choices_total{outcome="'
+        return {
+            name.removeprefix(begin).removesuffix('"}'): int(value)
+            for name, value in metrics.items()
+            if name.startswith(begin)
+        }
 
     def chat(self, text: str) -> str:
         """The name of the engine that answered a chat."""

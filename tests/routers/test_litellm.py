@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, store, wait_told, wait_until
-from tests.routers.scene import Engine, Proxy
-from tests.server.control.scene import local, socket_of
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, wait_told, wait_until
+from tests.routers.between import Between
+from tests.routers.scene import DEADLINE_MS, ROUTERS, Engine, Proxy, under_way
+from tests.server.control.scene import certificates, served
 from tokenlake_client import Pool
-from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_testing.cluster import Cluster
+
+if not (ROUTERS / ".installed").exists():
+    pytest.skip("the routers are not installed: make install-routers", allow_module_level=True)
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 seeds = itertools.count(1)
+SEGMENTS = 16
+"""Of a prompt: longer than an answer is expected to be, so that a request whose end is not reported yet changes no
+choice."""
 
 
 def text_of(prompt: Prompt) -> str:
     return " ".join(map(str, prompt.tokens))
-
-
-def under_way(cluster: Cluster) -> int:
-    """Requests under way in the fleet."""
-    fleet = pb.Fleet(
-        name="default",
-        layers=LAYOUT.layers,
-        segment_bytes=LAYOUT.segment_bytes,
-        segment_tokens=SEGMENT_TOKENS,
-        query_bytes=1,
-    )
-    with local(cluster.nodes[0]) as control:
-        return control.report(pb.ReportRequest(fleet=fleet))
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def settled(engines: list[Engine]) -> Iterator[None]:
 
 def test_requests_go_to_the_node_of_their_prefix(two: Cluster, pools: list[Pool], proxy: Proxy) -> None:
     for at, name in (0, "A"), (1, "B"), (1, "B"), (0, "A"):
-        prompt = Prompt(next(seeds), 4)
+        prompt = Prompt(next(seeds), SEGMENTS)
         store(pools[at], prompt)
         wait_told(two)
         more = f"{text_of(prompt)} 5 6 7"
@@ -80,10 +74,51 @@ def test_a_stream_is_under_way_until_its_client_goes_away(
     wait_until(lambda: under_way(two) == 0, "the request ends")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_ends_where_its_client_goes_away_before_the_first_token(
+    two: Cluster, engines: list[Engine], proxy: Proxy, settled: None, stream: bool
+) -> None:
+    for engine in engines:
+        engine.mode = "mute"
+        engine.gate.clear()
+    with pytest.raises(OSError, match="timed out"):
+        proxy.open("chat/completions", 2.0, messages=[{"role": "user", "content": "1 2"}], stream=stream)
+    wait_until(lambda: under_way(two) == 0, "the request ends")
+    assert not any(engine.gate.is_set() for engine in engines)
+
+
+def test_a_choice_that_fails_is_counted_and_logged_once(engines: list[Engine], proxy: Proxy) -> None:
+    before = proxy.choices().get("failed", 0)
+    for _ in range(3):
+        message = {"role": "user", "content": "1 2"}
+        with proxy.open("chat/completions", messages=[message], chat_template_kwargs=7) as answer:
+            assert answer.status == 200
+    assert proxy.choices()["failed"] == before + 3
+    assert proxy.log.read_text().count("a choice failed") == 1
+
+
+def test_a_slow_pool_is_counted_and_leaves_no_request_under_way(
+    two: Cluster, engines: list[Engine], between: Between, proxy: Proxy, settled: None
+) -> None:
+    """The tokens take a part of the deadline: the daemon answers in time for its call, and too late for the request."""
+    before = proxy.choices()
+    between.pause_s = 0.6 * DEADLINE_MS / 1e3
+    for engine in engines:
+        engine.mode, engine.pause_s = "slow", between.pause_s
+    try:
+        assert proxy.chat("1 2 3") in ("A", "B")
+    finally:
+        between.pause_s = 0.0
+    time.sleep(DEADLINE_MS / 1e3)
+    wait_until(lambda: under_way(two) == 0, "the daemon is told")
+    grown = {name: value - before.get(name, 0) for name, value in proxy.choices().items()}
+    assert {name: value for name, value in grown.items() if value} == {"late": 1}
+
+
 def test_an_engine_in_cooldown_is_left_out(
     two: Cluster, pools: list[Pool], engines: list[Engine], proxy: Proxy, settled: None
 ) -> None:
-    prompt = Prompt(next(seeds), 4)
+    prompt = Prompt(next(seeds), SEGMENTS)
     store(pools[0], prompt)
     wait_told(two)
     engines[0].mode = "down"
@@ -109,42 +144,56 @@ def test_without_tokens_the_router_chooses(engines: list[Engine], proxy: Proxy, 
     assert time.monotonic() - begun < 20
 
 
-def _killed(cluster: Cluster) -> Callable[[], None]:
-    cluster.nodes[0].kill()
-
-    def back() -> None:
-        cluster.nodes[0].start()
-        cluster.wait_ready()
-
-    return back
-
-
-def _frozen(cluster: Cluster) -> Callable[[], None]:
-    cluster.nodes[0].freeze()
-    return cluster.nodes[0].thaw
-
-
-@pytest.mark.parametrize("fault", [_frozen, _killed])
-def test_without_the_pool_the_router_chooses(
-    tmp_path: Path, engines: list[Engine], fault: Callable[[Cluster], Callable[[], None]]
-) -> None:
-    with daemons(1) as cluster, cluster.connect(0, LAYOUT):
-        node = cluster.nodes[0]
-        settings = {"control": [str(socket_of(node))], "deadline_ms": 1000}
-        proxy = Proxy(tmp_path, [(engine, node.name) for engine in engines], settings)
+def test_workers_share_the_requests_under_way_over_tls(tmp_path: Path, engines: list[Engine], settled: None) -> None:
+    cluster = Cluster(2, "4MiB", "1MiB", match_deadline_ms="2000")
+    cluster.deadlines = PATIENT
+    addresses = served(cluster)
+    held = certificates(cluster.directory / "ca", "router-1", role="scheduler")
+    settings = {
+        "control": [f"{node}={address}" for node, address in addresses.items()],
+        "certificate": str(held.certificate),
+        "key": str(held.key),
+        "ca": str(held.ca),
+        "deadline_ms": DEADLINE_MS,
+    }
+    with cluster, cluster.connect(0, LAYOUT), cluster.connect(1, LAYOUT) as other:
+        nodes = [(engine, node.name) for engine, node in zip(engines, cluster.nodes, strict=True)]
+        proxy = Proxy(tmp_path, nodes, settings, workers=2)
         try:
             proxy.ready()
-            proxy.wait_log("is asked where requests start soonest")
-            assert proxy.chat("1 2 3") in ("A", "B")
-            back = fault(cluster)
-            for _ in range(5):
-                assert proxy.chat("1 2 3") in ("A", "B")
-            proxy.wait_log("is not asked")
-            back()
-            wait_until(
-                lambda: proxy.log.read_text().count("is asked where requests start soonest") >= 2, "it is asked again"
-            )
-            assert proxy.chat("1 2 3") in ("A", "B")
+            proxy.wait_log("node0=", 2)
+            known = _known(cluster, other)
+            for engine in engines:
+                engine.gate.clear()
+            with ThreadPoolExecutor(16) as threads:
+                answers = [threads.submit(proxy.chat, f"{known} {number}") for number in range(16)]
+                wait_until(lambda: under_way(cluster) == 16, "all requests are at the engines")
+                for engine in engines:
+                    engine.gate.set()
+                assert {each.result() for each in answers} == {"A", "B"}
+            wait_until(lambda: under_way(cluster) == 0, "all requests end")
+            assert proxy.choices()["chosen"] == 16
+
+            for node in cluster.nodes:
+                node.kill()
+            assert {proxy.chat(f"{known} {number}") for number in range(16)} <= {"A", "B"}
+            for node in cluster.nodes:
+                node.start()
+            cluster.wait_ready()
+            # The pool lost its content; it chooses by a new prompt.
+            known = _known(cluster, other)
+            wait_until(lambda: {proxy.chat(known + " 1") for _ in range(8)} == {"B"}, "the pool chooses again")
+            choices = proxy.choices()
+            assert choices["unreachable"] + choices.get("late", 0) >= 16
+            assert choices.keys() <= {"chosen", "unreachable", "late"}
             assert "Traceback" not in proxy.log.read_text()
         finally:
             proxy.close()
+
+
+def _known(cluster: Cluster, pool: Pool) -> str:
+    """A new prompt that the pool has."""
+    prompt = Prompt(next(seeds), SEGMENTS)
+    store(pool, prompt)
+    wait_told(cluster)
+    return text_of(prompt)

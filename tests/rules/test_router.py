@@ -13,12 +13,16 @@ from tests.rules.test_planner import MODEL, TOKENS, A, B, C, everything, key, ra
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request, Router, gen_plans, grow
 
+ANSWER = 10
+"""Expected tokens of an answer: fewer than a segment has."""
 INSTANCES = {"i0": A, "i1": B, "i2": C, "i3": A}
 SEGMENT_BYTES = MODEL.segment_bytes
 
 
 def router(measured: bool = False, seed: int = 0) -> Router:
-    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, rates(measured), seed)
+    given_rates = rates(measured)
+    given_rates.answer_tokens.add(ANSWER, 0.0)
+    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, given_rates, seed)
 
 
 def named(prompt: Request, name: str) -> Request:
@@ -69,6 +73,7 @@ def test_starts_equal_a_count_segment_by_segment(
             queued[instance] += start.prefill.new
         if state != "finished":
             under_way[other.name] = other, instance
+            queued[instance] += ANSWER
         if state == "first":
             made.first_token(other.name)
         elif state == "finished":
@@ -101,6 +106,28 @@ def test_an_idle_instance_takes_what_a_busy_one_has_cached() -> None:
     assert other.moved == 4 * TOKENS
     made.first_token(long.name)
     assert made.where(short, owners).instance == "i1"
+
+
+def test_answers_under_way_weigh_against_a_common_prefix() -> None:
+    """The prompts are cached, so that none of them waits for long: the answers take the instance's batch."""
+    made, shared = router(), request("x" * 20)
+    owners = everything([shared], B)
+    chosen = []
+    for number in range(2 * 20 * TOKENS // ANSWER):
+        asked = named(shared, str(number))
+        start = made.where(asked, owners)
+        made.sent(asked, start)
+        made.first_token(asked.name)
+        chosen.append(start.instance)
+    # As long as the answers there are shorter together than the prefix, the requests go where it is cached.
+    first = 20 * TOKENS // ANSWER
+    assert set(chosen[:first]) == {"i1"}
+    assert chosen[first] != "i1"
+    assert max(made.under_way(instance) for instance in INSTANCES) <= first + 1
+    for number in range(len(chosen)):
+        made.finished(str(number))
+    assert {made.queued(instance) for instance in INSTANCES} == {0}
+    made.check_integrity()
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -212,7 +239,7 @@ def test_a_request_that_is_sent_twice_counts_once() -> None:
     for instance in ("i0", "i2"):
         made.sent(prompt, made.starts(prompt, {}, [instance])[0])
         made.check_integrity()
-    assert (made.queued("i0"), made.queued("i2")) == (0, prompt.tokens)
+    assert (made.queued("i0"), made.queued("i2")) == (0, prompt.tokens + ANSWER)
     assert list(made.in_flight(key("a"))) == ["i2"]
 
 

@@ -1,5 +1,5 @@
-"""Where a request starts soonest: the prompt tokens that wait at each instance, those of the request that no node has,
-and those that have to be brought to the instance's node.
+"""Where a request starts soonest: the tokens that each instance still has to compute for other requests, those of the
+request that no node has, and those that have to be brought to the instance's node.
 
 ::
 
@@ -9,6 +9,10 @@ and those that have to be brought to the instance's node.
 
 A request that an instance has got and not answered is *in flight* there: a request that follows it to the same instance
 starts after its prefill, and finds its prefix.
+
+The queue is the prompts without a first token and the answers that have not ended. An answer counts as the expected
+number of its tokens until it ends. Without it the queue of an instance whose prompts are cached would stay empty while
+all requests with a common prefix go there, until no further request fits into its batch.
 
 Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. A second copy of a token
 costs as much as computing it, beside the time that bringing it or computing it again takes: it takes the slot of
@@ -57,7 +61,7 @@ class Start(msgspec.Struct, frozen=True):
 
     instance: str
     cost: float
-    """Cost of the request and of the prompts that wait before it; comparable between instances of one call only."""
+    """Cost of the request and of those under way at the instance; comparable between instances of one call only."""
     prefill: Prefill
     moved: int
     """Number of tokens of the prefix that are brought from other nodes."""
@@ -103,6 +107,8 @@ class Router:
         self._seed = seed
         self._drawn = 0
         self._under_way: dict[str, _UnderWay] = {}
+        self._unfinished = dict.fromkeys(instances, 0)
+        """Number of the requests under way at each instance."""
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Prefills of the requests at each instance that have no first token yet, by name of the request."""
         self._flying: dict[SegmentKey, dict[str, int]] = {}
@@ -115,6 +121,7 @@ class Router:
         self.leave(instance)
         self.instances[instance] = node
         self._queues[instance] = {}
+        self._unfinished[instance] = 0
 
     def leave(self, instance: str) -> None:
         """Remove an instance that is gone, with its unfinished requests."""
@@ -122,6 +129,7 @@ class Router:
             self.finished(name)
         self.instances.pop(instance, None)
         self._queues.pop(instance, None)
+        self._unfinished.pop(instance, None)
 
     # -- choices
 
@@ -217,8 +225,11 @@ class Router:
     # -- costs
 
     def queued(self, instance: str) -> float:
-        """Returns the cost of the prompts at an instance that have no first token yet."""
-        return self.computing(self._queues[instance].values())
+        """Returns the cost of the prompts at an instance that have no first token yet, and of all answers that have not
+        ended: a token of an answer counts as one of a prompt."""
+        answer = Prefill(round(self.rates.answer_tokens.value), 0)
+        answers = self._unfinished[instance] * self.computing([answer])
+        return self.computing(self._queues[instance].values()) + answers
 
     def computing(self, prefills: Iterable[Prefill]) -> float:
         """Returns the cost of some prefills, one after the other: seconds, or tokens while the time of a prefill is not
@@ -248,6 +259,7 @@ class Router:
         instance = start.instance
         keys = self._keys(request)
         self._under_way[request.name] = _UnderWay(instance, keys)
+        self._unfinished[instance] += 1
         self._queues[instance][request.name] = start.prefill
         for key in keys:
             flying = self._flying.setdefault(key, {})
@@ -266,6 +278,7 @@ class Router:
         if under_way is None:
             return
         instance = under_way.instance
+        self._unfinished[instance] -= 1
         for key in under_way.keys:
             flying = self._flying[key]
             flying[instance] -= 1
@@ -281,7 +294,7 @@ class Router:
 
     def under_way(self, instance: str) -> int:
         """Returns the number of unfinished requests at an instance."""
-        return sum(each.instance == instance for each in self._under_way.values())
+        return self._unfinished.get(instance, 0)
 
     # -- checks
 
@@ -294,6 +307,8 @@ class Router:
                 at = counts.setdefault(key, {})
                 at[each.instance] = at.get(each.instance, 0) + 1
         assert counts == self._flying
-        assert self._queues.keys() == self.instances.keys()
+        assert self._queues.keys() == self._unfinished.keys() == self.instances.keys()
+        placed = [each.instance for each in self._under_way.values()]
+        assert all(placed.count(instance) == number for instance, number in self._unfinished.items())
         for instance, queue in self._queues.items():
             assert all(self._under_way[name].instance == instance for name in queue)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenlake.hints import Hints
+from tokenlake.where import HOST, Where
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
@@ -298,6 +299,7 @@ class Region(_Message, frozen=True, tag=18):
     region: Index
     region_bytes: int
     slot_bytes: SlotBytes
+    where: Where = HOST
 
 
 class RegionClosed(_Message, frozen=True, tag=31):

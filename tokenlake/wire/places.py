@@ -6,11 +6,14 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from tokenlake.where import HOST as HOST_NAME
+from tokenlake.where import device_of
+
 __all__ = ["HOST", "PLACE_BYTES", "Place", "unpack_places"]
 
 _PLACE = struct.Struct("<QQQi")
 PLACE_BYTES = _PLACE.size
-HOST = -1
+HOST = device_of(HOST_NAME)
 """The device of memory that is not on a GPU."""
 
 

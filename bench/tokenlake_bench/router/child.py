@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import time
 import urllib.request
@@ -45,6 +47,17 @@ class HttpChild:
         request = urllib.request.Request(self.base + path, headers=self.headers)
         with urllib.request.urlopen(request, timeout=20) as answer:
             return str(answer.read().decode())
+
+    def cpu_s(self) -> float:
+        """Processor seconds of the server and of its processes that are alive."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                # proc(5), the fields behind the name: 3 is the session, which the server begins; 11 and 12 are times.
+                if int(fields[3]) == self._process.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def tail(self) -> str:
         """The end of its log."""

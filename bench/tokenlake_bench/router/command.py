@@ -40,16 +40,18 @@ WARM_UP_TOKENS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A router, and the engines behind it. `policy`: of vLLM's router; None for LiteLLM with the plug-in. `pool`: half
-    of the memory is the pool's."""
+    """A router, and the engines behind it. `policy`: of vLLM's router; None for LiteLLM, with or without the plug-in.
+    `pool`: half of the memory is the pool's."""
 
     title: str
     policy: str | None
     pool: bool
+    plugin: bool = False
 
 
 ARRANGEMENTS: Final = {
-    "plugin": Arrangement("LiteLLM, plug-in, pool", None, True),
+    "plugin": Arrangement("LiteLLM, plug-in, pool", None, True, plugin=True),
+    "litellm-pool": Arrangement("LiteLLM, pool", None, True),
     "cache-aware": Arrangement("vllm-router cache_aware", "cache_aware", False),
     "cache-aware-pool": Arrangement("vllm-router cache_aware, pool", "cache_aware", True),
     "round-robin": Arrangement("vllm-router round_robin", "round_robin", False),
@@ -104,6 +106,7 @@ def run_router(arguments: RouterArguments) -> RouterResult:
             instances=arguments.instances,
             memory_mib=arguments.memory_mib,
             at_once=arguments.at_once,
+            deadline_ms=arguments.deadline_ms,
             sessions=asdict(sessions),
             best_share=1 - sessions.distinct_tokens / sessions.prompt_tokens,
             rows=rows,
@@ -145,14 +148,16 @@ class _Run:
                 nodes = stack.enter_context(Cluster(given.instances, share, region, **PATIENT_NODES)).nodes
             engines = self._engines(stack, directory, own_mib << 20, nodes)
             if arrangement.policy is None:
-                router = litellm(given.routers, directory, engines, nodes, given.deadline_ms)
+                nodes_of = nodes if arrangement.plugin else []
+                router = litellm(given.routers, directory, engines, nodes_of, given.deadline_ms)
             else:
                 router = vllm_router(given.routers, directory, engines, arrangement.policy)
             stack.callback(router.close)
             for server in (*engines, router):
                 server.wait()
-            self._warm_up(engines, router, plugin=arrangement.policy is None)
-            tokens, page = [each.tokens() for each in engines], _page(router, arrangement)
+            self._warm_up(engines, router, plugin=arrangement.plugin)
+            counts, page = [each.counts() for each in engines], _page(router, arrangement)
+            router_cpu_s = router.cpu_s()
             requests = self.sessions.sessions * self.sessions.turns
             with LiveProgress(self.console, arrangement.title, requests) as progress:
                 done = 0
@@ -163,14 +168,12 @@ class _Run:
                     progress.update(done, "")
 
                 served = serve(router, self.sessions, given.at_once, count)
-            grown = [
-                {source: value - before[source] for source, value in engine.tokens().items()}
-                for engine, before in zip(engines, tokens, strict=True)
-            ]
+            router_cpu_s = router.cpu_s() - router_cpu_s
+            grown = [engine.counts().since(before) for engine, before in zip(engines, counts, strict=True)]
             added: Added | None = None
-            if arrangement.policy is None:
+            if arrangement.plugin:
                 added = added_of(page, _page(router, arrangement))
-            return row_of(arrangement.title, served, grown, added, os.getloadavg()[0])
+            return row_of(arrangement.title, served, grown, router_cpu_s, added, os.getloadavg()[0])
 
     def _engines(self, stack: ExitStack, directory: Path, cache: int, nodes: Sequence[Node]) -> list[Engine]:
         """The engines, which are starting."""
@@ -217,4 +220,4 @@ def _metrics(router: HttpChild) -> str:
 
 
 def _page(router: HttpChild, arrangement: Arrangement) -> dict[str, float]:
-    return parse_metrics(_metrics(router)) if arrangement.policy is None else {}
+    return parse_metrics(_metrics(router)) if arrangement.plugin else {}

@@ -6,20 +6,19 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tokenlake_bench.engine_families import PATIENCE
 from tokenlake_bench.router.child import HttpChild
 from tokenlake_testing.cluster import parse_metrics
 from tokenlake_testing.engine_lines import ENVIRONMENT
 from tokenlake_testing.ports import reserve_port
-from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model, save_tokenizer
 
-__all__ = ["MODEL_NAME", "Engine", "save_chat_model", "tokens_by_source"]
+__all__ = ["MODEL_NAME", "Counts", "Engine", "save_chat_model", "tokens_by_source"]
 
 MODEL_NAME: Final = "tiny"
 MODEL: Final = TinyModel()
-TEMPLATE: Final = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 CONNECTOR: Final = json.dumps(
     {
         "kv_connector": "TokenLakeConnector",
@@ -33,18 +32,25 @@ SOURCES: Final = {"own cache": "local_cache_hit", "pool": "external_kv_transfer"
 
 
 def save_chat_model(directory: Path) -> Path:
-    """Write a model with a tokenizer and a chat template of which each word is one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    """Write the model with a tokenizer of which each word is one token."""
     save_tiny_model(directory, MODEL)
-    words = {f"t{number}": number for number in range(MODEL.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
-    wrapped.chat_template = TEMPLATE
-    wrapped.save_pretrained(directory)
-    return directory
+    return save_tokenizer(directory, MODEL.vocabulary)
+
+
+class Counts(NamedTuple):
+    """Counters of an engine since its start."""
+
+    tokens: dict[str, float]
+    """Prompt tokens by source."""
+    first_token_s: float
+    """Seconds from the arrival of a request to its first token, in sum."""
+    cpu_s: float
+    """Processor seconds."""
+
+    def since(self, earlier: Counts) -> Counts:
+        """What has been counted since then."""
+        grown = {source: value - earlier.tokens[source] for source, value in self.tokens.items()}
+        return Counts(grown, self.first_token_s - earlier.first_token_s, self.cpu_s - earlier.cpu_s)
 
 
 class Engine(HttpChild):
@@ -69,9 +75,10 @@ class Engine(HttpChild):
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
         super().__init__(command, port, log, environment, "/health")
 
-    def tokens(self) -> dict[str, float]:
-        """The prompt tokens that the engine has had, by source."""
-        return tokens_by_source(parse_metrics(self.page("/metrics")))
+    def counts(self) -> Counts:
+        """What the engine has served."""
+        metrics = parse_metrics(self.page("/metrics"))
+        return Counts(tokens_by_source(metrics), _first_token_s(metrics), self.cpu_s())
 
 
 def tokens_by_source(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -83,3 +90,8 @@ def tokens_by_source(metrics: Mapping[str, float]) -> dict[str, float]:
                 if f'source="{label}"' in series:
                     found[name] += value
     return found
+
+
+def _first_token_s(metrics: Mapping[str, float]) -> float:
+    name = "vllm:time_to_first_token_seconds_sum"
+    return sum(value for series, value in metrics.items() if series.startswith(name))

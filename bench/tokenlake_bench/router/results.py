@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from tokenlake_bench.report import Quantiles, format_duration, format_ratio, format_share
+from tokenlake_bench.router.engines import Counts
 from tokenlake_bench.router.load import Served
 
 __all__ = ["Added", "RouterResult", "Row", "added_of", "row_of", "table"]
@@ -35,6 +36,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     pool_share: float
     ttft: Quantiles
     """Milliseconds to the first text, streamed, at the client of the router."""
+    ttft_mean_ms: float
+    engine_ttft_mean_ms: float
+    """Milliseconds from the arrival of a request at the engine to its first token, as vLLM counts them."""
+    engine_cpu_ms: float
+    router_cpu_ms: float
+    """Processor time of the engines and of the router, per request."""
     elapsed_s: float
     balance: float
     """Largest number of computed prompt tokens of an instance over the mean."""
@@ -55,6 +62,8 @@ class RouterResult(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: int
     """Memory for caches of each instance, its share of the pool included."""
     at_once: int
+    deadline_ms: float
+    """The plug-in's setting of this name."""
     sessions: dict[str, int]
     best_share: float
     """Hit share of one cache without a limit."""
@@ -62,9 +71,17 @@ class RouterResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row_of(
-    name: str, served: Served, tokens: Sequence[Mapping[str, float]], added: Added | None, load_average: float
+    name: str,
+    served: Served,
+    counts: Sequence[Counts],
+    router_cpu_s: float,
+    added: Added | None,
+    load_average: float,
 ) -> Row:
-    """The figures of an arrangement. `tokens`: the prompt tokens of each instance in the run, by source."""
+    """The figures of an arrangement. `counts` of each instance, `router_cpu_s` (processor time of the router): in the
+    run."""
+    requests = len(served.ttft_s) + len(served.errors)
+    tokens = [each.tokens for each in counts]
     total = sum(sum(each.values()) for each in tokens)
     own, pool = (sum(each[source] for each in tokens) for source in ("own cache", "pool"))
     computed = [each["computed"] for each in tokens]
@@ -72,12 +89,16 @@ def row_of(
     times = np.asarray(served.ttft_s or [float("nan")]) * 1e3
     return Row(
         arrangement=name,
-        requests=len(served.ttft_s) + len(served.errors),
+        requests=requests,
         prompt_tokens=int(total),
         hit_share=(own + pool) / total if total else 0.0,
         own_cache_share=own / total if total else 0.0,
         pool_share=pool / total if total else 0.0,
         ttft=Quantiles(float(np.percentile(times, 50)), float(np.percentile(times, 99))),
+        ttft_mean_ms=float(times.mean()),
+        engine_ttft_mean_ms=1e3 * sum(each.first_token_s for each in counts) / max(1, len(served.ttft_s)),
+        engine_cpu_ms=1e3 * sum(each.cpu_s for each in counts) / max(1, requests),
+        router_cpu_ms=1e3 * router_cpu_s / max(1, requests),
         elapsed_s=served.elapsed_s,
         balance=max(computed) / mean if mean else 1.0,
         computed_tokens=tuple(int(each) for each in computed),
@@ -132,6 +153,10 @@ def table(result: RouterResult) -> Table:
         "of the pool": lambda row: format_share(row.pool_share),
         "TTFT, median": lambda row: format_duration(row.ttft.p50_ms / 1e3),
         "TTFT, p99": lambda row: format_duration(row.ttft.p99_ms / 1e3),
+        "TTFT, mean": lambda row: format_duration(row.ttft_mean_ms / 1e3),
+        "of it at the engine": lambda row: format_duration(row.engine_ttft_mean_ms / 1e3),
+        "processor time, engines": lambda row: f"{row.engine_cpu_ms:.0f} ms",
+        "processor time, router": lambda row: f"{row.router_cpu_ms:.0f} ms",
         "computed tokens, max/mean": lambda row: format_ratio(row.balance),
         "added by the plug-in, mean": lambda row: "-" if row.added is None else f"{row.added.mean_ms:.1f} ms",
         "added by the plug-in, p99 below": lambda row: _bound(row.added),

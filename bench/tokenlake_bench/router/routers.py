@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from tokenlake_bench.router.child import HttpChild
@@ -22,8 +23,15 @@ def litellm(
     routers: Path, directory: Path, engines: Sequence[HttpChild], nodes: Sequence[Node], deadline_ms: float
 ) -> HttpChild:
     """LiteLLM's proxy with the plug-in, which asks the control plane of the first node. `routers`: directory of the
-    environment. `nodes`: of each engine."""
+    environment. `nodes`: of each engine; none for a proxy without the plug-in."""
     port, key = reserve_port(), f"sk-{secrets.token_hex(32)}"
+    plugin: dict[str, object] = {"callbacks": ["prometheus"]}
+    if nodes:
+        controls = [str(node.socket.with_suffix(".control")) for node in nodes]
+        plugin = {
+            "callbacks": ["prometheus", PLUGIN],
+            "tokenlake": {"control": controls, "deadline_ms": deadline_ms},
+        }
     config = {
         "model_list": [
             {
@@ -33,18 +41,11 @@ def litellm(
                     "api_base": f"{engine.base}/v1",
                     "api_key": "none",
                 },
-                "model_info": {"tokenlake_node": node.name},
+                "model_info": {"tokenlake_node": node.name} if node else {},
             }
-            for engine, node in zip(engines, nodes, strict=True)
+            for engine, node in zip_longest(engines, nodes)
         ],
-        "litellm_settings": {
-            "callbacks": ["prometheus", PLUGIN],
-            "tokenlake": {
-                "control": [str(node.socket.with_suffix(".control")) for node in nodes],
-                "deadline_ms": deadline_ms,
-            },
-            "num_retries": 0,
-        },
+        "litellm_settings": {**plugin, "num_retries": 0},
         "general_settings": {"master_key": key},
     }
     # JSON is YAML.

@@ -1,5 +1,5 @@
-"""Study of the pool behind GPU caches: routers that know these caches, and engines that offer the pool fewer segments.
-Each variant is compared with the pool as it is built, on equal arrivals.
+"""Study of the pool behind GPU caches: routers that know these caches, engines that offer the pool fewer segments, and
+pools that use the memory of the GPUs. Each variant is compared with the pool as it is built, on equal arrivals.
 
 python -m tokenlake_bench.simulation.engine_cache_study --trace FILE --rates 7.69,8.46 --seeds 0,1,2
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from statistics import linear_regression, mean
@@ -33,6 +34,7 @@ from tokenlake_bench.simulation.cluster import Send
 from tokenlake_bench.simulation.command import SimulateArguments
 from tokenlake_bench.simulation.engine import RequestOutcome
 from tokenlake_bench.simulation.goodput import SHARE
+from tokenlake_bench.simulation.gpu_tiers import GIVEN, GpuExclusive, GpuRead, GpuRoute, gpu_sizes
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
@@ -40,12 +42,14 @@ from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL
 
 __all__ = ["VARIANTS", "Measured", "main", "study"]
 
-BUILT, KNOWS, RECORDS, MISSING, COMPUTED = (
+BUILT, KNOWS, RECORDS, MISSING, COMPUTED, READ, EXCLUSIVE = (
     POOL_PLANNED_REAL,
     "router-knows",
     "router-records",
     "offers-missing",
     "offers-computed",
+    "gpu-read",
+    "gpu-exclusive",
 )
 VARIANTS: Final = {
     BUILT: "the pool as it is built",
@@ -53,6 +57,10 @@ VARIANTS: Final = {
     RECORDS: "the router keeps a record of the prompts that it sent, as an estimate of each GPU cache",
     MISSING: "a request offers the pool only segments that its lookup did not find",
     COMPUTED: "a request offers the pool only segments that it computed",
+    "gpu-added": "the pool's memory grows by as much as all GPU caches have",
+    **{name: f"the pool gets {part:.3g} of the memory of each GPU cache" for name, part in GIVEN.items()},
+    READ: "a request also reads from the GPU caches of other instances",
+    EXCLUSIVE: "the same, and a segment is stored when it leaves a GPU cache",
 }
 
 
@@ -173,6 +181,7 @@ def _run(
     engine = arguments.engine()
     if variant in SYSTEMS:
         return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[variant], arguments.fleet(engine))
+    capacity_tokens, engine_cache_tokens = gpu_sizes(variant, arguments.nodes, capacity_tokens, engine_cache_tokens)
     options = pool_options(
         engine,
         nodes=arguments.nodes,
@@ -182,15 +191,22 @@ def _run(
         rules={},
     )
     engines: list[CachedEngine] = []
-    kind = {MISSING: _OffersMissing, COMPUTED: _OffersComputed}.get(variant, CachedEngine)
+    fleet: list[GpuRead] = []
+    kinds: dict[str, Callable[..., CachedEngine]] = {
+        MISSING: _OffersMissing,
+        COMPUTED: _OffersComputed,
+        READ: partial(GpuRead, fleet=fleet),
+        EXCLUSIVE: partial(GpuExclusive, fleet=fleet),
+    }
 
     def instance(*given: Any) -> CachedEngine:
-        engines.append(kind(*given, engine_cache_tokens=engine_cache_tokens))
+        engines.append(kinds.get(variant, CachedEngine)(*given, engine_cache_tokens=engine_cache_tokens))
         return engines[-1]
 
     run = PooledRun(options, engine, counts_memory=True, instance=instance)
     knows = {KNOWS: _Knows, RECORDS: _Records}.get(variant)
-    run.run(arrivals, route=PlannedRoute(run) if knows is None else _KnowingRoute(run, engines, knows))
+    route = GpuRoute(run, fleet) if fleet else PlannedRoute(run)
+    run.run(arrivals, route=route if knows is None else _KnowingRoute(run, engines, knows))
     return run.row()
 
 

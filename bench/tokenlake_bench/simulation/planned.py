@@ -79,7 +79,11 @@ class PlannedRoute:
         self._cluster.clock.after(self._one_way_s, self.router.first_token, _name(arrival))
 
     def _answered(self, arrival: Arrival) -> None:
-        self._cluster.clock.after(self._one_way_s, self.router.finished, _name(arrival))
+        self._cluster.clock.after(self._one_way_s, self._finished, arrival)
+
+    def _finished(self, arrival: Arrival) -> None:
+        self.router.finished(_name(arrival))
+        self.router.rates.answer_tokens.add(float(max(1, arrival.output_tokens)), self._cluster.clock.now)
 
 
 def _name(arrival: Arrival) -> str:

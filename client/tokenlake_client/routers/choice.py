@@ -7,10 +7,10 @@ import enum
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from tokenlake.errors import LayoutRefused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unreachable
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
@@ -40,7 +40,7 @@ class Outcome(enum.StrEnum):
     NOT_SERVED = "not_served"
     """The request or its deployments cannot be served; the log names the reason."""
     UNREACHABLE = "unreachable"
-    """No control plane could be asked at that time; the request did not wait."""
+    """No control plane could be asked at that time, or the one that was asked went away. The request did not wait."""
     LATE = "late"
     """The deadline passed."""
     REFUSED = "refused"
@@ -110,7 +110,9 @@ class Chooser:
             return Choice(Outcome.UNREACHABLE)
         self._attempts += 1
         name = f"{request[:200]}#{self._attempts}"
-        asked = False
+        instances = {each.instance.base: each.node for each in candidates}
+        call: Future[pb.GetStartResponse] | None = None
+        kept = False
         try:
             async with asyncio.timeout(self._deadline_s):
                 ids = await self._tokens.tokens(prompt, [each.instance for each in candidates])
@@ -121,35 +123,32 @@ class Chooser:
                     fingerprint=place.fingerprint,
                     salt=_joined(self._settings.salt, salt),
                 )
-                asked = True
-                answer = await self._ask(place, message, candidates)
-        except TimeoutError as error:
-            if asked:
-                self._doors.failed(place, error)
-                self._doors.report(place, pb.Happened(finished=name))
+                call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
+                chosen = (await asyncio.wrap_future(call)).chosen
+            if chosen.instance not in instances:
+                reason = f"{place.door.name} named the unknown instance {chosen.instance!r}"
+                return self._refusal(Outcome.UNKNOWN, reason)
+            kept = True
+        except TimeoutError:
             return self._refusal(
-                Outcome.LATE if asked else Outcome.NO_TOKENS,
-                f"{'the pool' if asked else 'the tokenizer'} did not answer within {self._settings.deadline_ms:g} ms",
+                Outcome.LATE if call else Outcome.NO_TOKENS,
+                f"{'the pool' if call else 'the tokenizer'} did not answer within {self._settings.deadline_ms:g} ms",
             )
         except TokenizerFailed as error:
             return self._refusal(Outcome.NO_TOKENS, f"no tokens: {error}")
-        except Unreachable:
-            return Choice(Outcome.LATE)
+        except Unreachable as error:
+            return Choice(Outcome.LATE if isinstance(error, DeadlinePassed) else Outcome.UNREACHABLE)
         except TokenLakeError as error:
             return self._refusal(Outcome.REFUSED, str(error))
-        chosen = answer.chosen
-        if chosen.instance not in {each.instance.base for each in candidates}:
-            self._doors.report(place, pb.Happened(finished=name))
-            return self._refusal(Outcome.UNKNOWN, f"{place.door.name} named the unknown instance {chosen.instance!r}")
+        finally:
+            if call is not None and not kept:
+                # The daemon may have counted the request as sent, or may do so as long as the call lasts: also where
+                # this wait was cancelled, because the client went away.
+                call.add_done_callback(lambda _: self._doors.report(place, pb.Happened(finished=name)))
         self._under_way[request] = _UnderWay(name, place, len(ids) // 4)
         if len(self._under_way) > MAX_UNDER_WAY:
             self.finished(next(iter(self._under_way)))
         return Choice(Outcome.CHOSEN, chosen.instance, chosen, len(ids) // 4)
-
-    async def _ask(self, place: Place, prompt: pb.Prompt, candidates: Sequence[Candidate]) -> pb.GetStartResponse:
-        instances = {each.instance.base: each.node for each in candidates}
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._calls, self._doors.start, place, instances, prompt, list(instances))
 
     def first_token(self, request: str) -> None:
         """The prefill of a request is done. Ignored for a request that is not under way."""
@@ -157,13 +156,15 @@ class Chooser:
         if under_way is not None:
             self._doors.report(under_way.place, pb.Happened(first_token=under_way.name))
 
-    def finished(self, request: str) -> int | None:
-        """A request was answered, failed or was given up. Ignored for a request that is not under way. Returns the
-        tokens of its prompt."""
+    def finished(self, request: str, answer_tokens: int = 0) -> int | None:
+        """A request was answered, failed or was given up. Ignored for a request that is not under way.
+        `answer_tokens`: tokens of a complete answer. Returns the tokens of its prompt."""
         under_way = self._under_way.pop(request, None)
         if under_way is None:
             return None
         self._doors.report(under_way.place, pb.Happened(finished=under_way.name))
+        if answer_tokens > 0:
+            self._doors.report(under_way.place, pb.Happened(answered_tokens=answer_tokens))
         return under_way.tokens
 
     def problem(self, message: str) -> None:

@@ -145,7 +145,7 @@ class Doors:
     ) -> pb.GetStartResponse:
         """Ask where a request starts soonest, and count it as sent there. `instances`: the node of each. Blocks for at
         most the deadline of the settings. Raises `Unreachable`, after which the door is not asked until it is usable
-        again, and `Refused`."""
+        again, and `Refused`. After an error the daemon may have counted the request all the same."""
         message = pb.GetStartRequest(
             fleet=self._message(place, instances),
             prompt=prompt,
@@ -156,12 +156,10 @@ class Doors:
         try:
             return place.door.start(message)
         except (Unreachable, ProtocolRefused) as error:
-            self.failed(place, error)
-            # The daemon may have counted the request all the same.
-            self.report(place, pb.Happened(finished=prompt.name))
+            self._failed(place, error)
             raise
 
-    def failed(self, place: Place, error: Exception) -> None:
+    def _failed(self, place: Place, error: Exception) -> None:
         """Record that a call failed: its door is not asked until a look in the background succeeds."""
         place.door.failed(error)
         self._tell(place.door)
@@ -224,7 +222,7 @@ class Doors:
             try:
                 place.door.report(message)
             except (Unreachable, ProtocolRefused) as error:
-                self.failed(place, error)
+                self._failed(place, error)
                 late += reports
             except Refused:
                 # A daemon that was started again knows nothing of these requests.

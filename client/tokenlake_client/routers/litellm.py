@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import time
+import traceback
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ SETTINGS = "tokenlake"
 START_S = 0.5
 """Seconds after which the plug-in connects; LiteLLM has read all of its configuration by then."""
 
+UNEXPECTED = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""Errors of a choice that are no answer of the pool or of the tokenizer: the request or a deployment has a field of
+another type than LiteLLM's, or the process ends."""
+
 log = logging.getLogger("tokenlake.router")
 
 
@@ -61,8 +66,8 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
             self._started = True
             try:
                 self._chooser = Chooser(read_settings(getattr(litellm, SETTINGS, None) or {}, os.environ))
-            except ConfigurationError as error:
-                log.error("TokenLake: the router's own strategy is used: %s", error)
+            except (ConfigurationError, *UNEXPECTED) as error:
+                log.error("TokenLake: the router's own strategy is used: %s: %s", type(error).__name__, error)
         return self._chooser
 
     # -- LiteLLM's hooks
@@ -77,11 +82,15 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
     ) -> list[dict[str, Any]]:
         """The deployment where the request starts soonest, or all of `healthy_deployments`."""
         begun = time.perf_counter()
-        left, choice = healthy_deployments, Choice(Outcome.FAILED)
-        try:
-            left, choice = await self._choose(healthy_deployments, _fields(request_kwargs or {}, messages))
-        except Exception:
-            log.exception("TokenLake: the choice for a request failed; the router's own strategy is used")
+        left, choice = healthy_deployments, Choice(Outcome.UNREACHABLE)
+        chooser = self._start()
+        if chooser is not None:
+            try:
+                fields = _fields(request_kwargs or {}, messages)
+                left, choice = await self._choose(chooser, healthy_deployments, fields)
+            except UNEXPECTED as error:
+                choice = Choice(Outcome.FAILED)
+                chooser.problem(f"a choice failed: {''.join(traceback.format_exception(error))}")
         self._metrics.chosen(choice, time.perf_counter() - begun)
         return left
 
@@ -89,19 +98,20 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """The stream of an answer, unchanged. Its first part ends the prefill, and its end the request, also where the
-        client goes away."""
+        client goes away. Its parts count as tokens."""
         request = request_data.get("litellm_call_id")
         chooser = self._chooser if isinstance(request, str) else None
-        first = True
+        parts = answer = 0
         try:
             async for part in response:
-                if first and chooser is not None:
+                if not parts and chooser is not None:
                     chooser.first_token(str(request))
-                first = False
+                parts += 1
                 yield part
+            answer = parts
         finally:
             if chooser is not None:
-                chooser.finished(str(request))
+                chooser.finished(str(request), answer)
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         """A request was answered."""
@@ -117,8 +127,9 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         request = kwargs.get("litellm_call_id")
         if self._chooser is None or not isinstance(request, str):
             return
-        tokens = self._chooser.finished(request)
         usage = getattr(answer, "usage", None)
+        answered = getattr(usage, "completion_tokens", None)
+        tokens = self._chooser.finished(request, answered if isinstance(answered, int) else 0)
         counted = getattr(usage, "prompt_tokens", None)
         if tokens is not None and isinstance(counted, int) and not kwargs.get("stream") and counted != tokens:
             self._metrics.tokens_differ()
@@ -128,11 +139,8 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
             )
 
     async def _choose(
-        self, deployments: list[dict[str, Any]], fields: Mapping[str, Any]
+        self, chooser: Chooser, deployments: list[dict[str, Any]], fields: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], Choice]:
-        chooser = self._start()
-        if chooser is None:
-            return deployments, Choice(Outcome.UNREACHABLE)
         able = _able(deployments, fields)
         request = fields.get("litellm_call_id")
         if len({_base(each) for each in able}) < 2 or not isinstance(request, str):

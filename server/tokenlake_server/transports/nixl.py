@@ -33,6 +33,7 @@ import xxhash
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.metrics import Level, Metric
 from tokenlake.store.region import RegionShape
+from tokenlake.where import device_of
 from tokenlake.wire import peer
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
@@ -385,7 +386,7 @@ class Nixl:
 
     def _span(self, region: int) -> Span:
         made = self._arena.region(region)
-        return _address(made.map), made.nbytes, HOST
+        return _address(made.map), made.nbytes, device_of(made.where)
 
     def _deregister(self, span: Span) -> None:
         if self._agent is None:

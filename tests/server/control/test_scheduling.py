@@ -110,6 +110,8 @@ def test_a_request_starts_where_its_prefix_lies_or_is_computed(two: Cluster, con
         store(other, prompt)
         wait_told(two)
         router = FleetRouter(control, INSTANCES, MODEL, SEGMENT_TOKENS, "starts")
+        # Answers are expected to be shorter than the prefix, which is then worth waiting for.
+        router.report(pb.Happened(answered_tokens=4))
         start = router.where(ask(pool, prompt, "first"), send=True)
         assert start.instance in ("b", "c")
         assert (start.prefill.prefix, start.moved) == (5 * SEGMENT_TOKENS, 0)

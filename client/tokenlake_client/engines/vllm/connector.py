@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -32,14 +32,16 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import SLOT_DTYPES
+from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
-from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.blocks import PagedLayers, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
+from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
-from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
 from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of, media_digests, unnamed_media
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
@@ -453,7 +455,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         names = check_tensors(kv_caches, heads, width, SLOT_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
-        copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
+        copy = _copier(layout, shards, stacks)
         session = RankSession(
             lambda number: Pool.connect(
                 self.settings.socket or None,
@@ -500,14 +502,13 @@ def _set_version(connector: Any, version: str) -> None:
         connector.new_weights(version)
 
 
-def _copier(device: str) -> Any:
-    if device == "cpu":
-        return HostCopy
-    if device == "cuda":
-        from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
-
-        return CudaCopy
-    raise LayoutRefused(f"the cache is on a device of kind {device!r}; supported: cpu, cuda")
+def _copier(layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> HostCopy | DeviceCopy:
+    device = stacks[0].tensor.device
+    if device.type == "cpu":
+        return HostCopy(layout, shards, stacks)
+    if device.type == "cuda":
+        return DeviceCopy(layout, shards, stacks, CudaDevice(device))
+    raise LayoutRefused(f"the cache is on a device of kind {device.type!r}; supported: cpu, cuda")
 
 
 @functools.cache

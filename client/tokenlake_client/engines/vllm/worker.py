@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ class WorkerSide:
         report: Callable[[str, BaseException], None],
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `CudaCopy`. `adapters`: the LoRA
+        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `DeviceCopy`. `adapters`: the LoRA
         adapters that vLLM has loaded on this rank; None: requests have none."""
         self._session = session
         self._copy = copy
@@ -63,7 +64,7 @@ class WorkerSide:
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
         # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
         # load.
-        self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan]] = BackgroundQueue(
+        self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan, Callable[[], None]]] = BackgroundQueue(
             lambda task: self._load(*task), "tokenlake-load"
         )
         self._timer = StepTimer(copy)
@@ -93,9 +94,10 @@ class WorkerSide:
         if not before_forward:
             # Where the step does not wait for loads, vLLM calls this method after the forward pass.
             self._time(plan.step)
+        ready = self._ready() if plan.loads else _nothing
         for load in plan.loads:
-            if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
-                self._load(plan, load)
+            if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load, ready)):
+                self._load(plan, load, ready)
         if plan.wait:
             with self._lock:
                 self._received.clear()
@@ -105,6 +107,16 @@ class WorkerSide:
             # vLLM repeats idle steps without a pause while requests wait for loads or lookups. Each of the many copies
             # of a load needs Python's lock, which such steps would hold most of the time.
             self._ended.wait(IDLE_S)
+
+    def _ready(self) -> Callable[[], None]:
+        """Returns a function that lets the copies of the thread that calls it begin behind the steps so far. vLLM may
+        give away the blocks of a request before the device has executed the last step that writes them. An error is
+        raised by the function: it must fail the loads."""
+        try:
+            ready: Callable[[], None] = self._copy.computed()
+        except Exception as error:
+            ready = partial(_fail, error)
+        return ready
 
     def _time(self, step: int) -> None:
         """End the measurement of a step. Never raises: an error must not keep a load from being executed or failed."""
@@ -165,9 +177,9 @@ class WorkerSide:
         self._loads.close(timeout, drain=False)
         self._session.close()
 
-    def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Fill the blocks of the load `load` of a step. The blocks that could not be filled are added to `errors`.
-        Never raises."""
+    def _load(self, plan: StepPlan, load: LoadPlan, ready: Callable[[], None]) -> None:
+        """Fill the blocks of the load `load` of a step. `ready`: called before blocks are written. The blocks that
+        could not be filled are added to `errors`. Never raises."""
         started = time.perf_counter()
         filled = 0
         load_time: LoadTime | None = None
@@ -182,6 +194,7 @@ class WorkerSide:
                 joined_s = time.perf_counter() - started
                 if load.at_most_s:
                     load = replace(load, at_most_s=max(deadlines.grace_s, load.at_most_s - joined_s))
+                ready()
                 loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
                 filled, load_time = loaded.blocks, loaded.time
         except Exception as error:
@@ -220,6 +233,14 @@ class WorkerSide:
         codes = write.commit(self._shards.mask)
         write.leave()
         return codes
+
+
+def _nothing() -> None:
+    """A step without loads writes no blocks."""
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 class UnservedWorker:

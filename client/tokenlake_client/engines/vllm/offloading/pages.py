@@ -1,4 +1,4 @@
-"""Copies chunks between slots and the pages of vLLM's cache, in host memory or on a GPU. Imports no engine.
+"""Copies chunks between slots and the pages of vLLM's cache, in host memory or on a device. Imports no engine.
 
 vLLM gives the cache of a group of layers as tables [block, page], one for each layer or for several. A chunk lies in a
 rank's shard of a slot table by table, and within a table block by block::
@@ -9,7 +9,7 @@ rank's shard of a slot table by table, and within a table block by block::
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenlake_client.engines.vllm.cuda_threads import CudaThreads
+from tokenlake_client.engines.devices.base import Device
+from tokenlake_client.engines.devices.staging import Staging
 from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
 
-__all__ = ["CudaPages", "HostPages", "PageTable", "chunk_bytes"]
+__all__ = ["DevicePages", "HostPages", "PageTable", "chunk_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +47,31 @@ class _Pages:
         self._groups = groups
         self._blocks = chunk_blocks
 
-    def _gather(self, chunk: Any, part: ChunkPart) -> int:
-        """Copy the blocks of `part` into `chunk`, a tensor of bytes; returns the number of bytes."""
-        return sum(self._each(chunk, part, _read))
+    def _gather(self, chunk: Any, part: ChunkPart) -> None:
+        """Copy the blocks of `part` into `chunk`, a tensor of bytes."""
+        self._each(chunk, part, _read)
 
-    def _scatter(self, chunk: Any, part: ChunkPart) -> int:
-        """Copy the bytes of `chunk` into the blocks of `part`; returns the number of bytes."""
-        return sum(self._each(chunk, part, _write))
+    def _scatter(self, chunk: Any, part: ChunkPart) -> None:
+        """Copy the bytes of `chunk` into the blocks of `part`."""
+        self._each(chunk, part, _write)
 
-    def _each(self, chunk: Any, part: ChunkPart, copy: Callable[[Any, Any, Any], None]) -> Iterator[int]:
+    def _page_bytes(self, part: ChunkPart) -> int:
+        """The bytes of one block in all tables of the part's group."""
+        return sum(table.nbytes for table in self._groups[part.group])
+
+    def _part_bytes(self, part: ChunkPart) -> int:
+        """The bytes of the blocks of `part`."""
+        return len(part.blocks) * self._page_bytes(part)
+
+    def _each(self, chunk: Any, part: ChunkPart, copy: Callable[[Any, Any, Any], None]) -> None:
         """Call `copy(pages [block, bytes], numbers of the part's blocks, their bytes in chunk [block, bytes])` for each
-        table of the part's group, and yield the number of bytes."""
+        table of the part's group."""
         at = 0
         for table in self._groups[part.group]:
             blocks = torch.tensor(part.blocks, device=table.pages.device)
             first = at + part.skip * table.nbytes
             own = chunk[first : first + len(part.blocks) * table.nbytes]
             copy(table.pages[:, : table.nbytes], blocks, own.view(table.pages.dtype).view(-1, table.nbytes))
-            yield own.numel()
             at += self._blocks * table.nbytes
 
 
@@ -72,46 +80,49 @@ class HostPages(_Pages):
 
     def to_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
         """As of `worker.Pages`."""
-        return self._gather(_tensor(shard), part)
+        self._gather(_tensor(shard), part)
+        return self._part_bytes(part)
 
     def from_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
         """As of `worker.Pages`."""
-        return self._scatter(_tensor(shard), part)
+        self._scatter(_tensor(shard), part)
+        return self._part_bytes(part)
 
     def computed(self) -> Callable[[], None]:
         """As of `worker.Pages`: on a CPU the results of a step are there at once."""
         return _nothing
 
 
-class CudaPages(_Pages):
-    """Copies between slots and a cache on a GPU: a chunk is gathered into a buffer on the GPU, which is copied over the
-    bus, and the reverse. Several threads may use it for different blocks."""
+class DevicePages(_Pages):
+    """Copies between slots and a cache in the memory of a device: a chunk is gathered into a buffer on the device,
+    which is copied over the bus, and the reverse. Several threads may use it for different blocks."""
 
-    def __init__(self, groups: Sequence[Sequence[PageTable]], chunk_blocks: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[PageTable]], chunk_blocks: int, device: Device) -> None:
+        """`groups`: tables in the memory of `device`."""
         super().__init__(groups, chunk_blocks)
-        device = groups[0][0].pages.device
-        self._threads = CudaThreads(device, (chunk_bytes(groups, chunk_blocks),), torch.uint8)
+        self._staging = Staging(device, (chunk_bytes(groups, chunk_blocks),), torch.uint8)
 
     def to_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
         """As of `worker.Pages`."""
-        with self._threads.work() as buffer:
-            nbytes = self._gather(buffer, part)
-            _tensor(self._threads.locked(shard))[:nbytes].copy_(buffer[:nbytes], non_blocking=True)
-        self._threads.finish()
+        nbytes = self._part_bytes(part)
+        with self._staging.work() as (stream, buffer):
+            stream.run(lambda: self._gather(buffer, part))
+            self._staging.to_host(shard[:nbytes], buffer[:nbytes])
+        self._staging.finish()
         return nbytes
 
     def from_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
         """As of `worker.Pages`."""
-        nbytes = self._blocks * sum(table.nbytes for table in self._groups[part.group])
-        with self._threads.work() as buffer:
-            buffer[:nbytes].copy_(_tensor(self._threads.locked(shard))[:nbytes], non_blocking=True)
-            filled = self._scatter(buffer, part)
-        self._threads.finish()
-        return filled
+        nbytes = self._blocks * self._page_bytes(part)
+        with self._staging.work() as (stream, buffer):
+            self._staging.to_device(buffer[:nbytes], shard[:nbytes])
+            stream.run(lambda: self._scatter(buffer, part))
+        self._staging.finish()
+        return self._part_bytes(part)
 
     def computed(self) -> Callable[[], None]:
         """As of `worker.Pages`."""
-        return self._threads.computed()
+        return self._staging.computed()
 
 
 def _read(pages: Any, blocks: Any, own: Any) -> None:

@@ -33,6 +33,7 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import GROUP_BYTES, blocks_per_chunk
@@ -40,7 +41,7 @@ from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
-from tokenlake_client.engines.vllm.offloading.pages import CudaPages, HostPages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.offloading.pages import DevicePages, HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, Pages, RankPlace
 from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
 from tokenlake_client.engines.vllm.settings import read_settings
@@ -353,10 +354,9 @@ def _bytes_of(tensor: Any) -> Any:
 
 def _pages(groups: Sequence[Sequence[PageTable]], chunk_blocks: int) -> Pages:
     devices = {table.pages.device for group in groups for table in group}
-    kinds: dict[str, type[HostPages] | type[CudaPages]] = {"cpu": HostPages, "cuda": CudaPages}
-    kind = kinds.get(next(iter(devices)).type)
-    if len(devices) != 1 or kind is None:
-        raise LayoutRefused(
-            f"the cache is on {', '.join(sorted(map(str, devices)))}; supported: one cpu or cuda device"
-        )
-    return kind(groups, chunk_blocks)
+    device = next(iter(devices))
+    if len(devices) == 1 and device.type == "cpu":
+        return HostPages(groups, chunk_blocks)
+    if len(devices) == 1 and device.type == "cuda":
+        return DevicePages(groups, chunk_blocks, CudaDevice(device))
+    raise LayoutRefused(f"the cache is on {', '.join(sorted(map(str, devices)))}; supported: one cpu or cuda device")

@@ -1,4 +1,4 @@
-"""Attention over scattered segments in a GPU's memory: `python -m tokenlake_bench.attention.gpu`.
+"""The Triton kernel: attention over scattered segments in a GPU's memory.
 
 Per row: the time of a call, the rate at which keys and values are read, and its share of the memory's bandwidth, which
 a copy on the device in the same run measures. Results are compared with torch's attention over one contiguous cache.
@@ -6,8 +6,7 @@ a copy on the device in the same run measures. Results are compared with torch's
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +14,10 @@ import torch
 
 from tokenlake.attention import AttentionShape, SlotMap
 from tokenlake.layout import Layout
+from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row
 from tokenlake_query.kernels import kernel_for
+
+__all__ = ["kernel"]
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 LAYERS, LAYER = 2, 1
@@ -25,24 +27,22 @@ TOLERANCE = 2e-2
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def main() -> int:
-    """Run all measurements. Returns the exit status: 0 when all results were right, 1 when one was wrong, 2 without a
-    CUDA device or Triton."""
-    if not torch.cuda.is_available() or find_spec("triton") is None:
-        print("no CUDA device or no Triton: not run", file=sys.stderr)
-        return 2
-    bandwidth = _bandwidth()
-    print(f"{torch.cuda.get_device_name()}: a copy on the device reads and writes {bandwidth / 1e9:.0f} GB/s")
-    rows = [
-        _row(dtype, tokens, queries, bandwidth)
-        for dtype in DTYPES
-        for tokens in (4096, 32768)
-        for queries in (1, 16, 512)
-    ]
-    return 0 if all(rows) else 1
+def kernel(rig: Rig) -> Iterator[Row]:
+    """A row for each dtype, number of tokens and number of queries."""
+    if rig.device == CPU or not torch.cuda.is_available():
+        raise NotRun("no CUDA device")
+    if find_spec("triton") is None:
+        raise NotRun("no Triton")
+    with torch.cuda.device(rig.device):
+        bandwidth = _bandwidth()
+        yield Row("a copy on the device, read and written", True, {"gb_s": bandwidth / 1e9})
+        for dtype in DTYPES:
+            for tokens in (4096, 32768):
+                for queries in (1, 16, 512):
+                    yield _row(dtype, tokens, queries, bandwidth)
 
 
-def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> bool:
+def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> Row:
     layout = Layout(
         model_id="gpu",
         weights_digest="00",
@@ -57,9 +57,9 @@ def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> bool:
     count, nbytes = tokens // layout.segment_tokens, layout.segment_bytes
     arena = torch.randn(count * nbytes // 2, device="cuda").to(DTYPES[dtype])
     slots = [arena.view(torch.uint8)[place * nbytes :][:nbytes] for place in torch.randperm(count).tolist()]
-    kernel: Any = kernel_for(layout, AttentionShape.of(layout, Q_HEADS), "cuda")
+    chosen: Any = kernel_for(layout, AttentionShape.of(layout, Q_HEADS), "cuda")
     query = torch.randn(queries, Q_HEADS, DIM, device="cuda").to(DTYPES[dtype])
-    out, _ = kernel.attend_there(query, slots, LAYER)
+    out, _ = chosen.attend_there(query, slots, LAYER)
     keys, values = (
         torch.cat(
             [
@@ -73,13 +73,13 @@ def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> bool:
     flat = (view.reshape(1, KV_HEADS, tokens, DIM) for view in (keys, values))
     expected = torch.nn.functional.scaled_dot_product_attention(query.transpose(0, 1)[None], *flat, enable_gqa=True)
     worst = (out.transpose(0, 1)[None] - expected.float()).abs().max().item()
-    seconds = _time(lambda: kernel.attend_there(query, slots, LAYER))
+    seconds = _time(lambda: chosen.attend_there(query, slots, LAYER))
     rate = 2 * KV_HEADS * tokens * DIM * 2 / seconds
-    print(
-        f"{dtype} {tokens} tokens, {queries} queries: {seconds * 1e6:.0f} us, {rate / 1e9:.0f} GB/s, "
-        f"{rate / bandwidth:.2f} of the bandwidth, {'right' if worst <= TOLERANCE else f'WRONG by {worst}'}"
+    return Row(
+        f"{dtype} {tokens} tokens, {queries} queries",
+        worst <= TOLERANCE,
+        {"us": seconds * 1e6, "gb_s": rate / 1e9, "of_bandwidth": rate / bandwidth, "worst_difference": worst},
     )
-    return bool(worst <= TOLERANCE)
 
 
 def _at(slot: Any, offset: int) -> int:
@@ -106,7 +106,3 @@ def _time(call: Callable[[], object]) -> float:
         if turn >= WARM:
             taken.append(began.elapsed_time(ended) / 1e3)
     return sorted(taken)[TURNS // 2]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The memory of a device that computes, and copies between it and the host's memory."""
