@@ -22,8 +22,9 @@ from tokenlake_bench.routing.engine_cache import EngineCache
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.cluster import Send
+from tokenlake_bench.simulation.disk import CHECKSUM
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, Steps
-from tokenlake_bench.simulation.node import CHECKSUM, SimNode
+from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import PooledRequest, PooledRun
@@ -61,7 +62,7 @@ class _Cache(EngineCache):
 class GpuRead(CachedEngine):
     """An engine that reads segments behind those of the pool from the memory of nodes and the GPU caches of other
     instances, whichever has them. It knows them exactly and at once, they wait for no other transfer, and none is
-    evicted before it is read: an upper bound."""
+    evicted before it is read, which favours it."""
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ _COLUMNS = (
     "hits",
     "remote",
     "in GPU",
-    "disk",
     "load CV (floor)",
     "busy (CV)",
     "copies",
@@ -185,7 +184,8 @@ def systems_table(result: SimulatedResult) -> Table:
     title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
     table = Table(title=title, title_justify="left")
     table.add_column("system")
-    for name in _COLUMNS:
+    disks = any(row.disk_written_share is not None for row in result.systems.values())
+    for name in (*_COLUMNS, *(["disk"] if disks else [])):
         table.add_column(name, justify="right")
     for name, row in result.systems.items():
         table.add_row(
@@ -193,7 +193,6 @@ def systems_table(result: SimulatedResult) -> Table:
             format_share(row.token_hit_rate),
             format_share(row.remote_share),
             format_share(row.engine_share),
-            "-" if row.disk_written_bytes_per_day is None else format_share(row.disk_share),
             "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
             f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
             f"{row.duplication:.2f}",
@@ -202,5 +201,6 @@ def systems_table(result: SimulatedResult) -> Table:
             format_share(row.slo_attainment),
             f"{row.goodput_rps:.2f}",
             format_bytes(row.bytes_moved),
+            *([format_share(row.disk_share)] if disks else []),
         )
     return table

@@ -348,7 +348,8 @@ class Nixl:
     def _lending(self) -> Iterator[None]:
         with self._changed:
             self._lent += 1
-            self._changed.notify_all()
+        # The reader may connect its agent to this one: the polls are frequent at first.
+        self._order(lambda: None)
         try:
             yield
         finally:

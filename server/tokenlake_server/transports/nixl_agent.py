@@ -11,6 +11,7 @@ import enum
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,25 +48,30 @@ class NotStarted(OSError):
     """A read could not be started: nothing of it is under way."""
 
 
+_loading = threading.Lock()
+
+
 def library() -> Any | None:
     """The extension module of NIXL, loaded with the first call; None where it is not installed."""
-    for package in PACKAGES:
-        name = f"{package}._bindings"
-        if name in sys.modules:
-            return sys.modules[name]
-        found = importlib.util.find_spec(package)
-        for folder in (found.submodule_search_locations or ()) if found is not None else ():
-            for path in sorted(Path(folder).glob("_bindings*.so")):
-                for variable, value in ENVIRONMENT.items():
-                    os.environ.setdefault(variable, value)
-                spec = importlib.util.spec_from_file_location(name, path)
-                assert spec is not None
-                assert spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                sys.modules[name] = module
-                return module
-    return None
+    with _loading:
+        for package in PACKAGES:
+            found = importlib.util.find_spec(package)
+            for folder in (found.submodule_search_locations or ()) if found is not None else ():
+                for path in sorted(Path(folder).glob("_bindings*.so")):
+                    return sys.modules.get(f"{package}._bindings") or _load(f"{package}._bindings", path)
+        return None
+
+
+def _load(name: str, path: Path) -> Any:
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 class Agent:
