@@ -42,6 +42,7 @@ HOT, COLD = 32, 32
 """Segments of the prompt that is matched, and of each of the others."""
 PROMPTS = 24
 """Prompts that memory does not hold."""
+ACCESSES = 2
 READERS = 2
 PAUSE_S = 0.002
 START_S = 60.0
@@ -75,8 +76,11 @@ def measure_matches(directory: Path, seconds: float, rounds: int) -> MatchesResu
         memory.connect(0, LAYOUT) as in_memory,
     ):
         _wait_in_use(disk.nodes[0])
-        for number in range(PROMPTS):
-            _store(on_disk, number + 1, COLD)
+        for number in range(1, PROMPTS + 1):
+            _store(on_disk, number, COLD)
+            for _ in range(ACCESSES):
+                # Segments that were never accessed are not written to disk.
+                on_disk.match(keys_of("disk", number, COLD), deadline_s=5.0).release()
         for pool in (on_disk, in_memory):
             _store(pool, 0, HOT)
         for _ in range(rounds):
@@ -96,6 +100,8 @@ def measure_matches(directory: Path, seconds: float, rounds: int) -> MatchesResu
             plain.append(float(np.quantile(without, 0.99)))
             ratios.append(p99s[-1] / plain[-1])
             shares.append(share)
+    if not any(segments):
+        raise Unreachable("nothing was read from disk")
     return MatchesResult(
         p50_s=statistics.median(p50s),
         p99_s=statistics.median(p99s),
