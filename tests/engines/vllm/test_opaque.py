@@ -140,11 +140,9 @@ def test_corrupt_segments(run: Run) -> None:
     for engine in (run.first, run.second):
         engine.call("forget")
     assert run.second.generate([run.prompt(2)])[0] != run.expected[2]
-    before = run.first.call("counts")
+    failed = run.first.call("counts")["loads_failed"]
     assert run.tokens(run.first, 1) == 0
-    after = run.first.call("counts")
-    # A copy that another reader has reported is dropped: it is not found then, and no load of it fails.
-    assert any(after[name] > before[name] for name in ("loads_failed", "tokens_not_found"))
+    assert run.first.call("counts")["loads_failed"] > failed
     run.second.call("forget")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
@@ -146,31 +146,20 @@ class ChunkLookup:
         with self._lock:
             return self._dropped
 
-    def lost(self, fetched: Iterable[int]) -> int:
-        """The number of the segments `fetched`, for which `fetch` has returned or raised, that are misses."""
-        return sum(self._found[index] is Found.MISS for index in fetched)
-
-    def fetch(self, wanted: Sequence[int]) -> None:
-        """Transfer the segments `wanted` to this node and verify them; each becomes a HIT or a MISS. Waits; for a
-        background thread. Raises `TokenLakeError`; segments without an outcome are misses then."""
+    def fetch(self, wanted: Sequence[int], failed: Callable[[], None]) -> None:
+        """Transfer the segments `wanted` to this node and verify them; each becomes a HIT or a MISS. `failed` is called
+        before that if one is lost although it is leased. Waits; for a background thread. Raises `TokenLakeError`;
+        segments without an outcome are misses then."""
+        hits: set[int] = set()
         try:
             if self.lease is not None:
                 for start, stop in runs(wanted, WINDOW):
-                    self._fetch(self.lease, start, stop)
+                    hits.update(_fetched(self.lease, start, stop))
         finally:
+            if len(hits) < len(wanted) and not self.dropped:
+                failed()
             for index in wanted:
-                if self._found[index] is Found.PENDING:
-                    self._found[index] = Found.MISS
-
-    def _fetch(self, lease: ChunkLease, start: int, stop: int) -> None:
-        while start < stop:
-            fetched = len(lease.fetch(start, stop))
-            for index in range(start, start + fetched):
-                self._found[index] = Found.HIT
-            # The segment after the last array was lost, or does not match its checksum.
-            if start + fetched < stop:
-                self._found[start + fetched] = Found.MISS
-            start += fetched + 1
+                self._found[index] = Found.HIT if index in hits else Found.MISS
 
     def keep(self, keys: Iterable[bytes]) -> list[int]:
         """The index of the segment of each of `keys` in the lease; -1: it is not leased. All other segments are
@@ -244,6 +233,15 @@ class ChunkLookups:
         overdue.drop()
         self._overdue = None
         return True
+
+
+def _fetched(lease: ChunkLease, start: int, stop: int) -> Iterator[int]:
+    """Transfer the segments [start, stop); yields the index of each one that was not lost."""
+    while start < stop:
+        count = len(lease.fetch(start, stop))
+        yield from range(start, start + count)
+        # The segment after the last array was lost, or does not match its checksum.
+        start += count + 1
 
 
 def runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:

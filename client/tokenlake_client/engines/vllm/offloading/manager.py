@@ -364,10 +364,8 @@ class ChunkManager:
 
     def _fetch(self, lookup: ChunkLookup, wanted: list[int]) -> None:
         try:
-            lookup.fetch(wanted)
+            lookup.fetch(wanted, lambda: self._counters.add(loads_failed=1))
         except Unreachable:
             pass
         except Exception as error:
             self._report("fetching segments", error)
-        if not lookup.dropped and lookup.lost(wanted):
-            self._counters.add(loads_failed=1)
