@@ -503,3 +503,21 @@ def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_en
     [engines[0], engines[2], engines[3], engines[4]][first].store([key], 0, Storing(fill_s=0.1))
     cluster.run_for(0.5)
     assert [Code(reply.codes[0]) for (reply,) in replies].count(Code.REMOTE) == 3
+
+
+@pytest.mark.parametrize("step", range(20))
+def test_segments_that_arrive_during_a_lookup_do_not_end_the_wait(step: int) -> None:
+    """Another engine of the node stores a part of the prompt between the lookup and its answers, and the rest later."""
+    cluster, engines, _ = scene()
+    keys = [*placed(cluster, 1, 2, 6), *placed(cluster, 2, 3, 6)]
+    first, second = engines[:2]
+    tell(cluster, first.processes[0], engine.Claim(join_keys(keys), 5.0))
+    cluster.run_for(0.05)
+    first.store(keys[:-1], 0, Storing(fill_s=0.01))
+    cluster.run_for(step * 0.001)
+    replies = wait_for(second, keys, 5.0)
+    cluster.run_for(0.2)
+    assert replies == []
+    store(cluster, first, keys[-1:], len(keys) - 1)
+    cluster.run_for(0.2)
+    assert [reply.hits for reply in replies] == [len(keys)]

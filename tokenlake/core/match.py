@@ -570,7 +570,10 @@ class Matches:
         match."""
         wait = search.wait
         if wait is not None:
-            self._recheck(search)
+            if self._recheck(search):
+                # The keys behind the segments that arrived were not looked up yet.
+                self._continue(search)
+                return
             gap = search.found.prefix(len(search.keys))
             wait.limit_to(len(search.keys) - gap)
             if self._may_wait(search, wait, gap):
@@ -646,11 +649,12 @@ class Matches:
         self._recheck(search)
         self._begin(search)
 
-    def _recheck(self, search: _Search) -> None:
-        """Find and pin the missing segments that arrived at this node since the match last looked them up here."""
+    def _recheck(self, search: _Search) -> bool:
+        """Find and pin the missing segments that arrived at this node since the match last looked them up here. Returns
+        whether there are any."""
         store, found = self._context.store, search.found
         if search.arrivals == store.arrivals:
-            return
+            return False
         search.arrivals = store.arrivals
         missing = found.missing()
         arrived = self._context.ready(search.tenant, search.keys_of(missing))
@@ -659,6 +663,7 @@ class Matches:
                 store.pin(segment)
                 found.segments[index] = segment
                 found.codes[index] = _LOCAL
+        return any(segment is not None for segment in arrived)
 
     # -- the result
 

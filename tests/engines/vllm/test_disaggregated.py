@@ -30,6 +30,8 @@ PREFILL = {
 """The fields that proxies send to an engine for prefill."""
 LENGTHS = [2, 16, 100, 255, 256, 257, 258, 300, 512, 769, 1000, 1023, 3000]
 SLOW_S = 0.2
+LONG_S = 20.0
+"""A predicted time of a prefill, and with it the longest wait for its segments, that suffices on a busy machine."""
 TIMEOUT_S = 60.0
 WAITS = "tokenlake_in_flight_waits_total"
 
@@ -90,6 +92,7 @@ def test_the_second_engine_computes_one_token(kind: str, fleet: Fleet, plain: En
     for length in LENGTHS:
         tokens = prompt(length, 1000 * (kind == "far") + length)
         expected = plain.generate([tokens])
+        decoder.call("expect_prefill", token_s=LONG_S / length)
         fields = computed(fleet.prefill, tokens, PREFILL)
         assert fields["do_remote_prefill"]
         assert fields["remote_num_tokens"] == length
@@ -104,6 +107,7 @@ def test_many_at_once(fleet: Fleet, plain: Engine) -> None:
     expected = plain.generate(many)
     fields = fleet.prefill.timed(many, 1, params=PREFILL).params
     for decoder in fleet.decoders:
+        decoder.call("expect_prefill", token_s=LONG_S / len(many[0]))
         before = counts(decoder)
         assert decoder.timed(many, params=fields).tokens == expected
         assert growth(decoder, before) == (12, 0, sum(map(len, many)) - 12)

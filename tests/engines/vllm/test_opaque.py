@@ -80,13 +80,13 @@ class Run:
         return answer.cached
 
     def until_hit(self, engine: Engine, seed: int) -> int:
-        """Repeat a prompt until the engine takes a part of it from the pool."""
+        """Repeat a prompt until the engine takes all cached tokens of it from the pool. Returns their number."""
         until = time.monotonic() + TIMEOUT_S
         while True:
             engine.call("flush")
             engine.call("forget")
             cached = self.tokens(engine, seed)
-            if cached:
+            if cached >= self.case.cached:
                 return cached
             assert time.monotonic() < until, engine.log.read_text()[-2000:]
 

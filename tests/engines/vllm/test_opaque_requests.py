@@ -66,15 +66,18 @@ def again(engine: Engine, tokens: list[int], **request: Any) -> Timed:
     return engine.timed([tokens], **request)
 
 
-def until_hit(engine: Engine, tokens: list[int], expected: list[list[int]], **request: Any) -> int:
-    """Repeat a request, whose tokens are compared, until the engine takes a part of it from the pool."""
+def check_hit(
+    engine: Engine, tokens: list[int], expected: list[list[int]], cached: int = CACHED, **request: Any
+) -> None:
+    """Repeat a request, whose tokens are compared, until the engine takes `cached` tokens of it from the pool, or more:
+    on a busy machine, a peer's answer may be late."""
     until = time.monotonic() + TIMEOUT_S
     while True:
         assert engine.call("flush")
         answer = again(engine, tokens, **request)
         assert answer.tokens == expected
-        if answer.cached:
-            return answer.cached
+        if answer.cached >= cached:
+            return
         assert time.monotonic() < until, engine.log.read_text()[-2000:]
 
 
@@ -98,7 +101,7 @@ def test_an_adapter(plain: Engine, here: Engine, cluster: Cluster, tmp_path: Pat
     for one, right in expected.items():
         answer = again(here, tokens, adapter=one)
         assert (answer.tokens, answer.cached) == (right, 0)
-    assert until_hit(here, tokens, expected[adapter], adapter=adapter) == CACHED
+    check_hit(here, tokens, expected[adapter], adapter=adapter)
     check_control(cluster, here, tokens, expected[adapter], adapter=adapter)
 
 
@@ -106,7 +109,7 @@ def test_segments_of_another_node(plain: Engine, here: Engine, there: Engine, cl
     tokens = prompt(1000, 2)
     expected = plain.generate([tokens])
     assert again(here, tokens).tokens == expected
-    assert until_hit(there, tokens, expected) == CACHED
+    check_hit(there, tokens, expected)
     counts = there.call("counts")
     # The window of the last cached token is fetched, and no segment before it.
     assert (counts["tokens_hit_remote"], counts["failures"], counts["loads_failed"]) == (512, 0, 0)
@@ -119,7 +122,7 @@ def test_a_node_that_dies_before_its_segments_are_fetched(
     """The tokens are computed, and the lost load is counted."""
     tokens = prompt(1000, 3)
     expected = plain.generate([tokens])
-    assert until_hit(here, tokens, expected) == CACHED
+    check_hit(here, tokens, expected)
     before = there.call("counts")["loads_failed"]
     there.call("plant", call="Lease.fetch", error="Unreachable")
     try:
@@ -127,7 +130,7 @@ def test_a_node_that_dies_before_its_segments_are_fetched(
     finally:
         there.call("plant", call="", error="")
     assert there.call("counts")["loads_failed"] == before + 1
-    assert until_hit(there, tokens, expected) == CACHED
+    check_hit(there, tokens, expected)
 
 
 def test_no_prompt_is_handed_over(plain: Engine, here: Engine) -> None:
@@ -147,13 +150,14 @@ def test_weights_that_change_in_place(
     tokens = prompt(1000, 4)
     old, new = plain.generate([tokens]), fresh.generate([tokens])
     assert old != new
-    assert until_hit(changing, tokens, old) == CACHED
+    check_hit(changing, tokens, old)
     assert changing.call("reset", how="reset")
     changing.call("reload", directory=str(trained), version=None)
     answer = changing.timed([tokens])
     assert (answer.tokens, answer.cached) == (new, 0), "a segment of the old weights was loaded"
-    assert until_hit(changing, tokens, new) == CACHED
-    assert until_hit(there, tokens, old) == CACHED, "other engines keep the segments of the old weights"
+    check_hit(changing, tokens, new)
+    # Other engines keep the segments of the old weights.
+    check_hit(there, tokens, old)
     check_control(cluster, there, tokens, old)
     assert tracebacks(changing) == []
 
@@ -169,7 +173,7 @@ def test_an_image(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     assert again(engine, tokens, **first).tokens == expected
     answer = again(engine, tokens, **second)
     assert (answer.tokens, answer.cached) == (bare.generate([tokens], **second), 0), "another image"
-    assert until_hit(engine, tokens, expected, **first) == CACHED
+    check_hit(engine, tokens, expected, **first)
     assert engine.call("door") == "offloading"
     check_control(cluster, engine, tokens, expected, **first)
 
@@ -191,7 +195,7 @@ def test_a_drafting_head(start: Start, cluster: Cluster, llama: Path, llamas_own
     tokens = prompt(1000, 6)
     expected = llamas_own.generate([tokens])
     assert again(engine, tokens).tokens == expected
-    assert until_hit(engine, tokens, expected)
+    check_hit(engine, tokens, expected, 1)
     assert engine.call("door") == "offloading"
     check_control(cluster, engine, tokens, expected)
 
@@ -204,7 +208,7 @@ def test_an_attention_backend_whose_memory_layout_is_unknown(
         tokens = prompt(1000, 7)
         expected = llamas_own.generate([tokens])
         assert again(engine, tokens).tokens == expected
-        assert until_hit(engine, tokens, expected) == CACHED
+        check_hit(engine, tokens, expected)
         assert engine.call("door") == "offloading"
         check_control(cluster, engine, tokens, expected)
     finally:
