@@ -246,6 +246,25 @@ def disk(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("restart")
+@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
+@click.option("--requests", default=120, show_default=True, help="Requests before and after each restart.")
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts and bytes.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the hit rate over time as this .png file.")
+def restart(**arguments: object) -> None:
+    """Restart daemons with a disk tier under load, and measure what they find again.
+
+    SIGTERM and kill -9 of each node in turn, then of all nodes at once. Every byte read is compared.
+    """
+    from tokenlake_bench.restart.command import RestartArguments, run_restart
+
+    try:
+        run_restart(RestartArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("growth")
 @click.option("--rounds", default=10, show_default=True, help="Repetitions of each row.")
 @click.option(
