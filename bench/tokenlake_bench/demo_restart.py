@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console, RenderableType
@@ -38,7 +39,8 @@ def run_restart_part(
     count = min(REQUESTS, len(plan.workload) // 3)
     with LiveProgress(console, "serving", 3 * count) as progress:
         _attach(cluster, engines, window)
-        ran = _serve(engines, plan, range(2 * count), progress)
+        filled = _serve(engines, plan, range(count), progress)
+        before = _serve(engines, plan, range(count, 2 * count), progress)
         for engine in engines:
             engine.finish()
         settle(cluster)
@@ -52,16 +54,18 @@ def run_restart_part(
         _attach(cluster, engines, window)
         took_s = time.monotonic() - began
         progress.say(f"all daemons are restarted, and use their disks after {format_duration(took_s)}")
-        ran |= _serve(engines, plan, range(2 * count, 3 * count), progress)
-    before, after = range(count, 2 * count), range(2 * count, 3 * count)
+        after = _serve(engines, plan, range(2 * count, 3 * count), progress)
     return RestartPart(
         requests=count,
-        hit_rate_before=_hit_rate(plan, ran, before),
-        hit_rate_after=_hit_rate(plan, ran, after),
-        ideal_before=_ideal_rate(plan, before),
-        ideal_after=_ideal_rate(plan, after),
+        hit_rate_before=_hit_rate(plan, before),
+        hit_rate_after=_hit_rate(plan, after),
+        ideal_before=_ideal_rate(plan, range(count, 2 * count)),
+        ideal_after=_ideal_rate(plan, range(2 * count, 3 * count)),
         restart_s=took_s,
-        tokens_equal=all(not each.error and each.tokens == log.ran[number].cold_tokens for number, each in ran.items()),
+        tokens_equal=all(
+            not each.error and each.tokens == log.ran[number].cold_tokens
+            for number, each in (filled | before | after).items()
+        ),
     )
 
 
@@ -77,13 +81,16 @@ def _serve(
     engines: Sequence[EngineHandle], plan: DemoPlan, numbers: range, progress: LiveProgress
 ) -> dict[int, wire.Ran]:
     ran: dict[int, wire.Ran] = {}
+    lock = threading.Lock()
 
     def serve(engine: int) -> None:
         for number in numbers:
             if number % ENGINES == engine:
                 request = wire.Run(plan.workload[number].tokens.tolist(), plan.new_tokens, cold=False)
-                ran[number] = engines[engine].run(request)
-                progress.update(numbers.start + len(ran), "")
+                answer = engines[engine].run(request)
+                with lock:
+                    ran[number] = answer
+                    progress.update(numbers.start + len(ran), f"hits {format_share(_hit_rate(plan, ran))}")
 
     with ThreadPoolExecutor(ENGINES) as threads:
         for served in [threads.submit(serve, engine) for engine in range(ENGINES)]:
@@ -91,9 +98,9 @@ def _serve(
     return ran
 
 
-def _hit_rate(plan: DemoPlan, ran: dict[int, wire.Ran], numbers: range) -> float:
-    tokens = sum(plan.accesses.prompts[number].tokens for number in numbers)
-    return sum(ran[number].hit_tokens for number in numbers) / max(1, tokens)
+def _hit_rate(plan: DemoPlan, ran: Mapping[int, wire.Ran]) -> float:
+    tokens = sum(plan.accesses.prompts[number].tokens for number in ran)
+    return sum(each.hit_tokens for each in ran.values()) / max(1, tokens)
 
 
 def _ideal_rate(plan: DemoPlan, numbers: range) -> float:
