@@ -464,7 +464,10 @@ def planner(**arguments: object) -> None:
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
 @_json
 def demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
-    """Run three daemons and two engines on this machine that share one cache; one daemon is killed halfway."""
+    """Run three daemons and two engines on this machine that share one cache; one daemon is killed halfway.
+
+    Ends with a restart of all daemons, which keep their cache on disk.
+    """
     from tokenlake_bench.demo import DemoOptions, run_demo
 
     try:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, DeadlinePassed, Unreachable
 from tokenlake.identity import SegmentKey
+from tokenlake_bench.live import PATIENT
 from tokenlake_bench.payload import wrong_bytes
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
@@ -58,12 +59,12 @@ class RestartArguments:
 
 
 def run_restart(arguments: RestartArguments, console: Console | None = None) -> RestartResult:
-    """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not start again,
+    """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not end or start,
     and after the table where bytes differ."""
     console = console or Console()
     load_average = os.getloadavg()[0]
     restarts: list[Restart] = []
-    cluster = Cluster(arguments.nodes, MEMORY, REGION, disk_writes_per_day="0")
+    cluster = Cluster(arguments.nodes, MEMORY, REGION, disk_writes_per_day="0", **PATIENT)
     cluster.deadlines = Deadlines(call_s=CALL_S)
     cluster.give_disks()
     plan = [
@@ -93,7 +94,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
         requests=arguments.requests,
         seed=arguments.seed,
         failures=load.failures,
-        wrong_bytes=sum(each.wrong_bytes for each in restarts),
+        wrong_bytes=load.wrong_bytes,
         load_average=load_average,
     )
     console.print(table(result))
@@ -117,13 +118,16 @@ def _restart(cluster: Cluster, load: Load, signal: str, nodes: Sequence[Node], r
         else:
             node.terminate()
     for node in nodes:
-        node.stop()
+        status = node.stop()
+        if status and signal == "SIGTERM":
+            raise Unreachable(f"{node.name} ended with status {status}: {node.log.read_text()[-2000:]}")
     synced = [_indexed(Path(node.settings["disk"])) for node in nodes]
     began = time.monotonic()
     for node in nodes:
         node.start()
     with ThreadPoolExecutor(len(nodes)) as threads:
         found = list(threads.map(lambda node, keys: _read(cluster, load, node, keys, began), nodes, synced))
+    load.wrong_bytes += sum(each.wrong_bytes for each in found)
     cluster.wait_ready()
     ready_s = load.at_s
     load.storing = True
@@ -140,7 +144,7 @@ def _restart(cluster: Cluster, load: Load, signal: str, nodes: Sequence[Node], r
         hit_rate_after=hit_rate(after),
         ideal_before=ideal_rate(before),
         ideal_after=ideal_rate(after),
-        wrong_bytes=load.wrong_bytes - wrong + sum(each.wrong_bytes for each in found),
+        wrong_bytes=load.wrong_bytes - wrong,
         down_s=down_s,
         ready_s=ready_s,
     )

@@ -64,6 +64,7 @@ class Load:
     digests: dict[SegmentKey, bytes] = field(default_factory=dict)
     """The digest (`payload`) of each segment that was asked for."""
     wrong_bytes: int = 0
+    """Of all reads since the start of the run, those between restarts included."""
     failures: int = 0
     """Calls without an answer in time, and requests that ended because the daemon of their node did."""
     storing: bool = True

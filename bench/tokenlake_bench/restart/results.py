@@ -71,18 +71,19 @@ def _share(answered: Iterable[Answered], part: Callable[[Answered], int]) -> flo
 def table(result: RestartResult) -> Table:
     """The table that the command prints: a row per restart."""
     title = f"{result.nodes} nodes, hits of {result.requests} requests before and after each restart"
-    made = Table(title=title)
-    for name in ("restart", "synced", "recovered", "first hit", "hits before", "hits after", "wrong bytes"):
-        made.add_column(name, justify="left" if name == "restart" else "right")
+    ideal = [rate for each in result.restarts for rate in (each.ideal_before, each.ideal_after)]
+    caption = f"a cache that forgets nothing: hits {format_share(min(ideal))} to {format_share(max(ideal))}"
+    made = Table(title=title, caption=caption)
+    for name in ("", "synced", "recovered", "first hit", "before", "after", "wrong"):
+        made.add_column(name, justify="right" if name else "left")
     for each in result.restarts:
-        names = each.nodes[0] if len(each.nodes) == 1 else "all nodes"
         made.add_row(
-            f"{each.signal}, {names}",
+            f"{each.signal} {each.nodes[0] if len(each.nodes) == 1 else 'all'}",
             f"{each.synced_segments:,}",
             format_share(each.recovered_share),
             "none" if each.first_hit_s is None else format_duration(each.first_hit_s),
-            f"{format_share(each.hit_rate_before)} of {format_share(each.ideal_before)}",
-            f"{format_share(each.hit_rate_after)} of {format_share(each.ideal_after)}",
+            format_share(each.hit_rate_before),
+            format_share(each.hit_rate_after),
             str(each.wrong_bytes),
         )
     return made
