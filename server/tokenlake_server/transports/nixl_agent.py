@@ -7,6 +7,7 @@ module is loaded by its path, without the package.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import importlib.util
 import os
@@ -71,6 +72,10 @@ def _load(name: str, path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[name] = module
+    # A library of NIXL's packages (libnl-route) crashes in its destructor at the exit of the process, so the process
+    # ends before the destructors of libraries: Python has ended by then, with this exit status.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
     return module
 
 
