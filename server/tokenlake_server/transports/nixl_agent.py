@@ -116,7 +116,7 @@ class Agent:
             raise OSError(f"NIXL did not let {memory[1]} bytes of memory go: {error}") from error
 
     def description(self) -> bytes:
-        """What other agents need to read the memory that is registered now."""
+        """The description by which other agents can read the memory that is registered now."""
         return bytes(self._agent.getLocalMD())
 
     def meet(self, description: bytes) -> str:
