@@ -59,6 +59,7 @@ DEMO_KEYS = [
     "longest_call_ms",
     "errors",
     "ship",
+    "restart",
 ]
 CACHE_HIT = CacheHitResult(
     token_hit_rate=0.298,
