@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
 from tokenlake.disk.index import NO_ENTRY, Index
@@ -35,7 +36,7 @@ from tokenlake.rate import Rate
 from tokenlake.store import Segment
 from tokenlake.store.eviction.odds import EDGES, Odds
 
-__all__ = ["Device", "DiskTier", "Slab"]
+__all__ = ["Device", "DiskTier", "Slab", "SlabUse"]
 
 DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
@@ -95,6 +96,17 @@ class Device:
         """Bytes of the writes under way."""
         self.slabs: dict[tuple[TenantId, int], Slab] = {}
         self.budget = DailyBudget(0.0, 0.0)
+
+
+class SlabUse(NamedTuple):
+    """The places of a slab that have a segment, for gauges."""
+
+    device: int
+    tenant: TenantId
+    slot_bytes: int
+    segments: int
+    nbytes: int
+    """Bytes of these places."""
 
 
 def _fill(device: Device) -> tuple[float, float]:
@@ -236,7 +248,7 @@ class DiskTier:
         least = victim[1] if victim is not None else 0.0
         request = segment.hints, int(segment.touched / TOGETHER_S)
         refusal = admission.asks(request, accesses, value, least, self._share_of_day(now))
-        return refusal or self._write(slab, segment, accesses, victim)
+        return refusal or self._write(slab, segment, accesses, victim, now)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
         """As `admit`, before the daemon ends: no limit holds but the space, for which segments of less value leave."""
@@ -245,13 +257,13 @@ class DiskTier:
             return Refusal.QUEUE
         slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
         if self._has_room(slab):
-            return self._write(slab, segment, accesses, None)
+            return self._write(slab, segment, accesses, None, now)
         victim = slab.order.victim(now)
         if victim is None or victim[1] > value:
             return Refusal.VALUE
-        return self._write(slab, segment, accesses, victim)
+        return self._write(slab, segment, accesses, victim, now)
 
-    def _write(self, slab: Slab, segment: Segment, accesses: int, victim: tuple[int, float] | None) -> int:
+    def _write(self, slab: Slab, segment: Segment, accesses: int, victim: tuple[int, float] | None, now: float) -> int:
         if victim is not None:
             self.evictions += 1
             self.forget(victim[0])
@@ -265,7 +277,7 @@ class DiskTier:
         self._writing.add(entry)
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
         slab.device.writing += slab.stride
-        slab.device.budget.spend(slab.stride)
+        slab.device.budget.spend(slab.stride, now)
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
@@ -564,12 +576,16 @@ class DiskTier:
         if slab.void and not any(slab.entries) and not any(number == slab.number for number, _ in self._reads):
             self._slabs.pop(slab.number, None)
 
-    def usage(self) -> Iterator[tuple[int, TenantId, int, int]]:
-        """Yields (device, tenant, segments, bytes of their places) of each slab, for gauges."""
+    def usage(self) -> Iterator[SlabUse]:
+        """Yields the use of each slab. Until a device was searched whole, its places without a segment count too."""
         for device in self.devices.values():
             for slab in device.slabs.values():
                 count = len(slab.entries) - len(slab.free)
-                yield device.number, slab.tenant, count, count * slab.stride
+                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.stride)
+
+    def budgets(self, now: float) -> dict[int, float]:
+        """The bytes that may be written now by the budget of bytes per day, by device; empty where there is none."""
+        return {each.number: each.budget.left(now) for each in self.devices.values() if self._writes_per_day}
 
     # -- checks
 

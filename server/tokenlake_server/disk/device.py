@@ -61,6 +61,7 @@ FREE_SHARE = 0.95
 PROBE_PIECE = 1 << 20
 """Size of each operation of a check."""
 PROBE = "probe"
+FULL = "full: it takes no further segments until its file system has room again"
 CAPACITY_CHANGE = 0.02
 """Share of the capacity by which it changes before the rules are told."""
 GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOENT})
@@ -108,7 +109,8 @@ class DeviceState(NamedTuple):
     path: str
     serving: bool
     problem: str
-    """Why the device is set aside; empty while it serves, and before it was opened first."""
+    """Why the device is set aside, or takes no further segments while it serves; empty if neither, and before it was
+    opened first."""
     capacity_bytes: int
     slab_bytes: int
     queue: int
@@ -612,6 +614,8 @@ class Device:
             changed = full or abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
             if changed:
                 self._capacity = room
+                if self._store is store:
+                    self._problem = FULL if full else ""
         if full:
             log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
         if changed and self._store is store:
