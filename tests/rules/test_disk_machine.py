@@ -41,7 +41,7 @@ class DiskMachine(RuleBasedStateMachine):
     def _gone(self) -> None:
         """The tier has said which segments are void."""
         forgotten, self.tier.forgotten = self.tier.forgotten, []
-        for _, key, place in forgotten:
+        for _, key, place, _ in forgotten:
             number = next(number for number in range(SEGMENTS) if key_of(number) == key)
             if self.disk.get(number) == place:
                 assert self.held.get(number, -1.0) <= self.now, f"segment {number} left although it is held"

@@ -45,7 +45,7 @@ def test_a_segment_is_found_from_the_end_of_its_write_until_it_is_void() -> None
     tier.forget(entry)
     assert tier.find(TENANT, segment.key) == NO_ENTRY
     assert segment.disk == NO_ENTRY
-    assert [(key, place) for _, key, place in tier.forgotten] == [(segment.key, Place(0, 1))]
+    assert [(each.key, each.place) for each in tier.forgotten] == [(segment.key, Place(0, 1))]
     tier.check_integrity()
 
 

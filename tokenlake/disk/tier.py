@@ -35,8 +35,9 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.rate import Rate
 from tokenlake.store import Segment
 from tokenlake.store.eviction.odds import EDGES, Odds
+from tokenlake.store.removals import DISK_RULE
 
-__all__ = ["Device", "DiskTier", "Slab", "SlabUse"]
+__all__ = ["Device", "DiskTier", "Forgotten", "Slab", "SlabUse"]
 
 DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
@@ -98,6 +99,16 @@ class Device:
         self.budget = DailyBudget(0.0, 0.0)
 
 
+class Forgotten(NamedTuple):
+    """A segment that is void on disk."""
+
+    slab: Slab
+    key: SegmentKey
+    place: Place
+    rule: str
+    """Why; see `tokenlake.store.removals`."""
+
+
 class SlabUse(NamedTuple):
     """The places of a slab that have a segment, for gauges."""
 
@@ -130,8 +141,8 @@ class DiskTier:
         self._writes_per_day = writes_per_day
         self._quotas = quotas
         self.devices: dict[int, Device] = {}
-        self.forgotten: list[tuple[Slab, SegmentKey, Place]] = []
-        """Segments that became void, and their places; the caller empties the list."""
+        self.forgotten: list[Forgotten] = []
+        """Segments that became void; the caller empties the list."""
         self.trimmed: dict[int, Slab] = {}
         """Slabs that became shorter, by number; the caller empties the map."""
         self.evictions = 0
@@ -380,22 +391,23 @@ class DiskTier:
 
     # -- leaving
 
-    def forget(self, entry: int) -> None:
+    def forget(self, entry: int, rule: str = DISK_RULE) -> None:
         """A segment on disk is void: its place gets another one, once no read of it is under way."""
         slab = self.slab(entry)
         segment = slab.resident.pop(entry, None)
         if segment is not None:
             segment.disk = NO_ENTRY
         if not slab.void:
-            self.forgotten.append((slab, self.key(entry), self.place(entry)))
+            self.forgotten.append(Forgotten(slab, self.key(entry), self.place(entry), rule))
         self._leave_order(slab, entry)
         self._holds.pop(entry, None)
         self._remove(slab, entry)
 
-    def forget_place(self, slab: Slab, slot: int) -> None:
-        """The segment at a place is void, if it still has one; see `forget`."""
-        if slab.entries[slot]:
-            self.forget(slab.entries[slot] - 1)
+    def forget_place(self, slab: Slab, slot: int, rule: str) -> None:
+        """The segment at a place is void, if it still has one; see `forget`. `sweep` removes that of a device that has
+        gone."""
+        if slab.entries[slot] and not slab.void:
+            self.forget(slab.entries[slot] - 1, rule)
 
     def _remove(self, slab: Slab, entry: int) -> None:
         slot = self._index.slots[entry]

@@ -445,9 +445,10 @@ class Device:
             self._errors.clear()
             self._changed.notify_all()
         log.error("the disk tier at %s is set aside, and its segments are not used: %s", self.path, reason)
+        # The rules know then that the reads are lost with the device, and not by damage.
+        self._around.post(events.DiskGone(self.number, reason))
         for event in done:
             self._around.post(event)
-        self._around.post(events.DiskGone(self.number, reason))
 
     def _all_ended(self) -> list[Event]:
         """End all that no thread carries out: returns its events."""
