@@ -317,3 +317,25 @@ def test_explain_tells_damage_and_orders_from_evictions() -> None:
     for keys, rule in ((stored[0], OPERATOR_RULE), (stored[1], DISK_DAMAGED_RULE)):
         named(cluster, writer, keys, "r")
         assert reasons(explained(cluster, writer, "r"))["evicted"].startswith(rule)
+
+
+def test_the_owners_of_a_lease_come_with_the_time_on_their_disks() -> None:
+    cluster, writer, reader, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+
+    def located(asker: Engine) -> engine.Located:
+        matched = match(cluster, asker, keys)
+        found = answer(cluster, asker.processes[0], engine.Locate, matched.lease)
+        asker.processes[0].tell(engine.Release(((matched.lease, 0, matched.hits),)))
+        assert isinstance(found, engine.Located)
+        assert (found.nodes, set(found.owners), len(found.owners)) == (("n0",), {0}, 4)
+        return found
+
+    fast = located(writer).disk_s
+    assert 0 < fast[0] < 1e-3
+    assert located(reader).disk_s == fast
+    cluster.node(0).deliver(events.DiskReady(0, disk_of(cluster).capacity, 1e6, 1e6))
+    assert located(writer).disk_s[0] > 500 * fast[0]
+    assert located(reader).disk_s[0] > 500 * fast[0]
+    assert read(cluster, writer, keys, 0) == bytes([Code.LOCAL]) * 4
+    assert answer(cluster, writer.processes[0], engine.Locate, match(cluster, writer, keys).lease).disk_s == ()

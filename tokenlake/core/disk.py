@@ -256,8 +256,9 @@ class Disk:
         return dropped
 
     def forget_some(self, tenant: TenantId, slot_bytes: int, start: int, entries: int) -> tuple[int, int | None]:
-        """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on, by
-        an operator's order. Returns how many there were, and the number at which to continue (None at the end)."""
+        """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on.
+        The reason is an order of an operator. Returns how many there were, and the number at which to continue (None at
+        the end)."""
         found, behind = self._tier.walk(start, entries)
         dropped = 0
         for entry in found:

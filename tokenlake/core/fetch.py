@@ -50,7 +50,7 @@ from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
-from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.fields import CHECKSUM_BYTES, MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = [
@@ -758,7 +758,16 @@ class LeaseReads:
                 owners.append(nodes.setdefault(remote, len(nodes)))
             else:
                 break
-        self._context.emit(Answer(process.connection, engine.Located(request.id, tuple(nodes), bytes(owners))))
+        disk_s: tuple[float, ...] = ()
+        if lease is not None:
+            times = dict(lease.disk_s)
+            on_disk = owners.count(nodes[self._context.node]) if self._context.node in nodes else 0
+            if on_disk:
+                nbytes = on_disk * process.session.slot_bytes
+                times[self._context.node] = min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
+            disk_s = tuple(times.get(node, 0.0) for node in nodes)
+        located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
+        self._context.emit(Answer(process.connection, located))
 
     def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
         """Record that attention over the first items of a lease was computed at their owners, so that they count as

@@ -31,9 +31,8 @@ class Orders:
         if keys:
             named = [store.get(tenant, key) for key in split_keys(keys)]
             evicted, kept = self._evict([each for each in named if each is not None])
-            evicted += self._disk.forget(
-                tenant, [key for key in split_keys(keys) if store.get(tenant, key) is None], OPERATOR_RULE
-            )
+            only_on_disk = [key for key in split_keys(keys) if store.get(tenant, key) is None]
+            evicted += self._disk.forget(tenant, only_on_disk, OPERATOR_RULE)
             self._context.emit(EvictionDone(request, evicted, kept))
             return
         cursor: Cursor | None = Cursor()
