@@ -45,7 +45,6 @@ PROMPTS = 24
 ACCESSES = 2
 READERS = 2
 PAUSE_S = 0.002
-START_S = 60.0
 TICKS = 100
 """Ticks of /proc per second."""
 
@@ -75,7 +74,7 @@ def measure_matches(directory: Path, seconds: float, rounds: int) -> MatchesResu
         disk.connect(0, LAYOUT) as on_disk,
         memory.connect(0, LAYOUT) as in_memory,
     ):
-        _wait_in_use(disk.nodes[0])
+        disk.nodes[0].wait_disk()
         for number in range(1, PROMPTS + 1):
             _store(on_disk, number, COLD)
             for _ in range(ACCESSES):
@@ -111,14 +110,6 @@ def measure_matches(directory: Path, seconds: float, rounds: int) -> MatchesResu
         cpu_share=statistics.median(shares),
         disk_reads_per_s=statistics.median(segments),
     )
-
-
-def _wait_in_use(node: Node) -> None:
-    until = time.monotonic() + START_S
-    while not any(name.startswith("tokenlake_disk_serving") and value for name, value in node.metrics().items()):
-        if time.monotonic() > until:
-            raise Unreachable(f"the disk is not in use: {node.log.read_text()[-1000:]}")
-        time.sleep(0.05)
 
 
 def _sum(after: dict[str, float], before: dict[str, float], name: str) -> float:

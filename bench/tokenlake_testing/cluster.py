@@ -115,6 +115,14 @@ class Node:
         """True if the daemon's process was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
+    def wait_disk(self) -> None:
+        """Wait until the daemon uses its disks; it must have some. Raises `Unreachable`."""
+        until = time.monotonic() + START_S
+        while not any(name.startswith("tokenlake_disk_serving") and value for name, value in self.metrics().items()):
+            if time.monotonic() > until:
+                raise Unreachable(f"{self.name} does not use its disk: {self.log.read_text()[-1000:]}")
+            time.sleep(0.02)
+
     def page(self, path: str) -> str:
         """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
 

@@ -81,6 +81,7 @@ CACHE_HIT_DETAILS = CacheHitDetails(
     workload="trace.jsonl.zst",
     segment_tokens=512,
     capacity_tokens=10_000_000,
+    disk_tokens=None,
     match=Quantiles(0.3, 2.1),
     fetch=Quantiles(4.0, 31.2),
     sent_bytes={"n0": 2**30, "n1": 2**31, "n2": 2**30},
