@@ -16,7 +16,7 @@ TOTALS = {
     "segments": 1 << 21,
     "views": 1 << 17,
 }
-"""What all tenants together may have: query buffers and their bytes, which are mapped and may be sparse; bytes of
+"""Limits of all tenants together: query buffers and their bytes, which are mapped and may be sparse; bytes of
 frames that have not arrived whole; segments of open views (a segment counts in each view); open views. Linux allows a
 process 65,530 mappings."""
 

@@ -52,7 +52,7 @@ class _Stream(NamedTuple):
     hello: peer.PeerHello
     sock: socket.socket
     instructions: queue.SimpleQueue[SendBulk | None]
-    """What the thread waits for; None ends it."""
+    """The requests that the thread waits for; None ends it."""
     thread: threading.Thread
 
     def end(self) -> None:

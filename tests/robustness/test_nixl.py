@@ -44,6 +44,7 @@ def test_segments_are_read_with_nixl_where_it_is_allowed() -> None:
         maps = Path(f"/proc/{plain.process.pid}/maps").read_text()
         assert "nixl" not in maps
         assert "libuc" not in maps
+        assert [node.stop() for node in cluster.nodes] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("scenario", [on_peer.killed, on_peer.stopped])

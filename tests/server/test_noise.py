@@ -127,7 +127,7 @@ def test_noise_on_the_local_socket(node: Node) -> None:
     growth = Growth(node)
     noise_from_a_process(node.socket, seed=2)
     growth.check()
-    assert total(node, "tokenlake_processes") == 0
+    wait_until(lambda: total(node, "tokenlake_processes") == 0, "the daemon has seen the end of the last process")
     assert total(node, "tokenlake_quarantined_slots") == 0
 
 
@@ -149,7 +149,7 @@ def test_connections_without_a_mapping_leave_nothing(node: Node) -> None:
             raw.send(engine.Prepare(2, bytes(range(32)), 0))
             raw.reply()
     growth.check()
-    assert total(node, "tokenlake_processes") == 0
+    wait_until(lambda: total(node, "tokenlake_processes") == 0, "the daemon has seen the end of the last process")
     assert total(node, "tokenlake_quarantined_slots") == 0
 
 

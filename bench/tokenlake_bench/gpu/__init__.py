@@ -1,1 +1,1 @@
-"""Everything that needs a GPU, as one command: `python -m tokenlake_bench.gpu`."""
+"""All checks and measurements that need a GPU, as one command: `python -m tokenlake_bench.gpu`."""

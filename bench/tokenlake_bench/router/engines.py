@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     """Processor seconds."""
 
     def since(self, earlier: Counts) -> Counts:
-        """What has been counted since then."""
+        """The counts since then."""
         grown = {source: value - earlier.tokens[source] for source, value in self.tokens.items()}
         return Counts(grown, self.first_token_s - earlier.first_token_s, self.cpu_s - earlier.cpu_s)
 
@@ -76,7 +76,7 @@ class Engine(HttpChild):
         super().__init__(command, port, log, environment, "/health")
 
     def counts(self) -> Counts:
-        """What the engine has served."""
+        """The tokens and requests that the engine has served."""
         metrics = parse_metrics(self.page("/metrics"))
         return Counts(tokens_by_source(metrics), _first_token_s(metrics), self.cpu_s())
 

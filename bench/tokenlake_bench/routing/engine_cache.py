@@ -39,7 +39,7 @@ class EngineCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self._capacity = capacity
         self._users: dict[int, int] = {}
         """Number of requests under way that have each segment."""
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -92,8 +92,8 @@ class EngineCache:
         assert users == self._users
         assert not users.keys() & self._idle.keys()
         assert self._further == sum(further for _, further in self._requests.values())
-        assert not self._idle or len(users) + len(self._idle) + self._further <= self.capacity
+        assert not self._idle or len(users) + len(self._idle) + self._further <= self._capacity
 
     def _shrink(self) -> list[int]:
-        room = max(0, self.capacity - len(self._users) - self._further)
+        room = max(0, self._capacity - len(self._users) - self._further)
         return [self._idle.popitem(last=False)[0] for _ in range(len(self._idle) - room)]

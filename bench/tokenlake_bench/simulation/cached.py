@@ -75,15 +75,11 @@ class CachedEngine(PooledEngine):
 
     def _store_computed(self, number: int, request: PooledRequest) -> Steps:
         served = request.served
-        first = self._first_offered(served)
+        first = served.hits if served.hits > served.engine else 0
         if first * KEY_BYTES < len(request.keys):
             yield from self._store(served, request.keys, first)
         request.stored = True
         self._close(number, request)
-
-    def _first_offered(self, served: RequestOutcome) -> int:
-        """Returns the index of the first segment of the prompt that the request offers to the pool."""
-        return served.hits if served.hits > served.engine else 0
 
     def _take_memory(self, job: Job, request: PooledRequest) -> None:
         chain = _chain(request)

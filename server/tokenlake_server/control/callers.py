@@ -1,4 +1,4 @@
-"""Who calls: the role and the tenant that a connection proves.
+"""Callers: the role and the tenant that a connection proves.
 
 ============  ==========================================================================================
 connection    role

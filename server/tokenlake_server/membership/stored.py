@@ -1,4 +1,4 @@
-"""What a cluster keeps in etcd: the keys below its prefix, and their values as JSON.
+"""The state of a cluster in etcd: the keys below its prefix, and their values as JSON.
 
 ::
 

@@ -187,7 +187,7 @@ class _Read:
 
 
 class _Remote:
-    """What is known of the agent of another node."""
+    """The agent of another node, as this node knows it."""
 
     def __init__(self, told: peer.MemoryAgent, before: _Remote | None) -> None:
         self.told = told
@@ -240,7 +240,7 @@ class Nixl:
         """Of the present life; None while this node lends nothing."""
         self._closing = False
         self._probe = mmap.mmap(-1, 2 * peer.PROBE_BYTES)
-        """The bytes that other nodes' probes read, then those that this node's last probe has read."""
+        """The bytes that probes of other nodes read, then those that this node's last probe has read."""
         self._probe[: peer.PROBE_BYTES] = os.urandom(peer.PROBE_BYTES)
         self._probe_checksum = _checksum(self._probe[: peer.PROBE_BYTES])
         # The fields below belong to the agent's thread.

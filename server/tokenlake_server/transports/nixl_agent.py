@@ -7,6 +7,7 @@ module is loaded by its path, without the package.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import importlib.util
 import os
@@ -71,6 +72,10 @@ def _load(name: str, path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[name] = module
+    # A library of NIXL's packages (libnl-route) crashes in its destructor at the exit of the process, so the process
+    # ends before the destructors of libraries: Python has ended by then, with this exit status.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
     return module
 
 
@@ -111,7 +116,7 @@ class Agent:
             raise OSError(f"NIXL did not let {memory[1]} bytes of memory go: {error}") from error
 
     def description(self) -> bytes:
-        """What other agents need to read the memory that is registered now."""
+        """The description by which other agents can read the memory that is registered now."""
         return bytes(self._agent.getLocalMD())
 
     def meet(self, description: bytes) -> str:

@@ -112,7 +112,7 @@ class RequestAdapter:
 
 
 class CachedAdapters:
-    """What the scheduler's side remembers of adapters: the numbers of those whose results vLLM's own cache may have,
+    """The adapters that the scheduler's side remembers: the numbers of those whose results vLLM's own cache may have,
     and the failed loads. For the scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -58,7 +58,7 @@ class EngineIdentity:
 def identity_of(
     vllm_config: Any, kv_cache_config: Any, settings: EngineSettings, *, chunk_blocks: int, replicated: bool
 ) -> EngineIdentity:
-    """What the scheduler's side knows of the layout. Reads the model's files the first time. Raises `LayoutRefused` for
+    """The layout, as the scheduler's side knows it. Reads the model's files the first time. Raises `LayoutRefused` for
     an engine that the pool cannot serve."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.version import __version__
