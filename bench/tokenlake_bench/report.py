@@ -64,7 +64,7 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     nodes: int
     seed: int
-    disk: DiskUse | None = None
+    disk: DiskUse | None
 
 
 class Quantiles(msgspec.Struct, frozen=True):

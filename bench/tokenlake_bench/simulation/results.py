@@ -144,6 +144,7 @@ def result_of(
         requests=totals.requests,
         nodes=view.nodes,
         seed=seed,
+        disk=view.disk,
         systems=dict(rows),
         model=engine.model.name,
         gpu=engine.gpu.name,
