@@ -251,6 +251,25 @@ def disk(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("restart")
+@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
+@click.option("--requests", default=120, show_default=True, help="Requests before and after each restart.")
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts and bytes.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the hit rate over time as this .png file.")
+def restart(**arguments: object) -> None:
+    """Restart daemons with a disk tier under load, and measure what they find again.
+
+    SIGTERM and kill -9 of each node in turn, then of all nodes at once. Every byte read is compared.
+    """
+    from tokenlake_bench.restart.command import RestartArguments, run_restart
+
+    try:
+        run_restart(RestartArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("growth")
 @click.option("--rounds", default=10, show_default=True, help="Repetitions of each row.")
 @click.option(
@@ -450,7 +469,10 @@ def planner(**arguments: object) -> None:
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
 @_json
 def demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
-    """Run three daemons and two engines on this machine that share one cache; one daemon is killed halfway."""
+    """Run three daemons and two engines on this machine that share one cache; one daemon is killed halfway.
+
+    Ends with a restart of all daemons, which keep their cache on disk.
+    """
     from tokenlake_bench.demo import DemoOptions, run_demo
 
     try:

@@ -1,4 +1,5 @@
-"""`tokenlake demo`: three daemons, two engines, one cache; one daemon is killed halfway."""
+"""`tokenlake demo`: three daemons, two engines, one cache; one daemon is killed halfway. Then queries that are shipped,
+and a restart of all daemons."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_ro
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
+from tokenlake_bench.demo_restart import restart_table, run_restart_part
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.demo_ship import run_ship_part, ship_table
 from tokenlake_bench.environment import check_modules
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import DemoDetails, DemoResult, ShipResult, UntilKill, demo_table, write_json
+from tokenlake_bench.report import DemoDetails, DemoResult, RestartPart, ShipResult, UntilKill, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_testing.cluster import Cluster
 
@@ -96,12 +98,18 @@ def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
         with_queries = Cluster(NODES, SHIP_MEMORY, SHIP_MEMORY, query_engine="true")
         with with_queries:
             ship = run_ship_part(console, with_queries, engines, layout, loaded.q_heads, loaded.vocabulary)
-    result = _result(plan, outcome, ship)
+        console.print(f"starting {NODES} daemons with disks, for a restart of all")
+        with_disks = Cluster(NODES, memory, memory)
+        with_disks.give_disks()
+        with with_disks:
+            restart = run_restart_part(console, with_disks, engines, plan, outcome.log, _window(plan))
+    result = _result(plan, outcome, ship, restart)
     details = _details(plan, outcome, time.monotonic() - began, random_model=options.model is None)
     console.print(demo_table(result, details))
     for line in _notes(outcome):
         console.print(line, soft_wrap=True)
     console.print(ship_table(ship))
+    console.print(restart_table(restart))
     if options.json_file is not None:
         write_json(result, options.json_file)
     return result, details
@@ -116,8 +124,13 @@ def _load(engines: list[EngineHandle], model: Path | None) -> wire.Loaded:
     return first
 
 
+def _window(plan: DemoPlan) -> int:
+    """Segments that an engine fetches at a time: at most as many as a node keeps as cached copies."""
+    return max(1, min(WINDOW, int(CACHED_SHARE * plan.size.node_segments)))
+
+
 def _serve(console: Console, cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan) -> _Outcome:
-    window = max(1, min(WINDOW, int(CACHED_SHARE * plan.size.node_segments)))
+    window = _window(plan)
     for engine, node in zip(engines, cluster.nodes, strict=False):
         engine.attach(node.socket, window)
     totals = NodeTotals(cluster)
@@ -148,7 +161,7 @@ def _controls(engines: list[EngineHandle], plan: DemoPlan, log: DemoLog) -> list
     return changed
 
 
-def _result(plan: DemoPlan, outcome: _Outcome, ship: ShipResult) -> DemoResult:
+def _result(plan: DemoPlan, outcome: _Outcome, ship: ShipResult, restart: RestartPart) -> DemoResult:
     ran, capacity = outcome.log.ran.values(), plan.size.capacity_tokens
     return DemoResult(
         token_hit_rate=outcome.log.hit_tokens / max(1, plan.accesses.prompt_tokens),
@@ -162,6 +175,7 @@ def _result(plan: DemoPlan, outcome: _Outcome, ship: ShipResult) -> DemoResult:
         longest_call_ms=max(report.longest_s for report in outcome.reports) * 1e3,
         errors=outcome.log.errors,
         ship=ship,
+        restart=restart,
     )
 
 

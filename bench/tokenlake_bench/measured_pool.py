@@ -160,6 +160,10 @@ class MeasuredLease:
         """Returns the name of the node that has each leased segment; see `CacheLease`."""
         return self._lease.nodes()
 
+    def sources(self) -> tuple[list[str], list[float]]:
+        """Returns the nodes of the leased segments, and their seconds on disk; see `CacheLease`."""
+        return self._lease.sources()
+
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """Returns arrays over the leased segments [start, stop), and measures the call. While `Watch.flip` is set the
         arrays are copies with wrong bytes. See `CacheLease`."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tokenlake_bench.mixing import GOLDEN, mix64
 
-__all__ = ["PayloadIdentity", "check", "fill"]
+__all__ = ["PayloadIdentity", "check", "fill", "wrong_bytes"]
 
 _PAGE_WORDS: Final = 8_192
 _PAGE_BYTES: Final = _PAGE_WORDS * 8
@@ -78,6 +78,15 @@ def check(data: NDArray[np.uint8], digest: bytes) -> bool:
             return False
     rest = len(data) - whole * _PAGE_BYTES
     return not rest or bool(np.array_equal(data[-rest:], (_PAGE ^ tags[whole]).view(np.uint8)[:rest]))
+
+
+def wrong_bytes(data: NDArray[np.uint8], digest: bytes) -> int:
+    """The number of bytes of `data` that differ from those of the segment with this `digest`; see `check`."""
+    if check(data, digest):
+        return 0
+    expected = np.empty_like(data)
+    fill(expected, digest)
+    return int(np.count_nonzero(data != expected))
 
 
 def _tags(digest: bytes, size: int) -> NDArray[np.uint64]:

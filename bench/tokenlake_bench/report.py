@@ -20,6 +20,7 @@ __all__ = [
     "DemoDetails",
     "DemoResult",
     "Quantiles",
+    "RestartPart",
     "ShipResult",
     "UntilKill",
     "add_disk_rows",
@@ -104,6 +105,21 @@ class ShipResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens_equal: bool
 
 
+class RestartPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the demo's last part, a restart of all daemons of a cluster with disks: hit tokens / prompt tokens of
+    the `requests` before it and after it, beside those of an infinite cache. `restart_s`: from SIGTERM until all
+    daemons serve and use their disks. `tokens_equal`: every request of the part gave the same tokens as without the
+    pool."""
+
+    requests: int
+    hit_rate_before: float
+    hit_rate_after: float
+    ideal_before: float
+    ideal_after: float
+    restart_s: float
+    tokens_equal: bool
+
+
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake demo`.
 
@@ -123,6 +139,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     longest_call_ms: float
     errors: int
     ship: ShipResult
+    restart: RestartPart
 
 
 class UntilKill(msgspec.Struct, frozen=True, kw_only=True):

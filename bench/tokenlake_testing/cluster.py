@@ -28,6 +28,7 @@ START_S = 60.0
 """Seconds within which a daemon must serve after its start; many, because on a loaded machine an interpreter takes
 seconds to start."""
 STOP_S = 15.0
+DISK_SERVING = "tokenlake_disk_serving{"
 
 
 class Node:
@@ -115,14 +116,6 @@ class Node:
         """True if the daemon's process was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
-    def wait_disk(self) -> None:
-        """Wait until the daemon uses its disks; it must have some. Raises `Unreachable`."""
-        until = time.monotonic() + START_S
-        while not any(name.startswith("tokenlake_disk_serving") and value for name, value in self.metrics().items()):
-            if time.monotonic() > until:
-                raise Unreachable(f"{self.name} does not use its disk: {self.log.read_text()[-1000:]}")
-            time.sleep(0.02)
-
     def page(self, path: str) -> str:
         """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
 
@@ -131,6 +124,17 @@ class Node:
                 return str(answer.read().decode())
 
         return read() if self._namespace is None else in_namespace(self._namespace, read)
+
+    def wait_disk(self) -> None:
+        """Wait until the device of the node's disk tier is in use."""
+        until = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                if any(name.startswith(DISK_SERVING) and value for name, value in self.metrics().items()):
+                    return
+            if not self.running or time.monotonic() > until:
+                raise Unreachable(f"the disk of {self.name} is not in use: {self.log.read_text()[-2000:]}")
+            time.sleep(0.02)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of the daemon: 'name{label="value",...}' to value."""
@@ -180,6 +184,13 @@ class Cluster:
             settings_of_node = {"peers": peers, **common, "listen": f"{hosts[node]}:{own}"}
             namespace = None if network is None else network.namespace(node)
             self.nodes.append(Node(node, self.directory, settings_of_node, module, namespace))
+
+    def give_disks(self) -> None:
+        """Give each node a disk tier, in a directory that is removed with the cluster's files; before the start."""
+        for node in self.nodes:
+            directory = self.directory / f"disk-{node.name}"
+            directory.mkdir()
+            node.settings["disk"] = str(directory)
 
     def __enter__(self) -> Cluster:
         try:

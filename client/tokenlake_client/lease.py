@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -148,9 +149,14 @@ class Lease:
     def nodes(self) -> list[str]:
         """The name of the node that has each leased segment; fewer than `hits` names where a segment was lost. Raises
         `Unreachable`."""
+        return self.sources()[0]
+
+    def sources(self) -> tuple[list[str], list[float]]:
+        """The name of the node that has each leased segment, as `nodes`, and the expected seconds for each until that
+        node has read it from its disk; 0 for a segment in memory. Raises `Unreachable`."""
         pending = self.begin_nodes()
         try:
-            return pending.wait(self.link.deadlines.call_s)
+            return pending.wait(self.link.deadlines.call_s), pending.disk_s
         except BaseException:
             pending.cancel()
             raise
@@ -383,6 +389,13 @@ def _node_names(link: Link, placed: Located) -> list[str]:
     return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
 
 
+def _disk_seconds(placed: Located) -> list[float]:
+    """The part of each segment in the seconds that its node needs to read from its disk."""
+    counts = Counter(placed.owners)
+    parts = {owner: seconds / max(1, counts[owner]) for owner, seconds in enumerate(placed.disk_s)}
+    return [parts.get(owner, 0.0) for owner in placed.owners]
+
+
 def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
     np.copyto(*part)
 
@@ -395,6 +408,9 @@ class PendingNodes:
         self._link = link
         self._pending = [self._begin(part) for part in parts]
         self._names: list[str] = []
+        self.disk_s: list[float] = []
+        """Once the reply has arrived: for each segment, its part of the seconds until its node has read the segments
+        of the lease that are on its disk; 0 where none is."""
 
     def _begin(self, part: int) -> Pending:
         return self._link.channel.begin(lambda number: Locate(number, part))
@@ -422,5 +438,7 @@ class PendingNodes:
             self._link.channel.drop(pending)
 
     def _take(self, reply: EngineReply) -> None:
-        self._names += _node_names(self._link, self._link.expect(reply, Located))
+        placed = self._link.expect(reply, Located)
+        self._names += _node_names(self._link, placed)
+        self.disk_s += _disk_seconds(placed)
         del self._pending[0]

@@ -51,6 +51,8 @@ def status(target: Target, as_json: bool) -> None:
         members = first.cluster.members
         title = f"cluster {first.cluster.cluster}: {len(members)} nodes, epoch {first.cluster.epoch}"
         print_rows(COLUMNS, _rows(nodes, members), title)
+        if any(node.status.disks for node in nodes):
+            print_rows(DISK_COLUMNS, _disk_rows(nodes), "disks")
         print_findings(findings)
         for name, reason in silent.items():
             click.echo(f"{name} was not asked: {reason}")
@@ -69,6 +71,17 @@ COLUMNS = (
     "up",
     "version",
 )
+
+DISK_COLUMNS = ("node", "path", "state", "size", "used", "segments")
+
+
+def _disk_rows(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:
+    for node in nodes:
+        for disk in node.status.disks:
+            state = "serving" if disk.serving else "set aside" if disk.problem else "opening"
+            used = share(disk.used_bytes, disk.capacity_bytes) if disk.serving else ""
+            size = amount(disk.capacity_bytes) if disk.serving else ""
+            yield node.name, disk.path, state, size, used, f"{disk.segments:,}" if disk.serving else ""
 
 
 def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple[str, ...]]:

@@ -294,7 +294,10 @@ class Daemon:
         disks = self.disk.states
         snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine, disks)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
-        snapshot.gauges += [*self.engines.gauges(), *disk_gauges(disks)]
+        snapshot.gauges += [
+            *self.engines.gauges(),
+            *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
+        ]
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
         snapshot.gauges.append(Level(STARTED, (), self._started))

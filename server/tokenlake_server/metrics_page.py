@@ -144,6 +144,8 @@ class Snapshot:
         self.peers = peers
         self.membership = membership
         self.disks = disks
+        """The devices of the disk tier, by number."""
+        self.disk_usage = core.disk_usage()
         self.processes = processes
         regions = core.store.regions
         self.spare_regions = regions.spare

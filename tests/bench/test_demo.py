@@ -71,6 +71,7 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
         "longest_call_ms",
         "errors",
         "ship",
+        "restart",
     }
     ship = result.ship
     assert ship.tokens_equal
@@ -79,6 +80,12 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     # instead of shipped, so that fewer bytes move.
     assert 0 < ship.ship_bytes <= 1.05 * ship.ship_formula_bytes
     assert ship.ship_bytes < ship.fetch_bytes
+    restart = result.restart
+    assert restart.requests == 16
+    assert restart.tokens_equal
+    assert 0 < restart.hit_rate_before <= restart.ideal_before
+    assert 0.9 * restart.ideal_after < restart.hit_rate_after <= restart.ideal_after
+    assert "hits of the next 16 requests" in printed
 
 
 def test_a_trace_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

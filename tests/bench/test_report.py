@@ -18,6 +18,7 @@ from tokenlake_bench.report import (
     DemoDetails,
     DemoResult,
     Quantiles,
+    RestartPart,
     ShipResult,
     UntilKill,
     cache_hit_table,
@@ -60,6 +61,7 @@ DEMO_KEYS = [
     "longest_call_ms",
     "errors",
     "ship",
+    "restart",
 ]
 CACHE_HIT = CacheHitResult(
     token_hit_rate=0.298,
@@ -110,6 +112,15 @@ DEMO = DemoResult(
         ship_formula_bytes=3 << 20,
         fetch_ttft_ms=170.0,
         ship_ttft_ms=300.0,
+        tokens_equal=True,
+    ),
+    restart=RestartPart(
+        requests=60,
+        hit_rate_before=0.8,
+        hit_rate_after=0.79,
+        ideal_before=0.82,
+        ideal_after=0.82,
+        restart_s=2.5,
         tokens_equal=True,
     ),
 )

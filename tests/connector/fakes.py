@@ -34,6 +34,7 @@ class FakeLease:
     released: bool = False
     incarnation: int = 1
     nodes: list[str] = field(default_factory=list)
+    disk_s: list[float] = field(default_factory=list)
     released_from: int | None = None
     answers: bool = True
 
@@ -49,6 +50,10 @@ class FakeLease:
 class FakeNodes:
     lease: FakeLease
     cancelled: bool = False
+
+    @property
+    def disk_s(self) -> list[float]:
+        return self.lease.disk_s or [0.0] * len(self.lease.nodes)
 
     def poll(self) -> list[str] | None:
         return self.lease.nodes if self.lease.answers else None

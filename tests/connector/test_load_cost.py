@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
-from tokenlake_client.engines.vllm.load_cost import LOCAL, RETRY_S, LoadCosts, PrefillSteps
+from tokenlake_client.engines.vllm.load_cost import DISK, LOCAL, RETRY_S, LoadCosts, PrefillSteps
 from tokenlake_client.engines.vllm.request import ScheduledPart
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
@@ -39,10 +40,10 @@ class Machine:
         for segments in range(1, count + 1):
             fit.add(segments * BYTES, segments * segment_s, self.now)
 
-    def stop(self, owners: list[str], start: int = 0, total: int | None = None) -> int:
+    def stop(self, owners: list[str], start: int = 0, total: int | None = None, disk_s: Sequence[float] = ()) -> int:
         """The chosen end of the load; by default, of a prompt with one more token than its hit."""
         until = len(owners) * SEGMENT
-        return self.costs.cheapest_stop(owners, start, until, until + 1 if total is None else total)
+        return self.costs.cheapest_stop(owners, start, until, until + 1 if total is None else total, disk_s)
 
 
 def test_a_hit_is_loaded_if_that_is_faster() -> None:
@@ -53,6 +54,17 @@ def test_a_hit_is_loaded_if_that_is_faster() -> None:
 def test_every_hit_is_loaded_below_eight_prefills() -> None:
     assert Machine(prefills=7, here=1000.0).stop([LOCAL] * 4) == 32
     assert Machine(prefills=8, here=1000.0).stop([LOCAL] * 4) == 0
+
+
+@pytest.mark.parametrize("node", [LOCAL, "fast"])
+def test_the_time_of_a_disk_counts(node: str) -> None:
+    machine = Machine(here=0.1 * SEGMENT_S, fast=0.1 * SEGMENT_S)
+    hit = [LOCAL, LOCAL, DISK + node, DISK + node]
+    assert machine.stop(hit, disk_s=[0.0, 0.0, 0.5 * SEGMENT_S, 0.5 * SEGMENT_S]) == 32
+    assert machine.stop(hit, disk_s=[0.0, 0.0, 2 * SEGMENT_S, 2 * SEGMENT_S]) == 16
+    before = machine.stop(["fast"] * 4)
+    machine.costs.add_load([DISK + "fast"] * 4, LoadTime(100 * SEGMENT_S, 0.1 * SEGMENT_S))
+    assert machine.stop(["fast"] * 4) == before == 32
 
 
 def test_the_fast_part_of_a_hit_is_loaded() -> None:

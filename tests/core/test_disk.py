@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.core.scenes import answer, calm, fetch, match, missed, placed, said, store
+from tests.core.scenes import answer, ask, calm, fetch, match, missed, placed, said, store
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -16,8 +16,9 @@ from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store.removals import DISK_RULE
+from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.funnel import Funnel
 from tokenlake.wire.slots import join_keys, split_keys, unpack_slots
 
 RED = TenantId("red")
@@ -271,3 +272,89 @@ def test_nothing_is_written_while_memory_has_room_for_more() -> None:
     store(cluster, cluster.join(0), prompt("few", 4))
     cluster.run_for(2.0)
     assert not said(cluster, 0, DiskWrite)
+
+
+def named(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str) -> engine.Matched:
+    """The reply to a match with a name."""
+    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, name)
+    return reply
+
+
+def explained(cluster: Cluster, reader: Engine, name: str) -> Funnel:
+    """How a request with a name used the pool."""
+    funnel = answer(cluster, reader.processes[0], engine.Explain, name).funnel
+    assert isinstance(funnel, Funnel)
+    return funnel
+
+
+def reasons(funnel: Funnel) -> dict[str, str]:
+    """The detail of each reason for a miss."""
+    return {each.reason: each.detail for each in funnel.missed}
+
+
+def test_explain_names_the_disk_of_this_node_and_of_another() -> None:
+    cluster, writer, reader, stored = full()
+    first, second, *_ = (keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    for asker, keys, place in ((writer, first, "the disk of n0"), (reader, second, "n0, in part from its disk,")):
+        found = named(cluster, asker, keys, "r")
+        fetch(cluster, asker, found.lease, found.hits)
+        asker.processes[0].tell(engine.Release(((found.lease, 0, found.hits),)))
+        cluster.run_for(0.1)
+        funnel = explained(cluster, asker, "r")
+        assert [name for name, _ in funnel.elsewhere] == [place]
+        assert (funnel.fetched, funnel.useful, funnel.missed) == (funnel.ideal, funnel.ideal, ())
+
+
+def test_explain_says_why_a_segment_was_not_read_from_disk() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    stored = [keys for keys in fill(cluster, writer, 6) if on_disk(cluster, 0, keys) == keys]
+    disk_of(cluster).slow_s = 1.0
+    late, aside = named(cluster, writer, stored[0], "late"), named(cluster, writer, stored[1], "aside")
+    fetch(cluster, writer, late.lease, late.hits)
+    ask(writer.processes[0], engine.Fetch, aside.lease, 0, aside.hits, 5.0)
+    cluster.run_for(0.1)
+    disk_of(cluster).fails = True
+    cluster.node(0).deliver(events.DiskGone(0, "slow"))
+    cluster.run_for(2.0)
+    named(cluster, writer, stored[0], "after")
+    assert reasons(explained(cluster, writer, "late")) == {"too_slow": "the disk of n0 did not send it in time"}
+    lost = "the disk of n0 did not have it any more: its disk was set aside"
+    assert reasons(explained(cluster, writer, "aside")) == {"lost": lost}
+    assert reasons(explained(cluster, writer, "after"))["evicted"].startswith("its disk was set aside, at n0")
+    assert count(cluster, 0, DAMAGED) == 0
+    cluster.check()
+
+
+def test_explain_tells_damage_and_orders_from_evictions() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    stored = [keys for keys in fill(cluster, writer, 6) if on_disk(cluster, 0, keys) == keys]
+    cluster.node(0).deliver(events.EvictRequested(1, RED, join_keys(stored[0])))
+    disk_of(cluster).places.clear()
+    read(cluster, writer, stored[1], 0)
+    for keys, rule in ((stored[0], OPERATOR_RULE), (stored[1], DISK_DAMAGED_RULE)):
+        named(cluster, writer, keys, "r")
+        assert reasons(explained(cluster, writer, "r"))["evicted"].startswith(rule)
+
+
+def test_the_owners_of_a_lease_come_with_the_time_on_their_disks() -> None:
+    cluster, writer, reader, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+
+    def located(asker: Engine) -> engine.Located:
+        matched = match(cluster, asker, keys)
+        found = answer(cluster, asker.processes[0], engine.Locate, matched.lease)
+        asker.processes[0].tell(engine.Release(((matched.lease, 0, matched.hits),)))
+        assert isinstance(found, engine.Located)
+        assert (found.nodes, set(found.owners), len(found.owners)) == (("n0",), {0}, 4)
+        return found
+
+    fast = located(writer).disk_s
+    assert 0 < fast[0] < 1e-3
+    assert located(reader).disk_s == fast
+    cluster.node(0).deliver(events.DiskReady(0, disk_of(cluster).capacity, 1e6, 1e6))
+    assert located(writer).disk_s[0] > 500 * fast[0]
+    assert located(reader).disk_s[0] > 500 * fast[0]
+    assert read(cluster, writer, keys, 0) == bytes([Code.LOCAL]) * 4
+    assert answer(cluster, writer.processes[0], engine.Locate, match(cluster, writer, keys).lease).disk_s == ()

@@ -128,6 +128,9 @@ class MemoryLease:
         self.pool.fail("nodes")
         return [self.pool.node] * self.hits
 
+    def sources(self) -> tuple[list[str], list[float]]:
+        return self.nodes(), [0.0] * self.hits
+
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         self.pool.fail("fetch")
         self.pool.limits.append(at_most_s)

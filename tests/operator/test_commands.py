@@ -12,13 +12,26 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("grpc")
 
 from tests.operator.scene import control_of, run, told
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, match, read, store, wait_told, wait_until
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    SEGMENT_TOKENS,
+    Prompt,
+    daemons,
+    match,
+    read,
+    store,
+    total,
+    wait_told,
+    wait_until,
+)
 from tokenlake_client import MatchOptions
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
@@ -72,6 +85,40 @@ def test_problems_have_cures() -> None:
         assert "start the daemon of 'node1'" in lines
         assert "node1 was not asked: it is not connected with 'node0'" in lines
         assert re.search(r"node1\s+not connected", lines)
+
+
+def test_disks_that_serve_and_one_that_is_set_aside(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for directory in (good, bad):
+        directory.mkdir(0o700)
+    identity = {"format": 1, "cluster": "tokenlake", "node": "node0", "device": "d", "encrypted": True}
+    (bad / "tokenlake-disk.json").write_text(json.dumps(identity))
+    with daemons(disk=f"{good}:64MiB,{bad}:64MiB", disk_writes_per_day="0") as cluster:
+        node = cluster.nodes[0]
+        place = control_of(node)
+        with cluster.connect(0, LAYOUT) as pool:
+            wait_until(lambda: total(node, "tokenlake_disk_serving") == 1, "one disk is in use")
+            for seed in range(60):
+                prompt = Prompt(seed, 12)
+                pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=LIMIT_S)
+            wait_until(lambda: total(node, "tokenlake_disk_segments") > 20, "some segments are on disk")
+
+        def disks() -> Any:
+            return told(status, "--socket", place)["nodes"]["node0"]["disks"]
+
+        wait_until(lambda: disks()[1]["problem"], "the other disk is set aside")
+        (first, second), findings = disks(), told(status, "--socket", place)["findings"]
+        assert (first["path"], first["serving"], second["serving"]) == (str(good), True, False)
+        assert first["segments"] == total(node, "tokenlake_disk_segments")
+        assert (
+            0 < first["used_bytes"] == total(node, "tokenlake_disk_used_bytes") <= first["capacity_bytes"] <= 64 << 20
+        )
+        (finding,) = (each for each in findings if each["check"] == "disk-set-aside")
+        assert finding["where"] == f"node0, {bad}"
+        assert "'disk_keys' is empty" in finding["problem"]
+        lines = run(status, "--socket", place).stdout
+        assert re.search(rf"node0\s+{good}\s+serving\s+64\.0 MiB\s+[\d.]+ %\s+\d+", lines)
+        assert re.search(rf"node0\s+{bad}\s+set aside", lines)
 
 
 def test_top_shows_rates_prefixes_and_slow_calls(two: Cluster) -> None:

@@ -46,7 +46,7 @@ def test_a_segment_is_found_from_the_end_of_its_write_until_it_is_void() -> None
     tier.forget(entry)
     assert tier.find(TENANT, segment.key) == NO_ENTRY
     assert segment.disk == NO_ENTRY
-    assert [(key, place) for _, key, place in tier.forgotten] == [(segment.key, Place(0, 1))]
+    assert [(each.key, each.place) for each in tier.forgotten] == [(segment.key, Place(0, 1))]
     tier.check_integrity()
 
 
@@ -143,7 +143,8 @@ def test_a_quota_bounds_the_places_of_a_tenant() -> None:
     blue = TenantId("blue")
     for number in range(2):
         written(tier, segment_of(number, 1.0, blue), 10.0)
-    assert {tenant: count for _, tenant, count, _ in tier.usage()} == {TENANT: 2, blue: 2}
+    assert {each.tenant: each.segments for each in tier.usage()} == {TENANT: 2, blue: 2}
+    assert {each.nbytes for each in tier.usage()} == {2 * stride(SLOT)}
 
 
 def test_another_tenant_gets_its_part_of_a_full_device() -> None:
@@ -153,7 +154,7 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
     written(tier, segment_of(9, 0.0, blue), 0.0)
     assert len(tier.trimmed) == 1
     tier.check_integrity()
-    assert {tenant: count for _, tenant, count, _ in tier.usage()}[blue] == 1
+    assert {each.tenant: each.segments for each in tier.usage()}[blue] == 1
 
 
 def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
@@ -201,11 +202,13 @@ def test_a_device_that_has_gone_is_swept_and_may_come_back() -> None:
 def test_the_budget_of_a_day_is_a_rate_with_an_hour_of_burst() -> None:
     budget = DailyBudget(24_000.0, 0.0)
     assert budget.left(0.0) == 1000.0
-    budget.spend(1000)
+    budget.spend(1000, 0.0)
     assert budget.left(1800.0) == 500.0
     assert budget.left(1e6) == 1000.0
     tier = tier_of(24, writes_per_day=1.0)
     written(tier, segment_of(1))
+    assert tier.budgets(0.0) == {0: 0.0}
+    assert tier_of(24).budgets(0.0) == {}
     assert tier.admit(segment_of(2), 1, 1.0, 0.0) is Refusal.DAY
     assert tier.admit(segment_of(2), 1, 1.0, 3600.0) is not Refusal.DAY
 

@@ -93,6 +93,12 @@ def test_a_prefix_ends_at_the_first_gap_or_last_token() -> None:
     assert grow([request("ab", tokens=32)], everything([whole], A), TOKENS).hit_tokens == (16,)
 
 
+def test_segments_on_disk_are_a_sequence_of_their_own() -> None:
+    whole = request("abcd")
+    tree = grow([whole], everything([whole], A), TOKENS, {key("abc"): 0.1, key("abcd"): 0.2})
+    assert [(len(each.keys), each.disk_s) for each in tree.sequences] == [(2, 0.0), (2, pytest.approx(0.3))]
+
+
 # -- ways
 
 
@@ -338,3 +344,23 @@ def test_every_input_has_an_age() -> None:
         *("copy", "prefill", "decode", "answer_tokens"),
         *(f"{name} b" for name in ("fetch", "queries", "open_s")),
     }
+
+
+@pytest.mark.parametrize(("segment_s", "way"), [(1e-6, Way.FETCH), (1.0, Way.RECOMPUTE)])
+@pytest.mark.parametrize("node", [A, B])
+def test_a_long_prefix_is_loaded_from_a_fast_disk_and_computed_instead_of_a_slow_one(
+    segment_s: float, way: Way, node: NodeId
+) -> None:
+    """The disk is that of the batch's node A, or of another one."""
+    whole = request("abcdefghijklmnop")
+    measured = rates()
+    link(measured, B, 1e-4, 1e11)
+    tree = grow([whole], everything([whole], node), TOKENS, dict.fromkeys(whole.keys, segment_s))
+    decisions, seconds = choose(Costs(tree, Batch(tree, [0], measured), A, MODEL, measured), ship=False)
+    assert [(each.way, each.owner) for each in decisions] == [(way, None if way is Way.RECOMPUTE else node)]
+    memory = grow([whole], everything([whole], node), TOKENS)
+    without = choose(Costs(memory, Batch(memory, [0], measured), A, MODEL, measured), ship=False)[1]
+    if way is Way.FETCH:
+        assert seconds == pytest.approx(without + 16 * segment_s)
+    else:
+        assert without < seconds < 16 * segment_s

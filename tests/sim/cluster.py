@@ -215,7 +215,8 @@ class Cluster(World):
         self._find_all(list(self.keepers()))
 
     def _check_directory(self) -> None:
-        """Each segment that a node owns is named by the node that keeps its directory entry now."""
+        """Each segment that a node owns is named by the node that keeps its directory entry now; of one that is on
+        disk, a node is named that has it."""
         cores = {name: node.core for name, node in self.nodes.items() if node.core is not None}
         for name, core in cores.items():
             owned = [each for each in core.store.segments() if each.owned]
@@ -224,6 +225,15 @@ class Cluster(World):
                 keeper = first if first in cores else other
                 named = cores[keeper]._directory_node.recorded_owner(segment.tenant, segment.key)
                 assert named == name, f"{segment} of {name}: {keeper} names {named}"
+            tier = core._context.disk
+            for entry in tier.walk(0, 1 << 16)[0]:
+                tenant, key = tier.slab(entry).tenant, tier.key(entry)
+                ((first, other),) = core.ring.candidates(key)
+                keeper = first if first in cores else other
+                named = cores[keeper]._directory_node.recorded_owner(tenant, key)
+                owner = None if named is None else cores.get(str(named))
+                has = owner is not None and (owner.store.get(tenant, key) or owner._context.disk.find(tenant, key) >= 0)
+                assert has, f"{key.hex()[:8]} on the disk of {name}: {keeper} names {named}"
 
     def keepers(self) -> dict[tuple[TenantId, SegmentKey], list[str]]:
         """The nodes with a primary copy, by segment."""

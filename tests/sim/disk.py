@@ -46,6 +46,8 @@ class Disk:
         """The places of which the index has a record."""
         self.fails = False
         """Writes and reads fail."""
+        self.slow_s = 0.0
+        """Seconds that each write and read takes more."""
         self.saves: list[int] = []
         """The segments of each `Saved`."""
         self._life: Life | None = None
@@ -72,7 +74,7 @@ class Disk:
                 else:
                     act(life)
 
-        self.clock.after(self.clock.delay_s(), due)
+        self.clock.after(self.clock.delay_s() + self.slow_s, due)
 
     def write(self, order: instructions.DiskWrite) -> None:
         """See `tokenlake_testing.driver.Disks`."""

@@ -70,6 +70,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     look_inside = True
     """Are the cores checked too, or only the bytes that engines see?"""
+    disk_places = 0
+    """Segments that the disk of each node holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 32))
     def begin(self, seed: int) -> None:
-        self.cluster = Cluster(NODES, seed)
+        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places)
         for node in range(NODES):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.05)

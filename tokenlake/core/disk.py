@@ -30,12 +30,12 @@ from tokenlake.core.instructions import DiskForget, DiskTrim, DiskWrite, Note, S
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.places import NOTE_BYTES
-from tokenlake.disk.tier import Slab
+from tokenlake.disk.tier import Forgotten, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, SlotPool, State
-from tokenlake.store.removals import CORRUPT_RULE, DISK_RULE, OPERATOR_RULE, Removal
+from tokenlake.store.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
@@ -244,27 +244,28 @@ class Disk:
 
     # -- leaving the disk
 
-    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> int:
-        """Drop the copies on disk of these segments; those that are being written stay. Returns how many there
-        were."""
+    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str = DISK_RULE) -> int:
+        """Drop the copies on disk of these segments; those that are being written stay. `rule`: why. Returns how many
+        there were."""
         dropped = 0
         for key in keys:
             entry = self._tier.find(tenant, key)
             if entry >= 0:
-                self._tier.forget(entry)
+                self._tier.forget(entry, rule)
                 dropped += 1
         self._emit_forgotten()
         return dropped
 
     def forget_some(self, tenant: TenantId, slot_bytes: int, start: int, entries: int) -> tuple[int, int | None]:
         """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on.
-        Returns how many there were, and the number at which to continue (None at the end)."""
+        The reason is an order of an operator. Returns how many there were, and the number at which to continue (None at
+        the end)."""
         found, behind = self._tier.walk(start, entries)
         dropped = 0
         for entry in found:
             slab = self._tier.slab(entry)
             if slab.tenant == tenant and slot_bytes in (0, slab.slot_bytes):
-                self._tier.forget(entry)
+                self._tier.forget(entry, OPERATOR_RULE)
                 dropped += 1
         self._emit_forgotten()
         return dropped, behind
@@ -275,15 +276,15 @@ class Disk:
         tier, context = self._tier, self._context
         if tier.forgotten:
             forgotten, tier.forgotten = tier.forgotten, []
-            by_slab: dict[int, list[tuple[Slab, SegmentKey, Place]]] = {}
+            by_slab: dict[tuple[int, str], list[Forgotten]] = {}
             for each in forgotten:
-                by_slab.setdefault(each[0].number, []).append(each)
-            for those in by_slab.values():
-                slab = those[0][0]
-                keys, places = [each[1] for each in those], pack_places(each[2] for each in those)
+                by_slab.setdefault((each.slab.number, each.rule), []).append(each)
+            for (_, rule), those in by_slab.items():
+                slab = those[0].slab
+                keys, places = [each.key for each in those], pack_places(each.place for each in those)
                 context.emit(DiskForget(slab.device.number, slab.tenant, slab.slot_bytes, join_keys(keys), places))
                 if tell:
-                    self._tell_gone(slab.tenant, keys)
+                    self._tell_gone(slab.tenant, keys, rule)
         if tier.evictions:
             context.counters.add(EVICTED, tier.evictions)
             tier.evictions = 0
@@ -292,13 +293,13 @@ class Disk:
                 context.emit(DiskTrim(slab.device.number, slab.tenant, slab.slot_bytes, len(slab.entries)))
             tier.trimmed.clear()
 
-    def _tell_gone(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
+    def _tell_gone(self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str) -> None:
         index = self._context.store.index(tenant)
         gone = [key for key in keys if (here := index.get(key)) is None or here.state is not State.READY]
         if gone:
             for key in gone:
-                self._context.removals.add(tenant, key, Removal(self._context.now, DISK_RULE))
-            self._directory_node.tell_evicted(tenant, gone, DISK_RULE, NO_ACCESS, 0.0)
+                self._context.removals.add(tenant, key, Removal(self._context.now, rule))
+            self._directory_node.tell_evicted(tenant, gone, rule, NO_ACCESS, 0.0)
 
     # -- devices
 
@@ -367,7 +368,7 @@ class Disk:
             for tenant, key in self._tier.sweep(TOLD):
                 by_tenant.setdefault(tenant, []).append(key)
             for tenant, keys in by_tenant.items():
-                self._tell_gone(tenant, keys)
+                self._tell_gone(tenant, keys, DISK_GONE_RULE)
             return bool(by_tenant)
 
         self._context.in_slices(work, later=True)

@@ -57,6 +57,7 @@ class Trail:
     __slots__ = (
         "at",
         "beyond",
+        "disks",
         "elsewhere",
         "fetch_s",
         "fetched",
@@ -95,6 +96,8 @@ class Trail:
         `MAX_MISSING`. `Explain` asks directory nodes how these segments left the pool."""
         self.elsewhere: dict[NodeId, int] = {}
         """Number of hits of the match that are leased at each other node."""
+        self.disks: dict[NodeId, str] = {}
+        """How the explanation names each node that has hits of the match on its disk."""
         self.silent: dict[NodeId, None] = {}
         """Nodes that did not answer the match or a fetch within the deadline."""
         self.unconnected: frozenset[NodeId] = frozenset()
@@ -126,14 +129,19 @@ class Trail:
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
 
-    def did_not_come(self, node: str, *, late: bool, wrong: bool = False) -> MissReason:
+    def place(self, node: NodeId) -> str:
+        """How the explanation names the place of hits that were not in memory here."""
+        return self.disks.get(node, str(node))
+
+    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False, rule: str = "") -> MissReason:
         """Count a hit whose fetch from `node`, or from its disk, failed. `late`: it missed the deadline. `wrong`: its
-        bytes had a wrong checksum. Returns the reason."""
+        bytes had a wrong checksum. `rule`: how it left this node, if that is known. Returns the reason."""
+        place = self.place(node)
         if wrong:
-            return self._lose(MissReason.LOST, f"{node} sent wrong bytes")
+            return self._lose(MissReason.LOST, f"{place} sent wrong bytes")
         if late:
-            return self._lose(MissReason.TOO_SLOW, f"{node} did not send it in time")
-        return self._lose(MissReason.LOST, f"{node} did not have it any more")
+            return self._lose(MissReason.TOO_SLOW, f"{place} did not send it in time")
+        return self._lose(MissReason.LOST, f"{place} did not have it any more" + (f": {rule}" if rule else ""))
 
     def _lose(self, reason: MissReason, detail: str) -> MissReason:
         self.lost[reason, detail] = self.lost.get((reason, detail), 0) + 1
@@ -297,17 +305,13 @@ class Explain:
             size,
             ideal,
             (trail.hits - sum(trail.elsewhere.values())) * size,
-            tuple((self._place(node), count * size) for node, count in sorted(trail.elsewhere.items())),
+            tuple((trail.place(node), count * size) for node, count in sorted(trail.elsewhere.items())),
             trail.fetched * size,
             trail.useful * size,
             max(0, trail.hits - ended) * size,
             tuple(reasons),
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
-
-    def _place(self, node: NodeId) -> str:
-        """How the explanation names the place of hits that were not in memory here."""
-        return f"the disk of {node}" if node == self._context.node else str(node)
 
     def _not_usable(self, question: _Question) -> list[Count]:
         """Returns why segments behind the hits were not used although they are not missing, from their codes."""

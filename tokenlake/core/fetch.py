@@ -45,11 +45,12 @@ from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
+from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_GONE_RULE, Removal
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
-from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.fields import CHECKSUM_BYTES, MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = [
@@ -419,9 +420,11 @@ class Transfers:
         self._reads.ended(read.device, read.nbytes, self._context.now - read.started_at, whole)
         self._read_seconds.add(self._context.now - read.asked_at)
         for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
-            if code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
+            if code == Code.LOST and slab.void:
+                self._context.removals.add(read.tenant, segment.key, Removal(self._context.now, DISK_GONE_RULE))
+            elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
                 counters.add(DAMAGED)
-                disk.forget_place(slab, slot)
+                disk.forget_place(slab, slot, DISK_DAMAGED_RULE)
                 if code == Code.BAD_CHECKSUM:
                     self._context.store.found_corrupt(segment.tenant, segment.key)
         self._end_places(read)
@@ -755,7 +758,16 @@ class LeaseReads:
                 owners.append(nodes.setdefault(remote, len(nodes)))
             else:
                 break
-        self._context.emit(Answer(process.connection, engine.Located(request.id, tuple(nodes), bytes(owners))))
+        disk_s: tuple[float, ...] = ()
+        if lease is not None:
+            times = dict(lease.disk_s)
+            on_disk = owners.count(nodes[self._context.node]) if self._context.node in nodes else 0
+            if on_disk:
+                nbytes = on_disk * process.session.slot_bytes
+                times[self._context.node] = min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
+            disk_s = tuple(times.get(node, 0.0) for node in nodes)
+        located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
+        self._context.emit(Answer(process.connection, located))
 
     def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
         """Record that attention over the first items of a lease was computed at their owners, so that they count as
@@ -916,9 +928,10 @@ class LeaseReads:
         self._grants.item_lost(fetch.lease, index)
         if fetch.lease.trail is not None:
             late = fetch.answered or not self._peers.answers(node)
-            source = f"the disk of {node}" if node == self._context.node else str(node)
-            reason = fetch.lease.trail.did_not_come(source, late=late, wrong=index in fetch.wrong)
             session = fetch.process.session
+            gone = self._context.removals.get(session.tenant, fetch.lease.keys[index])
+            rule = gone.rule if gone is not None and node == self._context.node else ""
+            reason = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong, rule=rule)
             count_missed(self._context.counters, session.tenant, reason, session.segment_tokens)
 
     def _ask_other_copies(self, fetch: _Fetch) -> None:

@@ -818,6 +818,11 @@ class Matches:
         trail.match_s = self._context.now - match.began
         trail.hits = result.hits
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
+        for node in trail.elsewhere:
+            if node == self._context.node:
+                trail.disks[node] = f"the disk of {node}"
+            elif node in match.found.disk_s:
+                trail.disks[node] = f"{node}, in part from its disk,"
         trail.silent, trail.unconnected = dict(gone.silent), gone.unconnected
         if lease is not None:
             lease.trail = trail

@@ -39,6 +39,7 @@ from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.survey import Survey
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
+from tokenlake.disk.tier import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.location import Location
@@ -241,6 +242,14 @@ class NodeCore:
     def vacancy(self) -> Vacancy:
         """How much room the memory of this node has, for the metrics page."""
         return self._context.vacancy()
+
+    def disk_usage(self) -> list[SlabUse]:
+        """The use of each slab on the devices of this node, for the metrics page."""
+        return list(self._context.disk.usage())
+
+    def disk_budgets(self) -> dict[int, float]:
+        """The bytes that may be written now by `disk_writes_per_day`, by device; empty without that limit."""
+        return self._context.disk.budgets(self._context.now)
 
     def ring_states(self) -> dict[str, str]:
         """How the ring of each peer compares with that of this node, for gauges: "same", "older", "newer", "differs"

@@ -7,6 +7,7 @@ from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.identity import TenantId
 from tokenlake.store import Cursor, Segment, State
+from tokenlake.store.removals import OPERATOR_RULE
 from tokenlake.wire.slots import split_keys
 
 __all__ = ["MAX_ORDERED", "Orders"]
@@ -30,7 +31,8 @@ class Orders:
         if keys:
             named = [store.get(tenant, key) for key in split_keys(keys)]
             evicted, kept = self._evict([each for each in named if each is not None])
-            evicted += self._disk.forget(tenant, [key for key in split_keys(keys) if store.get(tenant, key) is None])
+            only_on_disk = [key for key in split_keys(keys) if store.get(tenant, key) is None]
+            evicted += self._disk.forget(tenant, only_on_disk, OPERATOR_RULE)
             self._context.emit(EvictionDone(request, evicted, kept))
             return
         cursor: Cursor | None = Cursor()

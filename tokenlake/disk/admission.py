@@ -63,20 +63,18 @@ class DailyBudget:
 
     def left(self, now: float) -> float:
         """Bytes that may be written now."""
-        self._left = min(self._most, self._left + self._rate * (now - self._at))
-        self._at = now
-        return self._left
+        return min(self._most, self._left + self._rate * (now - self._at))
 
-    def spend(self, nbytes: int) -> None:
+    def spend(self, nbytes: int, now: float) -> None:
         """Count bytes that are written."""
-        self._left -= nbytes
+        self._left, self._at = self.left(now) - nbytes, now
 
     def resize(self, bytes_per_day: float, now: float) -> None:
         """Change the bytes per day; what is left stays."""
         left = self.left(now) if self._rate else math.inf
         self._rate = bytes_per_day / DAY_S
         self._most = self._rate * BURST_S
-        self._left = min(left, self._most)
+        self._left, self._at = min(left, self._most), now
 
 
 class Admission:

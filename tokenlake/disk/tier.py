@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
 from tokenlake.disk.index import NO_ENTRY, Index
@@ -34,8 +35,9 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.rate import Rate
 from tokenlake.store import Kind, Segment, State
 from tokenlake.store.eviction.odds import EDGES, Odds
+from tokenlake.store.removals import DISK_RULE
 
-__all__ = ["Device", "DiskTier", "Slab"]
+__all__ = ["Device", "DiskTier", "Forgotten", "Slab", "SlabUse"]
 
 DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
@@ -100,6 +102,27 @@ class Device:
         self.budget = DailyBudget(0.0, 0.0)
 
 
+class Forgotten(NamedTuple):
+    """A segment that is void on disk."""
+
+    slab: Slab
+    key: SegmentKey
+    place: Place
+    rule: str
+    """Why; see `tokenlake.store.removals`."""
+
+
+class SlabUse(NamedTuple):
+    """The places of a slab that have a segment, for gauges."""
+
+    device: int
+    tenant: TenantId
+    slot_bytes: int
+    segments: int
+    nbytes: int
+    """Bytes of these places."""
+
+
 def _fill(device: Device) -> tuple[float, float]:
     """How busy a device is with writes, in seconds, and how full."""
     return device.writing / device.write_rate, device.used / max(1, device.capacity)
@@ -121,8 +144,8 @@ class DiskTier:
         self._writes_per_day = writes_per_day
         self._quotas = quotas
         self.devices: dict[int, Device] = {}
-        self.forgotten: list[tuple[Slab, SegmentKey, Place]] = []
-        """Segments that became void, and their places; the caller empties the list."""
+        self.forgotten: list[Forgotten] = []
+        """Segments that became void; the caller empties the list."""
         self.trimmed: dict[int, Slab] = {}
         """Slabs that became shorter, by number; the caller empties the map."""
         self.evictions = 0
@@ -239,7 +262,7 @@ class DiskTier:
         least = victim[1] if victim is not None else 0.0
         request = segment.hints, int(segment.touched / TOGETHER_S)
         refusal = admission.asks(request, accesses, value, least, self._share_of_day(now))
-        return refusal or self._write(slab, segment, accesses, victim)
+        return refusal or self._write(slab, segment, accesses, victim, now)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
         """As `admit`, before the daemon ends: no limit holds but the space, for which segments of less value leave."""
@@ -248,13 +271,13 @@ class DiskTier:
             return Refusal.QUEUE
         slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
         if self._has_room(slab):
-            return self._write(slab, segment, accesses, None)
+            return self._write(slab, segment, accesses, None, now)
         victim = slab.order.victim(now)
         if victim is None or victim[1] > value:
             return Refusal.VALUE
-        return self._write(slab, segment, accesses, victim)
+        return self._write(slab, segment, accesses, victim, now)
 
-    def _write(self, slab: Slab, segment: Segment, accesses: int, victim: tuple[int, float] | None) -> int:
+    def _write(self, slab: Slab, segment: Segment, accesses: int, victim: tuple[int, float] | None, now: float) -> int:
         if victim is not None:
             self.evictions += 1
             self.forget(victim[0])
@@ -268,7 +291,7 @@ class DiskTier:
         self._writing.add(entry)
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
         slab.device.writing += slab.stride
-        slab.device.budget.spend(slab.stride)
+        slab.device.budget.spend(slab.stride, now)
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
@@ -390,21 +413,22 @@ class DiskTier:
 
     # -- leaving
 
-    def forget(self, entry: int) -> None:
+    def forget(self, entry: int, rule: str = DISK_RULE) -> None:
         """A segment on disk is void: its place gets another one, once no read of it is under way."""
         slab = self.slab(entry)
         if entry in slab.resident:
             slab.resident.pop(entry)[0].disk = NO_ENTRY
         if not slab.void:
-            self.forgotten.append((slab, self.key(entry), self.place(entry)))
+            self.forgotten.append(Forgotten(slab, self.key(entry), self.place(entry), rule))
         self._leave_order(slab, entry)
         self._holds.pop(entry, None)
         self._remove(slab, entry)
 
-    def forget_place(self, slab: Slab, slot: int) -> None:
-        """The segment at a place is void, if it still has one; see `forget`."""
-        if slab.entries[slot]:
-            self.forget(slab.entries[slot] - 1)
+    def forget_place(self, slab: Slab, slot: int, rule: str) -> None:
+        """The segment at a place is void, if it still has one; see `forget`. `sweep` removes that of a device that has
+        gone."""
+        if slab.entries[slot] and not slab.void:
+            self.forget(slab.entries[slot] - 1, rule)
 
     def _remove(self, slab: Slab, entry: int) -> None:
         slot = self._index.slots[entry]
@@ -585,12 +609,16 @@ class DiskTier:
         if slab.void and not any(slab.entries) and not any(number == slab.number for number, _ in self._reads):
             self._slabs.pop(slab.number, None)
 
-    def usage(self) -> Iterator[tuple[int, TenantId, int, int]]:
-        """Yields (device, tenant, segments, bytes of their places) of each slab, for gauges."""
+    def usage(self) -> Iterator[SlabUse]:
+        """Yields the use of each slab. Until a device was searched whole, its places without a segment count too."""
         for device in self.devices.values():
             for slab in device.slabs.values():
                 count = len(slab.entries) - len(slab.free)
-                yield device.number, slab.tenant, count, count * slab.stride
+                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.stride)
+
+    def budgets(self, now: float) -> dict[int, float]:
+        """The bytes that may be written now by the budget of bytes per day, by device; empty where there is none."""
+        return {each.number: each.budget.left(now) for each in self.devices.values() if self._writes_per_day}
 
     # -- checks
 

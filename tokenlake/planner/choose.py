@@ -42,7 +42,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Index of the sequence in the prefix tree."""
     way: Way
     owner: NodeId | None
-    """The node from which the sequence is read, or to which queries are sent; None if the sequence is recomputed."""
+    """The node from which the sequence is read, or to which queries are sent; None if the sequence is recomputed. A
+    fetch from the batch's own node reads its disk."""
     requests: tuple[int, ...]
     """Indices of the batch's requests that read or recompute the sequence."""
 
@@ -99,11 +100,11 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
         owners = costs.tree.sequences[sequence].owners
         others = [owner for owner in owners if owner != costs.node] if costs.node in owners else owners
         moved = _Option(costs.local(sequence), Way.LOCAL, costs.node)
-        if len(others) == len(owners):
+        if len(others) == len(owners) or costs.tree.sequences[sequence].disk_s:
             shared = 1 if sharers is None else sharers[sequence]
-            fetched = [costs.fetch(sequence, each, shared) for each in others]
+            fetched = [costs.fetch(sequence, each, shared) for each in owners]
             least = min(fetched)
-            moved = _Option(moved.seconds + least, Way.FETCH, others[fetched.index(least)])
+            moved = _Option(moved.seconds + least, Way.FETCH, owners[fetched.index(least)])
         shipped: dict[NodeId, float] = {}
         recomputed = float("inf")
         if known:

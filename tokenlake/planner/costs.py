@@ -106,7 +106,7 @@ class Costs:
         return len(self.tree.sequences[sequence].keys) * self.model.segment_bytes
 
     def local(self, sequence: int) -> float:
-        """Returns the seconds to read a sequence that is stored on this node: for each request a copy to the engine's
+        """Returns the seconds to read a sequence that is in this node's memory: for each request a copy to the engine's
         cache, and attention there."""
         readers = len(self.batch.readers[sequence])
         # A prompt is matched once: only its first sequence pays for that.
@@ -114,18 +114,23 @@ class Costs:
         return self.rates.copy.seconds(readers * self.nbytes(sequence), starts) + self.attention(sequence)
 
     def fetch(self, sequence: int, owner: NodeId, sharers: int = 1) -> float:
-        """Returns the seconds to fetch a sequence from `owner` to this node once; the cost of reading it (`local`) has
-        to be added. `sharers`: number of batches on this node that share the fetch."""
-        return self.rates.peer(owner).fetch.seconds(self.nbytes(sequence)) / max(1, sharers)
+        """Returns the seconds to fetch a sequence from `owner`, or from the disk of this node, to this node's memory
+        once; the cost of reading it (`local`) has to be added. `sharers`: number of batches on this node that share the
+        fetch."""
+        seconds = self.tree.sequences[sequence].disk_s
+        if owner != self.node:
+            seconds += self.rates.peer(owner).fetch.seconds(self.nbytes(sequence))
+        return seconds / max(1, sharers)
 
     def ship(self, sequence: int, owner: NodeId) -> float:
         """Returns the seconds of sending queries to the sequence at `owner`, in the prefill of each request and in
-        every decode step, without the round trips."""
+        every decode step, without the round trips. The owner reads a sequence on its disk once."""
         batch, peer = self.batch, self.rates.peer(owner)
         passes = len(batch.readers[sequence]) + batch.longest[sequence]
         queries = batch.queries[sequence] + batch.decoded[sequence]
         nbytes = queries * self.model.query_bytes
-        return self.model.layers * peer.queries.seconds(passes, queries, nbytes, self.tree.tokens[sequence])
+        seconds = self.model.layers * peer.queries.seconds(passes, queries, nbytes, self.tree.tokens[sequence])
+        return seconds + self.tree.sequences[sequence].disk_s
 
     def round_trips(self, owner: NodeId) -> float:
         """Returns the seconds of all round trips of the batch to one peer, over its forward passes and layers, and of

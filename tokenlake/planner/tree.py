@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -24,7 +25,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentSequence(msgspec.Struct, frozen=True):
-    """Consecutive segments of a prompt that the same requests read and the same nodes own."""
+    """Consecutive segments of a prompt that the same requests read and the same nodes own, all in memory or all on
+    disk."""
 
     parent: int
     """Index of the preceding sequence; -1 for the first one of a prompt."""
@@ -33,6 +35,9 @@ class SegmentSequence(msgspec.Struct, frozen=True):
     """Nodes that have all segments of the sequence; never empty."""
     requests: tuple[int, ...]
     """Indices of the requests whose prefix contains the sequence, ascending."""
+    disk_s: float = 0.0
+    """Expected seconds until the owner has read the sequence from its disk, behind the reads that wait there; 0: it is
+    in memory."""
 
 
 class PrefixTree:
@@ -86,9 +91,13 @@ class _Node:
 
 
 def grow(
-    requests: Sequence[Request], owners: Mapping[SegmentKey, tuple[NodeId, ...]], segment_tokens: int
+    requests: Sequence[Request],
+    owners: Mapping[SegmentKey, tuple[NodeId, ...]],
+    segment_tokens: int,
+    disk_s: Mapping[SegmentKey, float] = MappingProxyType({}),
 ) -> PrefixTree:
-    """Build the tree of `requests`. `owners`: the nodes that have each segment. The prefix of a request ends before the
+    """Build the tree of `requests`. `owners`: the nodes that have each segment. `disk_s`: of each segment that is on
+    the disk of its only owner, the seconds that reading it there takes. The prefix of a request ends before the
     first segment without an owner, and leaves at least one token of the prompt to compute."""
     top: dict[SegmentKey, _Node] = {}
     for index, request in enumerate(requests):
@@ -113,8 +122,11 @@ def grow(
             (child,) = last.children.values()
             if child.owners != owners_here or child.requests != requests_here:
                 break
+            if (child.key in disk_s) != (last.key in disk_s):
+                break
             keys.append(child.key)
             last = child
+        seconds = sum(disk_s.get(key, 0.0) for key in keys)
         waiting += [(len(sequences), child) for child in reversed(last.children.values())]
-        sequences.append(SegmentSequence(parent, tuple(keys), node.owners, tuple(node.requests)))
+        sequences.append(SegmentSequence(parent, tuple(keys), node.owners, tuple(node.requests), seconds))
     return PrefixTree(requests, segment_tokens, sequences)

@@ -11,6 +11,8 @@ from tokenlake.identity import SegmentKey, TenantId
 __all__ = [
     "CACHED_RULE",
     "CORRUPT_RULE",
+    "DISK_DAMAGED_RULE",
+    "DISK_GONE_RULE",
     "DISK_RULE",
     "MAX_REMOVALS",
     "NOT_ADMITTED_RULE",
@@ -26,6 +28,8 @@ CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
 NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
 DISK_RULE = "least retention value on disk"
+DISK_DAMAGED_RULE = "its bytes on disk were wrong or could not be read"
+DISK_GONE_RULE = "its disk was set aside"
 CORRUPT_RULE = "its bytes were wrong"
 OPERATOR_RULE = "an operator evicted it"
 

@@ -336,6 +336,10 @@ class Located(_Message, frozen=True, tag=21):
     id: int
     nodes: tuple[str, ...]
     owners: bytes
+    disk_s: tuple[Seconds, ...] = ()
+    """For each of `nodes`, the expected seconds until it has read those of its segments that are on its disk, behind
+    the reads that wait there; empty where no segment is on a disk. A segment whose node in `nodes` is this one is on
+    its disk."""
 
 
 class OpenQuery(_Message, frozen=True, tag=22):

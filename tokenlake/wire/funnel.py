@@ -76,7 +76,8 @@ class Funnel(_Struct, frozen=True):
     ideal: Index
     here: Index
     elsewhere: tuple[tuple[str, Index], ...]
-    """Tokens that the match found at other nodes, or on the disk of this one: (place, number of tokens) each."""
+    """Tokens that the match found at other nodes, or on the disk of this one: (place, number of tokens) each. A place
+    names the disk where segments are read from one."""
     fetched: Index
     useful: Index
     held: Index

@@ -127,6 +127,46 @@ class Peer(_message.Message):
 Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
+class Disk(_message.Message):
+    """A device of the disk tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    serving: _builtins.bool
+    """False while the device is set aside: its segments are not used."""
+    problem: _builtins.str
+    """Why the device is set aside, or takes no further segments."""
+    capacity_bytes: _builtins.int
+    """Bytes that segments may take; 0 while the device is set aside."""
+    segments: _builtins.int
+    used_bytes: _builtins.int
+    """Bytes of the places of these segments."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        serving: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+        capacity_bytes: _builtins.int = ...,
+        segments: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "path", b"path", "problem", b"problem", "segments", b"segments", "serving", b"serving", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Disk: _TypeAlias = Disk  # noqa: Y015
+
+@_typing.final
 class Membership(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -198,6 +238,7 @@ class GetStatusResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     CLOCK_S_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    DISKS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cluster: _builtins.str
     version: _builtins.str
@@ -226,6 +267,10 @@ class GetStatusResponse(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounters]:
         """Of all tenants for an admin, else of the caller's."""
 
+    @_builtins.property
+    def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Disk]:
+        """Of all tenants together, in the order of the setting disk."""
+
     def __init__(
         self,
         *,
@@ -243,10 +288,11 @@ class GetStatusResponse(_message.Message):
         engines: _builtins.int = ...,
         clock_s: _builtins.float = ...,
         tenants: _abc.Iterable[Global___TenantCounters] | None = ...,
+        disks: _abc.Iterable[Global___Disk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

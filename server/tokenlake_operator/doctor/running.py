@@ -33,11 +33,13 @@ _CURES = (
 
 
 def check_node(node: Node) -> Iterator[Finding]:
-    """Its membership, its connections, and counters that should be 0."""
+    """Its membership, its connections, its disks, and counters that should be 0."""
     status = node.status
     yield from _membership(node.name, status.membership)
     for peer in status.peers:
         yield from _peer(node.name, peer)
+    for disk in status.disks:
+        yield from _disk(node.name, disk)
     yield from _counters(node.name, status)
 
 
@@ -100,6 +102,16 @@ def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
         )
         check = "peer-one-sided" if one_sided else "peer-unreachable"
         yield Finding("error", check, where, f"unreachable {lasted}: {peer.reason}", cure)
+
+
+def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
+    where = f"{name}, {disk.path}"
+    if not disk.serving and disk.problem:
+        cure = "the table in docs/operations.md#the-disk-tier-is-set-aside; a check that succeeds lets it serve again"
+        yield Finding("error", "disk-set-aside", where, f"the device is set aside: {disk.problem}", cure)
+    elif disk.problem:
+        cure = "free space of its file system, or a lower size in 'disk'"
+        yield Finding("warning", "disk-full", where, disk.problem, cure)
 
 
 def _counters(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 
 from tokenlake.config import ServerConfig
@@ -136,6 +136,7 @@ class Admin:
             engines=snapshot.processes,
             clock_s=time.time(),
             tenants=_by_tenant(snapshot),
+            disks=_disks(snapshot),
         )
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
@@ -309,6 +310,19 @@ class Admin:
         logger.setLevel(message.level.upper())
         log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
         return pb.SetLogLevelResponse(previous=previous)
+
+
+def _disks(snapshot: Snapshot) -> Iterator[pb.Disk]:
+    for number, each in enumerate(snapshot.disks):
+        uses = [use for use in snapshot.disk_usage if use.device == number]
+        yield pb.Disk(
+            path=each.path,
+            serving=each.serving,
+            problem=each.problem,
+            capacity_bytes=each.capacity_bytes,
+            segments=sum(use.segments for use in uses),
+            used_bytes=sum(use.nbytes for use in uses),
+        )
 
 
 def _by_tenant(snapshot: Snapshot) -> list[pb.TenantCounters]:

@@ -61,6 +61,7 @@ FREE_SHARE = 0.95
 PROBE_PIECE = 1 << 20
 """Size of each operation of a check."""
 PROBE = "probe"
+FULL = "full: it takes no further segments until its file system has room again"
 CAPACITY_CHANGE = 0.02
 """Share of the capacity by which it changes before the rules are told."""
 GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOENT})
@@ -108,7 +109,8 @@ class DeviceState(NamedTuple):
     path: str
     serving: bool
     problem: str
-    """Why the device is set aside; empty while it serves, and before it was opened first."""
+    """Why the device is set aside, or takes no further segments while it serves; empty if neither, and before it was
+    opened first."""
     capacity_bytes: int
     slab_bytes: int
     queue: int
@@ -443,9 +445,10 @@ class Device:
             self._errors.clear()
             self._changed.notify_all()
         log.error("the disk tier at %s is set aside, and its segments are not used: %s", self.path, reason)
+        # The rules know then that the reads are lost with the device, and not by damage.
+        self._around.post(events.DiskGone(self.number, reason))
         for event in done:
             self._around.post(event)
-        self._around.post(events.DiskGone(self.number, reason))
 
     def _all_ended(self) -> list[Event]:
         """End all that no thread carries out: returns its events."""
@@ -612,6 +615,8 @@ class Device:
             changed = full or abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
             if changed:
                 self._capacity = room
+                if self._store is store:
+                    self._problem = FULL if full else ""
         if full:
             log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
         if changed and self._store is store:

@@ -7,13 +7,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenlake.config import Disk, ServerConfig
 from tokenlake.core import events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import AbortFetch, DiskForget, DiskRead, DiskTrim, DiskWrite, Saved
+from tokenlake.disk.tier import SlabUse
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Level, Metric
 from tokenlake_server.arena import Arena
@@ -35,21 +36,24 @@ LATE_S = 2.0
 """Seconds beyond `disk_save_s` for the writes that are under way."""
 
 
-def _gauge(name: str, help: str) -> Metric:
-    return Metric(f"tokenlake_disk_{name}", help, "path", kind="gauge")
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"tokenlake_disk_{name}", help, "path", *labels, kind="gauge")
 
 
 SERVING = _gauge("serving", "1 while the device of the disk tier is used, 0 while it is set aside")
 CAPACITY = _gauge("capacity_bytes", "Bytes that segments may take on the device")
 SLABS = _gauge("slab_bytes", "Bytes of the files with segments on the device")
 QUEUE = _gauge("queued_segments", "Segments that wait to be read from the device or written to it")
-ERRORS = Metric(
-    "tokenlake_disk_errors",
+BUDGET = _gauge(
+    "budget_bytes", "Bytes that may be written to the device now, of the budget `disk_writes_per_day`; absent at 0"
+)
+SEGMENTS = _gauge("segments", "Segments on the device", "tenant", "slot_bytes")
+USED = _gauge("used_bytes", "Bytes of the places of these segments", "tenant", "slot_bytes")
+ERRORS = _gauge(
+    "errors",
     "Operations on the device since the start that failed (`read`, `write`), and places that did not hold the segment "
     "that was expected (`mismatch`)",
-    "path",
     "kind",
-    kind="gauge",
 )
 
 
@@ -166,8 +170,16 @@ class DiskTier:
             device.close()
 
 
-def disk_gauges(states: Iterable[DeviceState]) -> Iterator[Level]:
-    """The gauges of devices, for the metrics page."""
+def disk_gauges(
+    states: Sequence[DeviceState], usage: Iterable[SlabUse], budgets: Mapping[int, float]
+) -> Iterator[Level]:
+    """The gauges of devices, for the metrics page. `states`: by number of the device; `budgets`: the bytes that may be
+    written."""
+    for number, left in budgets.items():
+        yield Level(BUDGET, (states[number].path,), max(0.0, left))
+    for use in usage:
+        at = (states[use.device].path, use.tenant, str(use.slot_bytes))
+        yield from (Level(SEGMENTS, at, use.segments), Level(USED, at, use.nbytes))
     for state in states:
         path = (state.path,)
         yield from (

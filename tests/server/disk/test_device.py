@@ -189,10 +189,12 @@ def test_a_full_device_keeps_its_segments() -> None:
         assert scene.written([entry(50, 15000)]) == bytes([LOST])
         smaller = scene.wait(events.DiskReady, 2).capacity_bytes
         assert smaller == scene.device.state.slab_bytes < 150 << 20
+        assert (scene.device.state.serving, scene.device.state.problem[:5]) == (True, "full:")
         assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
         assert not scene.of(events.DiskGone)
         trouble.error = None
         assert scene.wait(events.DiskReady, 3).capacity_bytes > smaller
+        assert not scene.device.state.problem
         assert scene.written([entry(50, 15000)]) == bytes([COMMITTED])
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from tests.robustness.live import LAYOUT, LIMIT_S
+from tests.robustness.live import LAYOUT, LIMIT_S, total
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import (
     BLOCK,
@@ -169,6 +169,27 @@ def test_copies_from_another_node_are_published_with_their_tokens() -> None:
             for node, stream, router in zip(cluster.nodes, streams, routers, strict=True):
                 agrees(node, stream, writer, router, prompts.all)
             assert all(any(beliefs(router, each, prompts.all)) for each, router in zip(streams, routers, strict=True))
+
+
+def test_segments_on_disk_are_removed_and_published_again_when_they_are_read_back(tmp_path: Path) -> None:
+    """Their tokens come from the disk too."""
+    text = f'disk = "{tmp_path}"\ndisk_writes_per_day = 0\n'
+    with publishing(memory="2MiB", text=text) as (cluster, (stream,)):
+        node, router, prompts = cluster.nodes[0], Llmd(BLOCK), Prompts()
+        until(1, lambda: total(node, "tokenlake_disk_serving"))
+        with cluster.connect(0, LAYOUT) as pool, Subscriber(*stream.endpoints, router.take):
+            fill_pool(pool, prompts, 600)
+            until(True, lambda: total(node, "tokenlake_disk_kept_segments_total") > 50)
+            agrees(node, stream, pool, router, prompts.all)
+            read = 0
+            for tokens in prompts.all:
+                before = total(node, "tokenlake_disk_read_segments_total")
+                with pool.match(pool.prefix(tokens).keys, deadline_s=LIMIT_S) as lease:
+                    lease.fetch(deadline_s=LIMIT_S)
+                read += total(node, "tokenlake_disk_read_segments_total") > before
+            assert read > 10
+            agrees(node, stream, pool, router, prompts.all)
+            assert total(node, "tokenlake_kv_event_without_tokens") == 0
 
 
 def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ class CacheLease(Protocol):
         lost."""
         ...
 
+    def sources(self) -> tuple[list[str], list[float]]:
+        """As `nodes`, and the expected seconds for each segment until its node has read it from its disk; 0 for a
+        segment in memory."""
+        ...
+
     def fetch(self, start: int, stop: int, *, at_most_s: float = ...) -> list[NDArray[np.uint8]]:
         """Read-only arrays over the leased segments [start, stop), one per segment. The list is shorter when a segment
         was lost: it ends before that segment. `at_most_s`: limit of the seconds

@@ -84,6 +84,7 @@ class BatchPlanner:
 
     def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
         owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
+        disk_s: dict[SegmentKey, float] = {}
         requests = []
         size = self._layout.segment_tokens
         steps = min(new_tokens, round(self._rates.answer_tokens.value))
@@ -93,11 +94,14 @@ class BatchPlanner:
             if not keys:
                 continue
             row.lease = lease = pool.match(keys, row.info.match_options())
-            nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
+            nodes, seconds = (
+                lease.sources() if lease.local_hits < lease.hits else ([pool.node] * lease.hits, [0.0] * lease.hits)
+            )
             if len(rows) > 1:
                 row.release_lease()
             owners |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
-        tree = grow(requests, owners, size)
+            disk_s |= {key: each for key, each in zip(keys, seconds, strict=False) if each}
+        tree = grow(requests, owners, size, disk_s)
         costs = Costs(tree, Batch(tree, range(len(rows)), self._rates), NodeId(pool.node), self._model, self._rates)
         decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
         return self._carry_out(pool, tree, decisions, rows)

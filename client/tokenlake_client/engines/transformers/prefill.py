@@ -82,7 +82,7 @@ def load(
         waited = wait is not NO_WAIT and time.perf_counter() - began > LEAST_WAIT_S
         with lease:
             hits = min(lease.hits, len(keys))
-            nodes = lease.nodes() if lease.local_hits < lease.hits else []
+            nodes, disk_s = lease.sources() if lease.local_hits < lease.hits else ([], [])
             limit_s, fetch_s = measurements.fetch_limit_s(layout, hits), 0.0
             while loaded < hits:
                 stop = min(loaded + window, hits)
@@ -94,9 +94,9 @@ def load(
                 count = len(segments)
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
-                if not lost:
+                if not lost and not any(disk_s[loaded:stop]):
                     # A fetch that lost segments is not measured: it may have ended at once, which says nothing about
-                    # the speed of the nodes.
+                    # the speed of the nodes. The time of one that read from a disk is not that of the network.
                     remote = [node for node in nodes[loaded:stop] if node != pool.node]
                     measurements.fetched(remote, layout.segment_bytes, seconds)
                 # The arrays keep their segments leased, so they are dropped before the release.

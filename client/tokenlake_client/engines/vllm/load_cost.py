@@ -22,10 +22,22 @@ from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
-__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart", "all_local", "remote_tokens"]
+__all__ = [
+    "DISK",
+    "LOCAL",
+    "MAX_STEPS",
+    "RETRY_S",
+    "LoadCosts",
+    "PrefillSteps",
+    "StepPart",
+    "all_local",
+    "remote_tokens",
+]
 
 LOCAL = ""
 """The name that stands for this node among the nodes from which a hit is loaded."""
+DISK = "disk:"
+"""Stands before the name of a node from whose disk segments are read; no name has a colon."""
 RETRY_S = 60.0
 """Seconds: after this time without a load from a node, one hit is loaded from it even if the prediction says that
 computing is faster, because the node may have become faster."""
@@ -36,13 +48,13 @@ MAX_STEPS = 16
 
 
 def all_local(owners: Sequence[str]) -> bool:
-    """Are all segments of a load on this node? `owners`: the node of each segment, or `LOCAL`."""
+    """Are all segments of a load in this node's memory? `owners`: the node of each segment, or `LOCAL`."""
     return all(owner == LOCAL for owner in owners)
 
 
 def remote_tokens(owners: Sequence[str], start: int, stop: int, segment: int) -> int:
-    """The number of the tokens [start, stop) of a prompt in segments of other nodes. `owners`: the node of each of the
-    segments that have these tokens, or `LOCAL`. `segment`: the number of tokens of a segment."""
+    """The number of the tokens [start, stop) of a prompt in segments of other nodes, or on a disk. `owners`: the node
+    of each of the segments that have these tokens, or `LOCAL`. `segment`: the number of tokens of a segment."""
     first = start // segment
     return sum(
         min(stop, (index + 1) * segment) - max(start, index * segment)
@@ -67,9 +79,12 @@ class LoadCosts:
         """By node, the number of its latest measured loads in a row whose time was a surprise: `FAR` times longer or
         shorter than predicted."""
 
-    def cheapest_stop(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
+    def cheapest_stop(
+        self, owners: Sequence[str], start: int, until: int, total: int, disk_s: Sequence[float] = ()
+    ) -> int:
         """The token up to which a hit, tokens [start, until) of a prompt of `total` tokens, should be loaded; `start`
-        where no load is faster than computing. `owners`: the node of each segment of the hit, or `LOCAL`.
+        where no load is faster than computing. `owners`: the node of each segment of the hit, or `LOCAL`; with `DISK`
+        before it where that node reads from its disk, which takes `disk_s` for each segment, as predicted by the pool.
 
         Returns `until` while the time of a prefill is not known. A source with too few measurements is predicted to
         take no time, so that it is used and measured.
@@ -78,7 +93,8 @@ class LoadCosts:
         needed = owners[first:last]
         if not needed or not self._rates.prefill.known:
             return until
-        stop = self._search(needed, start, until, total, self._rates.prefill)
+        waits = (*disk_s[first:last], *[0.0] * (len(needed) - len(disk_s[first:last])))
+        stop = self._search(needed, waits, start, until, total, self._rates.prefill)
         return until if stop < until and self._retry(needed) else stop
 
     def prefill_s(self, total: int, local: int) -> float | None:
@@ -105,8 +121,11 @@ class LoadCosts:
 
         A load that lost segments was ended by its deadline. Its fetch time is extrapolated: multiplied by the number of
         all segments / (number of fetched segments + 1). The result is a sample only if it is longer than predicted.
-        Without such samples, nodes that always miss the deadline would never be measured.
+        Without such samples, nodes that always miss the deadline would never be measured. A load that read from a disk
+        is no sample: the time of the disk is no part of these predictions.
         """
+        if any(owner.startswith(DISK) for owner in owners):
+            return
         now = self._clock()
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
         if not time.lost:
@@ -120,16 +139,18 @@ class LoadCosts:
             for owner, part in remote.items():
                 self._add(owner, part, ratio * expected[owner], now)
 
-    def _search(self, owners: Sequence[str], start: int, until: int, total: int, prefill: PrefillFit) -> int:
+    def _search(
+        self, owners: Sequence[str], disk_s: Sequence[float], start: int, until: int, total: int, prefill: PrefillFit
+    ) -> int:
         best, least = start, prefill.seconds(total - start, start)
         seconds, copy_byte_s = self._coefficients(LOCAL)
         byte_s = {LOCAL: copy_byte_s}
-        for index, owner in enumerate(owners, start // self._segment):
+        for index, (owner, wait_s) in enumerate(zip(owners, disk_s, strict=True), start // self._segment):
             if owner not in byte_s:
-                begin, fetch_byte_s = self._coefficients(owner)
+                begin, fetch_byte_s = self._coefficients(owner) if owner != DISK + LOCAL else (0.0, 0.0)
                 seconds += begin
                 byte_s[owner] = fetch_byte_s + copy_byte_s
-            seconds += byte_s[owner] * self._bytes
+            seconds += byte_s[owner] * self._bytes + wait_s
             stop = min((index + 1) * self._segment, until)
             cost = seconds + prefill.seconds(total - stop, stop)
             if cost <= least:
@@ -137,6 +158,7 @@ class LoadCosts:
         return best
 
     def _fit(self, source: str) -> TransferFit:
+        source = source.removeprefix(DISK)
         return self._rates.copy if source == LOCAL else self._rates.peer(NodeId(source)).fetch
 
     def _coefficients(self, source: str) -> tuple[float, float]:

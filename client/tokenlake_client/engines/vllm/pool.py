@@ -79,6 +79,12 @@ class PendingMatch(Protocol):
 class PendingNodes(Protocol):
     """A request to the daemon for the nodes of a lease's segments, whose answer is polled."""
 
+    @property
+    def disk_s(self) -> Sequence[float]:
+        """Once the answer has arrived: the expected seconds for each segment until its node has read it from its disk;
+        0 for a segment in memory."""
+        ...
+
     def poll(self) -> list[str] | None:
         """The node of each leased segment, once the daemon's answer has arrived. Raises `TokenLakeError`."""
         ...

@@ -249,7 +249,7 @@ class SchedulerSide:
         until = max(start, min(found, len(lookup.owners) * self._segment))
         stop = until
         if self._settings.weigh_loads and prefill is None:
-            stop = self._costs.cheapest_stop(lookup.owners, start, until, total)
+            stop = self._costs.cheapest_stop(lookup.owners, start, until, total, lookup.disk_s)
         if stop < found:
             lookup.keep(-(-stop // self._segment) if stop > start else 0)
         state.skipped = found - stop

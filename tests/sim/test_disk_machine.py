@@ -1,0 +1,77 @@
+"""The machine of `test_cluster_machine` on nodes with disks, which fail, become slow, and lose bytes.
+
+A disk outlives the crashes of its node: segments come back with the bytes that were written, or not at all.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from tests.profiles import examples
+from tests.sim.disk import Disk
+from tests.sim.node import SimNode
+from tests.sim.test_cluster_machine import PAUSES, ClusterMachine, nodes, which
+from tokenlake.core import events
+from tokenlake.core.disk import EVICTED, KEPT, WRITTEN
+from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
+
+SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, READ, FROM_DISK, DAMAGED), 0)
+"""Counts over all examples: each of these must have happened."""
+
+
+class DiskClusterMachine(ClusterMachine):
+    """See the module's docstring."""
+
+    disk_places = 24
+
+    @rule(
+        node=nodes,
+        fault=st.sampled_from(("gone", "fails", "slow", "damage")),
+        number=which,
+        seconds=st.sampled_from((0.03, 0.4, 1.5)),
+        pause=PAUSES,
+    )
+    def disk_fault(self, node: int, fault: str, number: int, seconds: float, pause: float) -> None:
+        """The disk of a node is set aside, refuses each operation, is slow, or has other bytes in half of its
+        places."""
+        target = self.cluster.node(node)
+        disk = target.disk
+        assert disk is not None
+        if fault == "gone" and target.core is not None and not target.frozen and not disk.fails:
+            disk.fails = True
+            target.deliver(events.DiskGone(0, "gone"))
+            life = target.incarnation
+            self.cluster.clock.after(seconds, lambda: self.returns(target, disk, life))
+        elif fault == "fails" and not disk.fails:
+            disk.fails = True
+            self.cluster.clock.after(seconds, lambda: setattr(disk, "fails", False))
+        elif fault == "slow":
+            disk.slow_s = seconds
+            self.cluster.clock.after(2 * seconds, lambda: setattr(disk, "slow_s", 0.0))
+        elif fault == "damage":
+            for name in list(disk.places)[number % 2 :: 2]:
+                written = disk.places[name]
+                disk.places[name] = written._replace(shards=(b"other bytes", *written.shards[1:]))
+        self.cluster.run_for(pause)
+
+    def returns(self, target: SimNode, disk: Disk, life: int) -> None:
+        """A disk that was set aside is found again. A node that has started since has found it then."""
+        disk.fails = False
+        if target.core is not None and target.incarnation == life:
+            target.find_disk()
+
+    def teardown(self) -> None:
+        self.cluster.run_for(3.0)
+        for node in self.cluster.nodes.values():
+            for metric in SEEN:
+                SEEN[metric] += node.core.counters[metric] if node.core is not None else 0
+        super().teardown()
+
+
+def test_nothing_breaks_with_disks() -> None:
+    SEEN.update(dict.fromkeys(SEEN, 0))
+    found = settings(max_examples=examples(40), stateful_step_count=30)
+    run_state_machine_as_test(DiskClusterMachine, settings=found)
+    assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}
