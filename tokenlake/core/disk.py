@@ -6,7 +6,8 @@ node.
     memory is almost full: the segments that would be evicted next --> admitted? (`tokenlake.disk.admission`)
         |  DiskWrite, in batches; the segments are pinned                    no: evicted as without a disk
         v
-    DiskWritten --> on disk and in memory --> evicted from memory: this node goes on owning it, the directory keeps it
+    DiskWritten --> on disk and in memory --> evicted from memory, before segments that are in memory alone: this
+                                                     |  node goes on owning it, the directory keeps it
                                                      |  a match of this node, or a pull of another one
                                                      v
                               `Transfers.bring` from this node itself: DiskRead into reserved slots --> FetchDone
@@ -326,10 +327,11 @@ class Disk:
                 refused.append((key, place))
                 continue
             known = index.get(key)
-            if known is not None and known.state is State.READY and known.disk < 0:
-                self._tier.arrived(known)
-            elif known is None:
+            if known is None or known.state is not State.READY:
+                # A copy that is still being written or fetched may never become READY.
                 taken.append(key)
+            elif known.disk < 0:
+                self._tier.arrived(known)
             self._tier.settle(entry, self._context.now)
         if refused:
             packed = pack_places(place for _, place in refused)
