@@ -62,10 +62,10 @@ class CacheHitArguments:
     engine_cache_tokens: int | None = None
     disk_tokens: int | None = None
     disk_writes_per_day: float | None = None
+    disk_directory: Path | None = None
 
     def __post_init__(self) -> None:
-        simulated = ("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "pools", "baselines")
-        for name in (*simulated, "model", "gpu", "rate", "copies", "swarm"):
+        for name in ("engine_cache_tokens", "pools", "baselines", "model", "gpu", "rate", "copies", "swarm"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:
@@ -105,6 +105,9 @@ class CacheHitArguments:
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
             open_loop=self.open_loop,
+            disk_tokens=self.disk_tokens,
+            disk_writes_per_day=self.disk_writes_per_day,
+            disk_directory=self.disk_directory,
         )
 
 

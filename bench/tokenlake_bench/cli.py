@@ -42,11 +42,16 @@ def bench() -> None:
     type=int,
     help="simulate: GPU cache of each instance; --capacity-tokens is the memory behind. [default: no such cache]",
 )
-@click.option("--disk-tokens", type=int, help="simulate: tokens that the nodes' disks hold. [default: no disks]")
+@click.option("--disk-tokens", type=int, help="Tokens that the nodes' disks hold. [default: no disks]")
 @click.option(
     "--disk-writes-per-day",
     type=float,
-    help="simulate: budget of the disks, as in the setting. [default: the setting's]",
+    help="Budget of the disks, as in the setting. [default: the setting's; with --speed 0 no limit]",
+)
+@click.option(
+    "--disk-directory",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="live: the daemons' disks are files below this directory. [default: the system's for temporary files]",
 )
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay only the first N requests.")

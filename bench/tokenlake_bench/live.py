@@ -4,13 +4,17 @@ hit rate with other arrangements of the same memory."""
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from tokenlake.config import ServerConfig
+from tokenlake.config.kinds import LEAST_DISK_BYTES
+from tokenlake.errors import ConfigurationError
 from tokenlake.wire import Code
 from tokenlake_bench.balance import SendLog, load, max_over_mean_from
 from tokenlake_bench.baselines import (
@@ -24,7 +28,8 @@ from tokenlake_bench.load_meter import LoadMeter, settle
 from tokenlake_bench.replay import ReplayLog, replay
 from tokenlake_bench.report import CacheHitDetails, CacheHitResult, Quantiles
 from tokenlake_bench.routes import ROUTES
-from tokenlake_bench.sizing import bench_layout, pool_size
+from tokenlake_bench.routing.outcome import DiskUse
+from tokenlake_bench.sizing import PoolSize, bench_layout, disk_bytes, pool_size
 from tokenlake_bench.workload import Workload
 from tokenlake_testing.cluster import SERVER, Cluster
 
@@ -39,6 +44,9 @@ DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 360
 """Those settings of a daemon that are durations, with the largest value that each may have."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
+DISK_TOKENS = "tokenlake_disk_tokens_total"
+DISK_WRITTEN_BYTES = "tokenlake_disk_written_bytes_total"
+DAY_S = 86_400.0
 FLASH_WINDOWS = 2
 
 
@@ -47,7 +55,10 @@ class LiveOptions:
     """Options of a live replay. `capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any
     other value scales the daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines.
     `flash_at`: the time of the workload's flash crowd. `open_loop`: requests arrive at their recorded times, answered
-    or not."""
+    or not. `disk_tokens`: tokens that the disks of all nodes hold, None for no disks; `disk_writes_per_day`: their
+    budget of writes in the setting's unit, None for the setting's default, or for no limit where `speed` is 0, because
+    a day of the trace has no length there; `disk_directory`: where the files of the disks are, None for the system's
+    directory for temporary files. Raises ConfigurationError for a disk that holds fewer tokens than memory."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -58,11 +69,33 @@ class LiveOptions:
     flash_at: float | None = None
     shipped_deadlines: bool = False
     open_loop: bool = False
+    disk_tokens: int | None = None
+    disk_writes_per_day: float | None = None
+    disk_directory: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.disk_tokens is not None and self.disk_tokens < self.capacity_tokens:
+            raise ConfigurationError(
+                "disk_tokens", self.disk_tokens, f"at least {self.capacity_tokens}, the tokens in memory"
+            )
+
+    def size(self) -> PoolSize:
+        """Size of the pool's nodes. With disks, segments are so large that a disk has the least size that a daemon
+        takes."""
+        segments = 0 if self.disk_tokens is None else self.disk_tokens // max(1, self.nodes) // self.segment_tokens
+        plain = bench_layout(self.segment_tokens)
+        least = max(plain.segment_bytes, -(-LEAST_DISK_BYTES // segments) if segments else 0)
+        return pool_size(self.nodes, self.capacity_tokens, bench_layout(self.segment_tokens, least))
 
     def settings(self) -> dict[str, str]:
         """Settings of the replay's daemons apart from sizes and addresses. With a faster clock the deadlines are
         multiplied, so that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
+        if self.disk_tokens is not None:
+            # The files are removed at the end, so nothing is saved to them then.
+            settings["disk_save_s"] = "0"
+            if self.disk_writes_per_day is not None or not self.speed:
+                settings["disk_writes_per_day"] = str(self.disk_writes_per_day or 0)
         if self.speed > 0:
             settings["speed"] = str(self.speed)
             plain = ServerConfig()
@@ -92,7 +125,7 @@ class LiveRun:
 def run_live(workload: Workload, options: LiveOptions, progress: Callable[[ReplayLog], None]) -> LiveRun:
     """Replay `workload` against real daemons and compute the baselines for the same requests. An interrupted replay is
     reported as far as it got. Raises TokenLakeError."""
-    size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
+    size = options.size()
     accesses = intern_segments(workload, options.segment_tokens)
     if options.open_loop:
         accesses = accesses.open_loop()
@@ -100,7 +133,12 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     with contextlib.ExitStack() as stack:
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
-        cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
+        cluster = Cluster(options.nodes, memory, memory, None, module, **options.settings())
+        if options.disk_tokens is not None:
+            stack.enter_context(_disks(cluster, options, size))
+        stack.enter_context(cluster)
+        for node in cluster.nodes if options.disk_tokens is not None else ():
+            node.wait_disk()
         # A fetch takes at most as many segments as a node may keep as cached copies, which fetched segments become.
         window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
@@ -121,12 +159,15 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     done = Accesses(accesses.segment_tokens, log.prompts)
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
     spread = load(meter.sent)
+    disk = _disk_use(options, size, totals, log.seconds)
+    from_disk = 0 if disk is None else disk.tokens // options.segment_tokens
     result = CacheHitResult(
         token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
         ideal_token_hit_rate=compared.ideal.rate,
         private_token_hit_rate=compared.private.rate,
         private_routed_token_hit_rate=compared.private_routed.rate,
-        remote_share=log.remote_segments / max(1, log.hit_segments),
+        # A segment that lies on disk is fetched like one of another node, from the node itself.
+        remote_share=max(0, log.remote_segments - from_disk) / max(1, log.hit_segments),
         duplication=duplication,
         load_cv=spread.cv,
         load_cv_floor=None,
@@ -138,17 +179,47 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         requests=log.requests,
         nodes=options.nodes,
         seed=options.seed,
+        disk=disk,
     )
     details = CacheHitDetails(
         workload=workload.name,
         segment_tokens=options.segment_tokens,
         capacity_tokens=size.capacity_tokens,
+        disk_tokens=options.disk_tokens,
         match=_quantiles(log.match_s),
         fetch=_quantiles(log.fetch_s),
         sent_bytes=sent_bytes,
         elapsed_s=elapsed_s,
     )
     return LiveRun(result, details, log, compared.global_lru.rate, int(totals[EVICTED]))
+
+
+@contextlib.contextmanager
+def _disks(cluster: Cluster, options: LiveOptions, size: PoolSize) -> Iterator[None]:
+    """Context in which each node of the cluster, which has not started, has a disk in a directory of its own."""
+    nbytes = max(LEAST_DISK_BYTES, disk_bytes((options.disk_tokens or 0) // options.nodes, size.layout))
+    with tempfile.TemporaryDirectory(prefix="tokenlake-bench-disk-", dir=options.disk_directory) as directory:
+        for node in cluster.nodes:
+            path = Path(directory).resolve() / node.name
+            path.mkdir(mode=0o700)
+            node.settings["disk"] = f"{path}:{nbytes}"
+        yield
+
+
+def _disk_use(options: LiveOptions, size: PoolSize, totals: Mapping[str, float], seconds: float) -> DiskUse | None:
+    """Use of the disks in a replay of so many seconds of the trace; None without disks."""
+    if options.disk_tokens is None:
+        return None
+    written = int(sum(value for name, value in totals.items() if name.startswith(DISK_WRITTEN_BYTES)))
+    per_day = written * DAY_S / max(seconds, 1e-9)
+    capacity = options.disk_tokens // options.segment_tokens * size.layout.segment_bytes
+    return DiskUse(
+        tokens=int(totals[DISK_TOKENS]),
+        written_bytes=written,
+        written_bytes_per_day=per_day,
+        writes_per_day=per_day / capacity,
+        written_share=written / max(1.0, totals[EVICTED] * size.layout.segment_bytes),
+    )
 
 
 def _flash(options: LiveOptions, sent: SendLog) -> tuple[float, ...]:

@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tokenlake_bench.routing.outcome import DiskUse
+
 __all__ = [
     "CacheHitDetails",
     "CacheHitResult",
@@ -21,6 +23,7 @@ __all__ = [
     "RestartPart",
     "ShipResult",
     "UntilKill",
+    "add_disk_rows",
     "cache_hit_table",
     "demo_table",
     "format_bytes",
@@ -42,7 +45,8 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     stored ones.
 
     `flash_max_over_mean`: the load of reads alone, without hand-overs, in the two windows that begin with the flash
-    crowd. `flash_floor`: their floor, empty in live mode. Both are empty without a flash crowd.
+    crowd. `flash_floor`: their floor, empty in live mode. Both are empty without a flash crowd. `disk`: None without
+    disks.
     """
 
     token_hit_rate: float
@@ -61,6 +65,7 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     nodes: int
     seed: int
+    disk: DiskUse | None
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -72,11 +77,12 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the table of `bench cache-hit` that its JSON lacks. `sent_bytes`: bytes that each node sent to other
-    nodes, by name of the node."""
+    nodes, by name of the node. `disk_tokens`: those that the disks hold, None without disks."""
 
     workload: str
     segment_tokens: int
     capacity_tokens: int
+    disk_tokens: int | None
     match: Quantiles
     fetch: Quantiles
     sent_bytes: dict[str, int]
@@ -220,6 +226,8 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
     table.add_row("hits from another node", format_share(result.remote_share))
     table.add_row("copies per segment", f"{result.duplication:.3f}")
     table.add_row("bytes between nodes", format_bytes(result.bytes_moved))
+    if result.disk is not None:
+        add_disk_rows(table, result.disk, details.disk_tokens, result.nodes)
     table.add_section()
     _sent(table, details.sent_bytes)
     table.add_row("load CV, 10 s windows", format_ratio(result.load_cv))
@@ -303,6 +311,15 @@ def hit_rates(result: CacheHitResult | DemoResult) -> dict[str, float]:
         "pool": result.token_hit_rate,
         "infinite cache": result.ideal_token_hit_rate,
     }
+
+
+def add_disk_rows(table: Table, disk: DiskUse, tokens: int | None, nodes: int) -> None:
+    """Add the rows of the disk tier to a table of a run. `tokens`: those that the disks of all `nodes` nodes hold."""
+    table.add_row("capacity of the disks", f"{tokens or 0:,} tokens")
+    table.add_row("hits from the node's own disk", f"{disk.tokens:,} tokens")
+    table.add_row("written to disk per day, per node", format_bytes(int(disk.written_bytes_per_day / nodes)))
+    table.add_row("the same in sizes of the disk", f"{disk.writes_per_day:.1f}")
+    table.add_row("written, of what memory evicted", format_share(disk.written_share))
 
 
 def _sent(table: Table, sent_bytes: dict[str, int]) -> None:

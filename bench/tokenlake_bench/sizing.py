@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from tokenlake.disk import stride
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.store.region import RegionShape
 
-__all__ = ["PoolSize", "bench_layout", "pool_size"]
+__all__ = ["PoolSize", "bench_layout", "disk_bytes", "pool_size"]
 
 PAGE: Final = 4096
 SMALLEST_MEMORY: Final = 64 << 10
@@ -40,12 +41,12 @@ class PoolSize:
         return self.nodes * self.node_segments * self.layout.segment_tokens
 
 
-def bench_layout(segment_tokens: int) -> Layout:
+def bench_layout(segment_tokens: int, least_bytes: int = SMALLEST_SEGMENT) -> Layout:
     """A layout with one layer and one KV head whose segments have 16 bytes per token, or more where a segment would be
-    smaller than 8 KiB."""
+    smaller than `least_bytes`."""
     if not 1 <= segment_tokens <= 1 << 20:
         raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
-    dim = max(4, -(-SMALLEST_SEGMENT // (segment_tokens * FLOAT16_PAIR)))
+    dim = max(4, -(-least_bytes // (segment_tokens * FLOAT16_PAIR)))
     return Layout(
         model_id="tokenlake-bench",
         weights_digest="00",
@@ -57,6 +58,11 @@ def bench_layout(segment_tokens: int) -> Layout:
         position="none",
         segment_tokens=segment_tokens,
     )
+
+
+def disk_bytes(tokens: int, layout: Layout) -> int:
+    """Bytes of a device that has room for the segments of so many tokens."""
+    return tokens // layout.segment_tokens * stride(layout.segment_bytes)
 
 
 def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:

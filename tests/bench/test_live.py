@@ -74,6 +74,25 @@ def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_replay_with_disks_reads_from_them_without_a_wrong_byte(tmp_path: Path) -> None:
+    result_file, disks = tmp_path / "result.json", tmp_path / "disks"
+    disks.mkdir()
+    arguments = ["cache-hit", "--limit", "200", "--nodes", "2", "--json", str(result_file), "--segment-tokens", "64"]
+    arguments += ["--capacity-tokens", "8000", "--disk-tokens", "32000", "--disk-directory", str(disks)]
+    outcome = CliRunner().invoke(bench, arguments)
+    print(outcome.output)
+    assert outcome.exit_code == 0, outcome.output
+    assert "capacity of the disks" in outcome.output
+    result = json.loads(result_file.read_bytes())
+    assert result["wrong_bytes"] == 0
+    assert 0 <= result["remote_share"] < 1
+    disk = result["disk"]
+    assert disk["tokens"] > 0
+    assert disk["written_bytes_per_day"] > disk["written_bytes"] > 0
+    assert 0 < disk["written_share"] < 1
+    assert not list(disks.iterdir()), "the files of the disks are removed"
+
+
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tokenlake.config import load_config
+from tokenlake.config.kinds import LEAST_DISK_BYTES
+from tokenlake.disk import stride
 from tokenlake.errors import ConfigurationError
 from tokenlake.store.region import RegionShape
 from tokenlake_bench.cli import bench
 from tokenlake_bench.live import DEADLINES, LiveOptions
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.routes import ROUTES
-from tokenlake_bench.sizing import bench_layout, pool_size
+from tokenlake_bench.sizing import bench_layout, disk_bytes, pool_size
 from tokenlake_bench.workload import Request
 
 
@@ -78,6 +80,8 @@ def test_without_a_terminal_progress_is_a_line_per_tenth() -> None:
         (["--nodes", "0"], "setting 'nodes' is 0"),
         (["--segment-tokens", "0"], "setting 'segment_tokens' is 0"),
         (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
+        (["--disk-tokens", "100"], "setting 'disk_tokens' is 100"),
+        (["--mode", "simulate", "--disk-directory", "/"], "setting 'disk_directory' is"),
         (["--plot", "x.svg"], "setting 'plot' is 'x.svg'"),
         (["--trace", "absent.jsonl"], "absent.jsonl"),
     ],
@@ -88,6 +92,26 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
     last = outcome.output.splitlines()[-1]
     assert last.startswith("Error: ")
     assert message in last
+
+
+def test_a_disk_has_the_segments_that_are_asked_for_and_at_least_the_size_that_a_daemon_takes() -> None:
+    for tokens, at_least in ((96_000, LEAST_DISK_BYTES), (96_000_000, 2 * LEAST_DISK_BYTES)):
+        size = LiveOptions(nodes=3, capacity_tokens=24_000, segment_tokens=64, disk_tokens=tokens).size()
+        assert size.capacity_tokens == 24_000
+        nbytes = disk_bytes(tokens // 3, size.layout)
+        assert nbytes >= at_least
+        assert nbytes // stride(size.layout.segment_bytes) == tokens // 3 // 64
+
+
+@pytest.mark.parametrize(
+    ("speed", "asked", "given"),
+    [(0.0, None, "0"), (0.0, 30.0, "30.0"), (2.0, None, None), (2.0, 0.0, "0"), (2.0, 30.0, "30.0")],
+)
+def test_the_budget_of_the_disks_holds_where_a_day_has_a_length(
+    speed: float, asked: float | None, given: str | None
+) -> None:
+    options = LiveOptions(capacity_tokens=1, segment_tokens=1, speed=speed, disk_tokens=4, disk_writes_per_day=asked)
+    assert options.settings().get("disk_writes_per_day") == given
 
 
 @pytest.mark.parametrize("shipped", [False, True])

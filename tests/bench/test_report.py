@@ -28,6 +28,7 @@ from tokenlake_bench.report import (
     format_share,
     write_json,
 )
+from tokenlake_bench.routing.outcome import DiskUse
 
 CACHE_HIT_KEYS = [
     "token_hit_rate",
@@ -46,6 +47,7 @@ CACHE_HIT_KEYS = [
     "requests",
     "nodes",
     "seed",
+    "disk",
 ]
 DEMO_KEYS = [
     "token_hit_rate",
@@ -78,11 +80,13 @@ CACHE_HIT = CacheHitResult(
     requests=12_031,
     nodes=3,
     seed=0,
+    disk=None,
 )
 CACHE_HIT_DETAILS = CacheHitDetails(
     workload="trace.jsonl.zst",
     segment_tokens=512,
     capacity_tokens=10_000_000,
+    disk_tokens=None,
     match=Quantiles(0.3, 2.1),
     fetch=Quantiles(4.0, 31.2),
     sent_bytes={"n0": 2**30, "n1": 2**31, "n2": 2**30},
@@ -161,6 +165,19 @@ def test_the_cache_hit_table_shows_the_result() -> None:
         assert part in text
     for part in ("0.310", "not known", "1.300", "1.150", "sent by n1", "2.00 GiB"):
         assert part in text
+
+
+def test_the_table_of_a_run_with_disks_has_their_use() -> None:
+    disk = DiskUse(
+        tokens=4096, written_bytes=2**20, written_bytes_per_day=3 * 2**30, writes_per_day=1.5, written_share=0.25
+    )
+    text = shown(cache_hit_table(replace(CACHE_HIT, disk=disk), replace(CACHE_HIT_DETAILS, disk_tokens=40_000_000)))
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
+    assert rows["capacity of the disks"] == "40,000,000 tokens"
+    assert rows["hits from the node's own disk"] == "4,096 tokens"
+    assert rows["written to disk per day, per node"] == "1.00 GiB"
+    assert rows["the same in sizes of the disk"] == "1.5"
+    assert rows["written, of what memory evicted"] == "25.0 %"
 
 
 def test_a_run_without_sent_bytes_has_no_load() -> None:

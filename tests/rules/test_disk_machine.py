@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
-from tests.rules.disk_scene import TENANT, key_of, segment_of, tier_of
+from tests.rules.disk_scene import SLOT, TENANT, key_of, segment_of, tier_of
 from tokenlake.disk import NO_ENTRY, Place
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.index import Index
@@ -155,6 +155,21 @@ class DiskMachine(RuleBasedStateMachine):
             self.held.pop(number, None)
             self.tier.forget(entry)
             self._gone()
+
+    @rule(number=NUMBERS, pins=st.integers(0, 1))
+    def is_used(self, number: int, pins: int) -> None:
+        """A segment in memory is accessed, and perhaps in use from then on."""
+        segment = self.memory.get(number)
+        if segment is not None:
+            segment.touched, segment.pins = self.now, pins
+
+    @rule()
+    def memory_needs_a_slot(self) -> None:
+        """The tier names a segment that memory can read back, if there is one."""
+        segment = self.tier.spare(TENANT, SLOT)
+        idle = [n for n, each in self.memory.items() if n in self.disk and each.disk >= 0 and not each.pins]
+        assert (segment is None) == (not idle)
+        assert segment is None or segment in [self.memory[number] for number in idle]
 
     @rule(seconds=st.floats(0.1, 10.0))
     def time_passes(self, seconds: float) -> None:

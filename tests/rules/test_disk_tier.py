@@ -14,6 +14,7 @@ from tokenlake.disk.reads import READS, ReadQueue
 from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
+from tokenlake.store import Kind
 from tokenlake.store.eviction.odds import Odds
 
 
@@ -112,6 +113,25 @@ def test_a_segment_that_is_read_back_is_not_written_again() -> None:
     tier.check_integrity()
     assert tier.left(again, 4, 50.0, keep=True)
     assert tier.note(tier.find(TENANT, again.key)).accesses == 4
+    tier.check_integrity()
+
+
+def test_memory_evicts_first_what_is_on_disk_too_and_was_accessed_longest_ago() -> None:
+    tier = tier_of(4)
+    segments = [segment_of(number, float(number)) for number in range(4)]
+    for segment in segments:
+        written(tier, segment, 5.0, leaves=False)
+    assert tier.spare(TENANT, SLOT) is segments[0]
+    segments[0].touched = 6.0
+    segments[1].pins = 1
+    segments[2].kind = Kind.CACHED
+    assert tier.spare(TENANT, SLOT) is segments[3]
+    segments[3].hints = Hints(priority=1)
+    assert tier.spare(TENANT, SLOT) is segments[0]
+    assert tier.spare(TENANT, 2 * SLOT) is tier.spare(TenantId("blue"), SLOT) is None
+    for segment in segments:
+        segment.pins = 1
+    assert tier.spare(TENANT, SLOT) is None
     tier.check_integrity()
 
 

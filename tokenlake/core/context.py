@@ -110,6 +110,7 @@ class Context:
             removals=self.removals,
         )
         self.disk = DiskTier(self.store.odds, config.disk_writes_per_day, config.quotas)
+        self.store.spare = self.disk.spare
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self._sliced: deque[Callable[[], bool]] = deque()

@@ -6,7 +6,8 @@ node.
     memory is almost full: the segments that would be evicted next --> admitted? (`tokenlake.disk.admission`)
         |  DiskWrite, in batches; the segments are pinned                    no: evicted as without a disk
         v
-    DiskWritten --> on disk and in memory --> evicted from memory: this node goes on owning it, the directory keeps it
+    DiskWritten --> on disk and in memory --> evicted from memory, before segments that are in memory alone: this
+                                                     |  node goes on owning it, the directory keeps it
                                                      |  a match of this node, or a pull of another one
                                                      v
                               `Transfers.bring` from this node itself: DiskRead into reserved slots --> FetchDone

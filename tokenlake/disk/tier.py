@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from tokenlake.disk.places import Place, stride
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.rate import Rate
-from tokenlake.store import Segment
+from tokenlake.store import Kind, Segment, State
 from tokenlake.store.eviction.odds import EDGES, Odds
 from tokenlake.store.removals import DISK_RULE
 
@@ -46,6 +46,8 @@ MAX_WRITING_S = 1.0
 """Maximum seconds of writing that one device has under way: further segments wait for the next look."""
 SHRUNK = 64
 """Maximum number of places by which one call shrinks a slab."""
+MAX_PASSED = 32
+"""Maximum number of segments that one search for a segment to evict from memory passes over."""
 MAX_HELD = 1 << 14
 """Maximum number of entries that are held for readers at a time."""
 
@@ -68,8 +70,9 @@ class Slab:
         """By place: the number of segments that it has had."""
         self.newest = 0
         """The greatest generation that any place had before this process."""
-        self.resident: dict[int, Segment] = {}
-        """The segments of the slab that are in memory too, by entry, in the order in which they came to both."""
+        self.resident: OrderedDict[int, tuple[Segment, float]] = OrderedDict()
+        """The segments of the slab that are in memory too, by entry, and the time of an access of each. The order is
+        that of these times, approximately."""
         self.void = False
         """True once the device has gone: its entries are not found any more."""
 
@@ -307,7 +310,7 @@ class DiskTier:
         if not kept:
             self.forget(entry)
             return False
-        slab.resident[entry] = segment
+        slab.resident[entry] = segment, segment.touched
         return True
 
     # -- memory
@@ -319,8 +322,27 @@ class DiskTier:
             slab = self.slab(entry)
             if slab.slot_bytes == segment.slot_bytes:
                 self._leave_order(slab, entry)
-                slab.resident[entry] = segment
+                slab.resident[entry] = segment, segment.touched
                 segment.disk = entry
+
+    def spare(self, tenant: TenantId, slot_bytes: int) -> Segment | None:
+        """Returns the primary copy of this tenant and size that memory should evict first, because it is on a device
+        too: the one that was accessed longest ago, approximately, of those that nothing uses. Returns None if there is
+        none, or if the first `MAX_PASSED` on each device were accessed lately or are in use."""
+        for device in self.devices.values():
+            slab = device.slabs.get((tenant, slot_bytes))
+            if slab is None:
+                continue
+            resident = slab.resident
+            # Twice as many, because a segment that was accessed is passed over once.
+            for _ in range(min(MAX_PASSED, 2 * len(resident))):
+                entry, (segment, touched) = next(iter(resident.items()))
+                idle = segment.state is State.READY and segment.kind is Kind.PRIMARY and not segment.pins
+                if idle and segment.touched == touched and segment.hints.priority <= 0:
+                    return segment
+                resident[entry] = segment, segment.touched
+                resident.move_to_end(entry)
+        return None
 
     def left(self, segment: Segment, accesses: int, now: float, *, keep: bool) -> bool:
         """A segment with an entry left memory. `keep`: its bytes on disk still count. Returns True if it stays on
@@ -394,9 +416,8 @@ class DiskTier:
     def forget(self, entry: int, rule: str = DISK_RULE) -> None:
         """A segment on disk is void: its place gets another one, once no read of it is under way."""
         slab = self.slab(entry)
-        segment = slab.resident.pop(entry, None)
-        if segment is not None:
-            segment.disk = NO_ENTRY
+        if entry in slab.resident:
+            slab.resident.pop(entry)[0].disk = NO_ENTRY
         if not slab.void:
             self.forgotten.append(Forgotten(slab, self.key(entry), self.place(entry), rule))
         self._leave_order(slab, entry)
@@ -561,7 +582,7 @@ class DiskTier:
         device = self.devices.pop(number, None)
         for slab in device.slabs.values() if device is not None else ():
             slab.void = True
-            for segment in slab.resident.values():
+            for segment, _ in slab.resident.values():
                 segment.disk = NO_ENTRY
             slab.resident.clear()
             self._voids.append((slab, 0))
@@ -622,7 +643,7 @@ class DiskTier:
                 ordered = bool(self._index.groups[entry])
                 others = [entry in slab.resident, reading or entry in self._holds, entry in self._writing]
                 assert slab.void or not slab.device.writable or ordered != any(others), f"entry {entry}: {others}"
-            for entry, segment in slab.resident.items():
+            for entry, (segment, _) in slab.resident.items():
                 assert segment.disk == entry
                 assert segment.key == self.key(entry)
         assert counted == len(self._index)

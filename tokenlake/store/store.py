@@ -97,6 +97,8 @@ class SegmentStore:
         """Number of segments that became READY so far."""
         self.on_arrival: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that becomes READY."""
+        self.spare: Callable[[TenantId, int], Segment | None] = lambda tenant, slot_bytes: None
+        """Returns an unpinned primary copy, of this tenant and size, that is on disk too: memory evicts it first."""
         self.left: list[Segment] = []
         """Segments with an entry in the disk tier that left memory; the caller empties the list."""
         self.evictions: dict[PoolId, int] = {}
@@ -208,7 +210,8 @@ class SegmentStore:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
         the reason of the refusal.
 
-        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies by policy. A
+        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
+        too (unless the time to live of another one has passed), then primary copies by policy. A
         cached copy within the budget takes the slot of a primary copy first, so that the budget can fill; beyond the
         budget, only when all cached copies are pinned, so that the leased part of a prompt does not keep the rest of it
         from being read (test_a_cached_tail_leaves_room_for_its_head).
@@ -569,9 +572,10 @@ class SegmentStore:
         """
         room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
         keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
-        primary_first = keep_cached or pool.retention.expired(now)
-        for victims in (Kind.PRIMARY, Kind.CACHED) if primary_first else (Kind.CACHED, Kind.PRIMARY):
-            victim = pool.victim(victims, now)
+        expired = pool.retention.expired(now)
+        for victims in (Kind.PRIMARY, Kind.CACHED) if keep_cached or expired else (Kind.CACHED, Kind.PRIMARY):
+            on_disk = self.spare(*pool.id) if victims is Kind.PRIMARY and not expired else None
+            victim = on_disk or pool.victim(victims, now)
             if victim is not None:
                 return victim
         return None

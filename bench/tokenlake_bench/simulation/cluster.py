@@ -12,13 +12,12 @@ from tokenlake.location import NOWHERE, Location
 from tokenlake.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.disk import disk_bytes
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Network
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
-from tokenlake_bench.sizing import pool_size
+from tokenlake_bench.sizing import disk_bytes, pool_size
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
@@ -93,7 +92,7 @@ class SimulatedCluster:
 
     def _node(self, index: int, core: NodeCore) -> SimNode:
         options, size = self.options, self.size
-        disk = disk_bytes(options.disk_tokens // options.nodes, size.layout.segment_tokens, size.layout.segment_bytes)
+        disk = disk_bytes(options.disk_tokens // options.nodes, size.layout)
         node = SimNode(index, self._most, core, self.clock, self.network, self.meter, disk, options.disk)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)

@@ -54,6 +54,7 @@ class SimulateArguments:
     capacity_tokens: int | None = None
     disk_tokens: int | None = None
     disk_writes_per_day: float | None = None
+    disk_directory: Path | None = None
     engine_cache_tokens: int | None = None
     segment_tokens: int | None = None
     limit: int | None = None
@@ -80,6 +81,8 @@ class SimulateArguments:
             raise ConfigurationError(
                 "shipped_deadlines", True, "absent: simulated nodes always have the shipped deadlines"
             )
+        if self.disk_directory is not None:
+            raise ConfigurationError("disk_directory", self.disk_directory, "absent: simulated disks have no files")
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
         if self.rate is not None and not 0 < self.rate < math.inf:

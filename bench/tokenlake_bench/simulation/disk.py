@@ -16,7 +16,7 @@ from tokenlake.wire import Code
 from tokenlake.wire.slots import split_keys
 from tokenlake_testing.clock import Clock
 
-__all__ = ["CHECKSUM", "DiskShape", "SimDisk", "disk_bytes"]
+__all__ = ["CHECKSUM", "DiskShape", "SimDisk"]
 
 CHECKSUM = b"checksum"
 """The checksum that every segment and shard has, because simulated segments have no bytes."""
@@ -35,11 +35,6 @@ class DiskShape:
         for name in ("read_rate", "write_rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigurationError(name, getattr(self, name), "a finite number of bytes per second, above 0")
-
-
-def disk_bytes(tokens: int, segment_tokens: int, segment_bytes: int) -> int:
-    """Bytes of a device that has room for the segments of so many tokens."""
-    return tokens // segment_tokens * stride(segment_bytes)
 
 
 class SimDisk:

@@ -11,7 +11,15 @@ from rich.table import Table
 from tokenlake_bench.balance import SendLog, max_over_mean_from
 from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_ratio, format_share, hit_rates
+from tokenlake_bench.report import (
+    CacheHitResult,
+    add_disk_rows,
+    format_bytes,
+    format_duration,
+    format_ratio,
+    format_share,
+    hit_rates,
+)
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
@@ -136,6 +144,7 @@ def result_of(
         requests=totals.requests,
         nodes=view.nodes,
         seed=seed,
+        disk=view.disk,
         systems=dict(rows),
         model=engine.model.name,
         gpu=engine.gpu.name,
@@ -167,11 +176,7 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
         label = f"the same of the reads in window {number} of the flash crowd"
         table.add_row(label, f"{ratio:.3f} (floor {least:.3f})")
     if view.disk is not None:
-        disk = view.disk
-        table.add_row("capacity of the disks", f"{result.disk_tokens or 0:,} tokens")
-        table.add_row("written to disk per day, per node", format_bytes(int(disk.written_bytes_per_day / result.nodes)))
-        table.add_row("the same in sizes of the disk", f"{disk.writes_per_day:.1f}")
-        table.add_row("written, of what memory evicted", format_share(disk.written_share))
+        add_disk_rows(table, view.disk, result.disk_tokens, result.nodes)
     table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
     table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
     table.add_row("processor time", format_duration(result.processor_s))
