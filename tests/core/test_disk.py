@@ -376,7 +376,7 @@ def test_a_segment_that_is_found_on_a_disk_while_it_is_written_is_known_although
 
 
 def test_segments_that_are_read_from_disk_have_the_owner_that_their_directory_node_names_meanwhile() -> None:
-    cluster, writer, reader, stored = full()
+    cluster, writer, _, stored = full()
     keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
     matched = match(cluster, writer, keys)
     disk_of(cluster).slow_s = 0.02
