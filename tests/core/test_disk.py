@@ -373,3 +373,19 @@ def test_a_segment_that_is_found_on_a_disk_while_it_is_written_is_known_although
     cluster.run_for(2.0)
     assert on_disk(cluster, 0, keys) == keys
     assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
+
+
+def test_segments_that_are_read_from_disk_have_the_owner_that_their_directory_node_names_meanwhile() -> None:
+    cluster, writer, _, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    matched = match(cluster, writer, keys)
+    disk_of(cluster).slow_s = 0.02
+    ask(writer.processes[0], engine.Fetch, matched.lease, 0, matched.hits, 5.0)
+    cluster.run_for(0.01)
+    redundant = peer.Redundant(RED, join_keys(keys), ("n1",) * len(keys))
+    cluster.link("n0", "n1").say("n1", redundant)
+    cluster.run_for(0.5)
+    index = cluster.core(0).store.index(RED)
+    assert {index[key].source for key in keys} == {"n1"}
+    assert on_disk(cluster, 0, keys) == []
+    cluster.check()

@@ -71,7 +71,8 @@ class Ownership:
         self.forget_on_disk(tenant, split_keys(message.keys))
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
-            if segment is not None and segment.owned:
+            if segment is not None and (segment.owned or (segment.kind is _CACHED and segment.source is None)):
+                # Also one that is being read from disk, which is owned from the end of the read on.
                 segment.source = NodeId(owner)
                 self._context.store.become(segment, _CACHED, self._context.now)
                 self._context.counters.add(DUPLICATES)
