@@ -84,7 +84,7 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     assert restart.requests == 16
     assert restart.tokens_equal
     assert 0 < restart.hit_rate_before <= restart.ideal_before
-    assert 0.9 * restart.ideal_after < restart.hit_rate_after <= restart.ideal_after
+    assert 0.75 * restart.ideal_after < restart.hit_rate_after <= restart.ideal_after
     assert "hits of the next 16 requests" in printed
 
 

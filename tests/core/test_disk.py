@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.core.scenes import answer, ask, calm, fetch, match, missed, placed, said, store
+from tests.core.scenes import answer, ask, calm, fetch, match, missed, placed, prepare, said, store
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -358,3 +358,18 @@ def test_the_owners_of_a_lease_come_with_the_time_on_their_disks() -> None:
     assert located(reader).disk_s[0] > 500 * fast[0]
     assert read(cluster, writer, keys, 0) == bytes([Code.LOCAL]) * 4
     assert answer(cluster, writer.processes[0], engine.Locate, match(cluster, writer, keys).lease).disk_s == ()
+
+
+def test_a_segment_that_is_found_on_a_disk_while_it_is_written_is_known_although_the_write_ends() -> None:
+    cluster, writer, reader, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    cluster.node(0).deliver(events.DiskGone(0, "gone"))
+    cluster.run_for(1.0)
+    assert match(cluster, reader, keys).hits == 0
+    assert prepare(cluster, writer, keys[:1]).codes == bytes([Code.RESERVED])
+    cluster.node(0).find_disk()
+    cluster.run_for(1.0)
+    writer.die()
+    cluster.run_for(2.0)
+    assert on_disk(cluster, 0, keys) == keys
+    assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from tests.profiles import examples
 from tests.sim.disk import Disk
+from tests.sim.engine import Reading
 from tests.sim.node import SimNode
-from tests.sim.test_cluster_machine import PAUSES, ClusterMachine, nodes, which
+from tests.sim.prompts import PROMPTS
+from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, readings, which
 from tokenlake.core import events
 from tokenlake.core.disk import EVICTED, KEPT, WRITTEN
 from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
@@ -26,16 +28,25 @@ class DiskClusterMachine(ClusterMachine):
 
     disk_places = 24
 
+    @initialize(seed=st.integers(0, 1 << 32))
+    def begin(self, seed: int) -> None:
+        super().begin(seed)
+        for node in range(NODES):
+            # Some segments are on disk from the beginning.
+            self.skew(node, 12)
+            self.traffic(10)
+
     @rule(
         node=nodes,
         fault=st.sampled_from(("gone", "fails", "slow", "damage")),
         number=which,
         seconds=st.sampled_from((0.03, 0.4, 1.5)),
+        how=readings,
         pause=PAUSES,
     )
-    def disk_fault(self, node: int, fault: str, number: int, seconds: float, pause: float) -> None:
-        """The disk of a node is set aside, refuses each operation, is slow, or has other bytes in half of its
-        places."""
+    def disk_fault(self, node: int, fault: str, number: int, seconds: float, how: Reading, pause: float) -> None:
+        """While engines read, the disk of their node is set aside, refuses each operation, is slow, or has other bytes
+        in half of its places."""
         target = self.cluster.node(node)
         disk = target.disk
         assert disk is not None
@@ -54,6 +65,10 @@ class DiskClusterMachine(ClusterMachine):
             for name in list(disk.places)[number % 2 :: 2]:
                 written = disk.places[name]
                 disk.places[name] = written._replace(shards=(b"other bytes", *written.shards[1:]))
+        for engine in self.cluster.alive():
+            if engine.node is target:
+                for keys in PROMPTS:
+                    engine.read(keys, how)
         self.cluster.run_for(pause)
 
     def returns(self, target: SimNode, disk: Disk, life: int) -> None:

@@ -327,10 +327,11 @@ class Disk:
                 refused.append((key, place))
                 continue
             known = index.get(key)
-            if known is not None and known.state is State.READY and known.disk < 0:
-                self._tier.arrived(known)
-            elif known is None:
+            if known is None or known.state is not State.READY:
+                # A copy that is still being written or fetched may never become READY.
                 taken.append(key)
+            elif known.disk < 0:
+                self._tier.arrived(known)
             self._tier.settle(entry, self._context.now)
         if refused:
             packed = pack_places(place for _, place in refused)
