@@ -29,7 +29,7 @@ class DiskClusterMachine(ClusterMachine):
     disk_places = 24
 
     @initialize(seed=st.integers(0, 1 << 32), damaged=nodes, number=which, how=readings)
-    def begin(self, seed: int, damaged: int, number: int, how: Reading) -> None:  # type: ignore[override]
+    def begin(self, seed: int, damaged: int, number: int, how: Reading) -> None:
         super().begin(seed)
         for node in range(NODES):
             # Some segments are on disk from the beginning.
