@@ -28,13 +28,14 @@ class DiskClusterMachine(ClusterMachine):
 
     disk_places = 24
 
-    @initialize(seed=st.integers(0, 1 << 32))
-    def begin(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 1 << 32), damaged=nodes, number=which, how=readings)
+    def begin(self, seed: int, damaged: int, number: int, how: Reading) -> None:
         super().begin(seed)
         for node in range(NODES):
             # Some segments are on disk from the beginning.
             self.skew(node, 12)
             self.traffic(10)
+        self.disk_fault(damaged, "damage", number, 0.03, how, 0.1)
 
     @rule(
         node=nodes,
