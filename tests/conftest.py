@@ -3,6 +3,7 @@
 A failed assert of a helper module shows its values, as one of a test module does.
 """
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,7 @@ from tests.profiles import register_profiles
 pytest.register_assert_rewrite(*(f"tests.{each.name}" for each in Path(__file__).parent.iterdir() if each.is_dir()))
 
 register_profiles()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and the processes of tests would inherit it and not end at SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -96,10 +96,7 @@ def test_a_replay_with_disks_reads_from_them_without_a_wrong_byte(tmp_path: Path
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]
-    # A shell starts background jobs with SIGINT ignored, which child processes inherit: the default handler is
-    # restored.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heard}; from tokenlake.command import main; main()", *arguments]
+    command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments]
     with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         output = []

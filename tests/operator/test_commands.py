@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,11 @@ def test_evictions(two: Cluster) -> None:
 
 def test_events_as_they_happen(two: Cluster) -> None:
     words = ["from tokenlake_operator.events import events; events()", "--json", *at(two)]
-    with subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
         assert process.stdout is not None
         prompt = Prompt(30, 2)
         with two.connect(0, LAYOUT) as pool:
@@ -272,9 +277,13 @@ def test_a_terminal_gets_one_screen_that_is_refreshed(two: Cluster) -> None:
     main, child = pty.openpty()
     words = ["from tokenlake_operator.top import top; top()", "--interval", "0.2", *at(two)]
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
-    with subprocess.Popen(
-        [sys.executable, "-c", *words], stdin=child, stdout=child, stderr=child, env=environ
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", *words], stdin=child, stdout=child, stderr=child, env=environ
+        ) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
         os.close(child)
         drawn = b""
         until = time.monotonic() + 30

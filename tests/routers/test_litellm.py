@@ -181,7 +181,8 @@ def test_workers_share_the_requests_under_way_over_tls(tmp_path: Path, engines: 
                 node.start()
             cluster.wait_ready()
             # The pool lost its content; it chooses by a new prompt.
-            known = _known(cluster, other)
+            with cluster.connect(1, LAYOUT) as again:
+                known = _known(cluster, again)
             wait_until(lambda: {proxy.chat(known + " 1") for _ in range(8)} == {"B"}, "the pool chooses again")
             choices = proxy.choices()
             assert choices["unreachable"] + choices.get("late", 0) >= 16
