@@ -172,7 +172,8 @@ def test_the_slowest_call_is_named(two: Cluster) -> None:
         keys = pool.prefix(Prompt(11, 2).tokens).keys
         other.claim(keys, 10.0)
         waiting = MatchOptions(request="slow one", in_flight_wait_s=0.4)
-        other.begin_heartbeat()
+        heartbeat = other.begin_heartbeat()
+        wait_until(heartbeat.poll, "the daemon has the marker")
         pool.match(keys, waiting).release()
         screen = told(top, "--once", "--interval", "0.2", *at(two))
     slowest = screen["calls"][0]
