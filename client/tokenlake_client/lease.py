@@ -391,6 +391,8 @@ def _node_names(link: Link, placed: Located) -> list[str]:
 
 def _disk_seconds(placed: Located) -> list[float]:
     """The part of each segment in the seconds that its node needs to read from its disk."""
+    if not placed.disk_s:
+        return [0.0] * len(placed.owners)
     counts = Counter(placed.owners)
     parts = {owner: seconds / max(1, counts[owner]) for owner, seconds in enumerate(placed.disk_s)}
     return [parts.get(owner, 0.0) for owner in placed.owners]
