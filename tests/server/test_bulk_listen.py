@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,13 +44,24 @@ def read_large(cluster: Cluster, seed: int) -> None:
 
 
 def connections(node: Node, port: int) -> int:
-    """The number of connections that the node has opened to this port of another node."""
+    """The number of connections that the node has opened to this port of another node.
+
+    The tables in /proc/PID/net name the connections of all processes, so those of other tests to a server at the same
+    port of another address. Only the sockets of the node's process count.
+    """
     assert node.process is not None
+    process = Path(f"/proc/{node.process.pid}")
+    own = set()
+    for path in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # The process has closed it since.
+            own.add(os.readlink(path))
     found = 0
     for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{node.process.pid}/net/{name}").read_text().splitlines()[1:]:
-            remote, state = line.split()[2:4]
-            found += state == "01" and int(remote.rpartition(":")[2], 16) == port
+        for line in (process / "net" / name).read_text().splitlines()[1:]:
+            fields = line.split()
+            remote, state, inode = fields[2], fields[3], fields[9]
+            established = state == "01" and int(remote.rpartition(":")[2], 16) == port
+            found += established and f"socket:[{inode}]" in own
     return found
 
 
