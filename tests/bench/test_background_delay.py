@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tokenlake.core import fetch
-from tokenlake.core.handover import HANDED_OVER
+from tokenlake.core.ownership.handover import HANDED_OVER
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome

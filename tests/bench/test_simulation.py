@@ -9,7 +9,7 @@ import pytest
 
 from tokenlake.core.fetch import FETCHED
 from tokenlake.core.match import ASKED, LOCAL
-from tokenlake.core.misses import MISSED
+from tokenlake.core.report.misses import MISSED
 from tokenlake.core.serve import SENT, SENT_BYTES, SENT_TO_READERS
 from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError

@@ -13,7 +13,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
-from tokenlake.core.misses import MISSED
+from tokenlake.core.report.misses import MISSED
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Counters
 from tokenlake.store import Kind, Segment

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
-from tokenlake.core import NodeCore, corruption, directory_node, events
+from tokenlake.core import NodeCore, corruption, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import (
     Answer,
@@ -27,6 +27,7 @@ from tokenlake.core.instructions import (
     StartFetch,
     Welcomed,
 )
+from tokenlake.core.ownership import directory_node
 from tokenlake.hints import AccessRecord
 from tokenlake.keys import KEY_BYTES
 from tokenlake.ring_record import RingRecord

@@ -14,7 +14,7 @@ from tokenlake.core import NodeCore
 from tokenlake.core.fetch import FETCHED, FROM_DISK
 from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
-from tokenlake.core.misses import MISSED
+from tokenlake.core.report.misses import MISSED
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.location import parse_location
 from tokenlake.ring_record import RingRecord

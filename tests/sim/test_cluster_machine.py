@@ -28,11 +28,11 @@ from tests.sim.malformed import malformed
 from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import FETCHED
-from tokenlake.core.handover import HANDED_OVER
 from tokenlake.core.node import HandlerFailed
-from tokenlake.core.ownership import DUPLICATES
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.handover import HANDED_OVER
+from tokenlake.core.ownership.owner import DUPLICATES
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.store import State
 from tokenlake.wire import Code, peer

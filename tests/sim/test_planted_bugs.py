@@ -15,14 +15,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.fetch import Transfers
 from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.match import _Found
 from tokenlake.core.node import HandlerFailed, NodeCore
-from tokenlake.core.ownership import Ownership
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.peers import Peers
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions

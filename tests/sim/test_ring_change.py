@@ -12,8 +12,8 @@ from tests.core.scenes import said
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core.drain import LEFT_BEHIND
 from tokenlake.core.instructions import Drained
+from tokenlake.core.ownership.drain import LEFT_BEHIND
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring
 from tokenlake.vacancy import MAX_RETENTION_VALUE, Vacancy

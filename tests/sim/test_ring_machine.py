@@ -22,10 +22,10 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.node import HandlerFailed
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.ring_change import CHANGES, RingChange
 from tokenlake.core.peers import Peers
-from tokenlake.core.ring_change import CHANGES, RingChange
 from tokenlake.ring_record import RingRecord
 
 FIRST, MOST = 3, 6

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import DiskFound, DiskReady, DiskRecovered, DiskWritten
 from tokenlake.core.instructions import DiskForget, DiskTrim, DiskWrite, Note, Saved
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.places import NOTE_BYTES

@@ -35,8 +35,8 @@ from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, DiskRead, Note, StartFetch
-from tokenlake.core.misses import count_missed
 from tokenlake.core.peers import Peers
+from tokenlake.core.report.misses import count_missed
 from tokenlake.core.sessions import Process
 from tokenlake.disk import NO_ENTRY, Place, pack_places
 from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue

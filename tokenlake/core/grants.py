@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
-from tokenlake.core.explain import Trail
-from tokenlake.core.misses import count_missed
 from tokenlake.core.peers import Peers
+from tokenlake.core.report.explain import Trail
+from tokenlake.core.report.misses import count_missed
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric

@@ -45,13 +45,13 @@ from typing import NamedTuple
 
 from tokenlake.core.access import access_of_match, with_access
 from tokenlake.core.context import Context, KnownAccess
-from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch import CopiesOf
 from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
-from tokenlake.core.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.report.explain import Explain, Trail
+from tokenlake.core.report.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord

@@ -16,24 +16,24 @@ from tokenlake.core.access import Touches, with_access
 from tokenlake.core.checks import Checks
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.disk import Disk
-from tokenlake.core.drain import Drain
-from tokenlake.core.explain import Explain, RecentRequest
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
-from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
-from tokenlake.core.misses import begin_tenant
 from tokenlake.core.orders import Orders
-from tokenlake.core.ownership import Ownership
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.drain import Drain
+from tokenlake.core.ownership.handover import Handover
+from tokenlake.core.ownership.owner import Ownership
+from tokenlake.core.ownership.ring_change import RingChange
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
-from tokenlake.core.refusals import Refusals
 from tokenlake.core.regions import Regions
-from tokenlake.core.ring_change import RingChange
+from tokenlake.core.report.explain import Explain, RecentRequest
+from tokenlake.core.report.misses import begin_tenant
+from tokenlake.core.report.refusals import Refusals
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.survey import Survey

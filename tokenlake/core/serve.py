@@ -21,9 +21,9 @@ from functools import partial
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import MAX_DEADLINE_S, OnArrival, Transfers, deadline_s
 from tokenlake.core.instructions import SendBulk
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.instructions import Located
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Process
 from tokenlake.identity import ConnectionId, NodeId, SegmentKey, TenantId

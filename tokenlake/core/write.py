@@ -1,19 +1,19 @@
 """Writes of local engines: prepare, then commit or abort.
 
 Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once, and
-this node owns them (`ownership`). Neither waits for the network.
+this node owns them (`ownership.owner`). Neither waits for the network.
 """
 
 from __future__ import annotations
 
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.grants import PIECE, Grants, Write
-from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer
-from tokenlake.core.ownership import Ownership
-from tokenlake.core.refusals import Refusals
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.handover import Handover
+from tokenlake.core.ownership.owner import Ownership
+from tokenlake.core.report.refusals import Refusals
 from tokenlake.core.sessions import Process, Session
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, WriteId

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from tokenlake.config import Tenant
-from tokenlake.core.explain import RecentRequest
+from tokenlake.core.report.explain import RecentRequest
 from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, NodeId, SegmentKey

@@ -11,7 +11,8 @@ import pytest
 
 from tests.core.scenes import calm, copies, kinds, match, placed, store
 from tests.sim.prompts import prompt
-from tokenlake.core import CoreConfig, NodeCore, directory_node, events, instructions
+from tokenlake.core import CoreConfig, NodeCore, events, instructions
+from tokenlake.core.ownership import directory_node
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment

@@ -13,7 +13,7 @@ from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import context, events
 from tokenlake.core.instructions import StartFetch
-from tokenlake.core.ownership import DUPLICATES
+from tokenlake.core.ownership.owner import DUPLICATES
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind

@@ -20,7 +20,7 @@ from tokenlake.core import events
 from tokenlake.core.fetch import FETCHED
 from tokenlake.core.grants import SHIPPED
 from tokenlake.core.match import ASKED, LOCAL
-from tokenlake.core.misses import GAPS, MISSED
+from tokenlake.core.report.misses import GAPS, MISSED
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import MissReason

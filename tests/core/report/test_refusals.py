@@ -6,8 +6,8 @@ import pytest
 
 from tests.core.scenes import calm, placed, prepare, store, tell
 from tests.sim.cluster import Cluster
-from tokenlake.core import refusals
-from tokenlake.core.refusals import FINAL_S, REFUSED, RETRIED
+from tokenlake.core.report import refusals
+from tokenlake.core.report.refusals import FINAL_S, REFUSED, RETRIED
 from tokenlake.metrics import Metric
 from tokenlake.wire import engine
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
-from tokenlake.core.misses import Away, only_other_layouts, reason_of
 from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.report.misses import Away, only_other_layouts, reason_of
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.removals import CACHED_RULE, Removal

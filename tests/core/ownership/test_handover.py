@@ -11,10 +11,10 @@ from tests.sim.arena import SHARDS, SLOTS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import handover
 from tokenlake.core.fetch import BackgroundLimit
-from tokenlake.core.handover import GRACE_S, HANDED_OVER
 from tokenlake.core.instructions import StartFetch
+from tokenlake.core.ownership import handover
+from tokenlake.core.ownership.handover import GRACE_S, HANDED_OVER
 from tokenlake.directory import Directory
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId

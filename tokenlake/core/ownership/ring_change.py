@@ -27,11 +27,11 @@ from __future__ import annotations
 import math
 
 from tokenlake.core.context import Context, ring_of
-from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.drain import Drain
-from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Note, ReadRing
-from tokenlake.core.ownership import Ownership
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.drain import Drain
+from tokenlake.core.ownership.handover import Handover
+from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.serve import Serving
 from tokenlake.metrics import Metric

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
-from tokenlake.core.ownership import Ownership
+from tokenlake.core.ownership.directory_node import DirectoryNode
+from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from tests.core.test_directory_node import MEMBERS, Node, keys_of
+from tests.core.ownership.test_directory_node import MEMBERS, Node, keys_of
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
-from tokenlake.core.drain import LEFT_BEHIND
-from tokenlake.core.handover import HANDED_OVER, MAX_TAKEN
-from tokenlake.core.ring_change import READ_S
+from tokenlake.core.ownership.drain import LEFT_BEHIND
+from tokenlake.core.ownership.handover import HANDED_OVER, MAX_TAKEN
+from tokenlake.core.ownership.ring_change import READ_S
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.ring import Ring

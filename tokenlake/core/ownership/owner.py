@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tokenlake.core.context import Context
-from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric

@@ -22,8 +22,8 @@ from collections import Counter, deque
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Drained, Note
+from tokenlake.core.ownership.handover import Handover
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId
 from tokenlake.metrics import Metric

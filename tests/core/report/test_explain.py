@@ -11,7 +11,7 @@ from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import explain
+from tokenlake.core.report import explain
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.removals import MAX_REMOVALS, Removal, RemovalLog

@@ -1,0 +1,1 @@
+"""Which node owns a segment: directory nodes, owners, and how segments change their owner."""
