@@ -682,7 +682,6 @@ class _Fetch:
     """One `Fetch` request of an engine: a range of items of a lease, and the items that have not arrived yet."""
 
     def __init__(self, process: Process, lease: Lease, request: engine.Fetch, now: float) -> None:
-        self.began = now
         self.process = process
         self.lease = lease
         self.request = request
@@ -691,8 +690,8 @@ class _Fetch:
         """Number of items that are requested from each node and have not come."""
         self.timer: Timer | None = None
         self.answered = False
-        self.began = self.until = 0.0
-        """Times in seconds of the request and of its deadline, while other nodes are asked."""
+        self.began = self.until = now
+        """Times in seconds of the request and of its deadline."""
         self.tried: dict[int, list[NodeId]] = {}
         """The nodes that did not bring an item, by index of the item; the first one is the node that leased it."""
         self.wrong: set[int] = set()
@@ -812,7 +811,6 @@ class LeaseReads:
         by_node = self._items_by_node(fetch)
         limit_s = self._limit_s(fetch, by_node)
         if by_node:
-            fetch.began = self._context.now
             fetch.until = self._context.now + limit_s
             fetch.timer = self._context.after(limit_s, lambda: self._answer(fetch))
         self._bring(fetch, by_node, limit_s)
