@@ -85,13 +85,11 @@ class Survey:
         question.awaited = len(asked)
         self._waiting += 1
         for node, its_keys in asked.items():
-            make = partial(self._lookup, tenant=tenant, keys=join_keys(its_keys))
+            ring = self._context.ring_version
+            make = partial(wire.Lookup, tenant=tenant, keys=join_keys(its_keys), ring=ring, lease=False)
             self._peers.call(node, make, limit_s, partial(self._heard, question, node, its_keys))
         if not asked:
             self._answer(question)
-
-    def _lookup(self, call: int, *, tenant: TenantId, keys: bytes) -> wire.Lookup:
-        return wire.Lookup(call, tenant, keys, ring=self._context.ring_version, lease=False)
 
     def _heard(self, question: _Question, node: NodeId, keys: Sequence[SegmentKey], reply: Reply | None) -> None:
         if isinstance(reply, wire.LookupReply):
