@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -123,12 +124,12 @@ class _Report(NamedTuple):
     """True if the receiver must not forward the report to another node."""
 
 
+@dataclass(eq=False, slots=True)
 class _Batch:
     """Reports that wait to be sent to one owner, and the keys of the segments of one tenant to which each applies."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.keys: dict[_Report, list[SegmentKey]] = {}
+    count: int = 0
+    keys: dict[_Report, list[SegmentKey]] = field(default_factory=dict)
 
 
 class Touches:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.events import DiskFound, DiskReady, DiskRecovered, DiskWritten
@@ -62,15 +63,12 @@ TOLD = 128
 """Segments on disk that are told to directory nodes at once, before other events are handled."""
 
 
-class _Write:
+class _Write(NamedTuple):
     """A write under way: its segments, each pinned, and their entries."""
 
-    __slots__ = ("entries", "segments", "slab")
-
-    def __init__(self, slab: Slab) -> None:
-        self.slab = slab
-        self.segments: list[Segment] = []
-        self.entries: list[int] = []
+    slab: Slab
+    segments: list[Segment]
+    entries: list[int]
 
 
 class Disk:
@@ -187,7 +185,7 @@ class Disk:
             name = slab.number, len(segment.checksums)
             batch = batches.get(name)
             if batch is None:
-                batch = batches[name] = _Write(slab)
+                batch = batches[name] = _Write(slab, [], [])
             self._context.store.pin(segment)
             batch.segments.append(segment)
             batch.entries.append(segment.disk)
@@ -353,10 +351,6 @@ class Disk:
         if redundant.keys:
             self._on_redundant(redundant)
         return bool(self._told)
-
-    def recovered(self, device: int) -> None:
-        """Everything on a device was found."""
-        self._tier.recovered(device)
 
     def gone(self, device: int) -> None:
         """A device cannot be used any more: what was on it counts as evicted."""

@@ -165,8 +165,6 @@ class _Found:
 
     def missing(self) -> list[int]:
         """Indices of the keys without a copy at this node, ascending."""
-        if not self.disk:
-            return [index for index, segment in enumerate(self.segments) if segment is None]
         disk = frozenset(self.disk)
         return [index for index, segment in enumerate(self.segments) if segment is None and index not in disk]
 

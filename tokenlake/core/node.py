@@ -169,7 +169,7 @@ class NodeCore:
             events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
             events.DiskReady: self._disk.ready,
             events.DiskFound: self._disk.found,
-            events.DiskRecovered: lambda e: self._disk.recovered(e.device),
+            events.DiskRecovered: lambda e: context.disk.recovered(e.device),
             events.DiskGone: lambda e: self._disk.gone(e.device),
             events.DiskWritten: self._disk.written,
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),

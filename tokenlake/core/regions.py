@@ -37,15 +37,13 @@ class Regions:
     def __init__(self, context: Context, sessions: Sessions) -> None:
         self._context = context
         self._sessions = sessions
-        self._demand: Demand | None = None
-        """The tenant and slot size that get the region that is being replaced."""
         self._draining: tuple[SlotPool, Demand, float] | None = None
         """The region that is being emptied bit by bit: (its pool, tenant and slot size that get its memory, time at
         which it began)."""
         self._passed: set[int] = set()
         """Regions that were chosen for `PATIENCE_S` and did not become empty."""
-        self._replacing: ReplaceRegion | None = None
-        """The instruction to replace a region that the driver is carrying out; None without one."""
+        self._replacing: tuple[int, Demand] | None = None
+        """The number of the new region that the driver is making, and the tenant and slot size that get it."""
         self._replaced = 0
 
     def look(self) -> None:
@@ -138,18 +136,19 @@ class Regions:
         if region is None:
             return
         fresh = self._context.config.regions + self._replaced
-        self._demand, self._replacing = demand, ReplaceRegion(region, fresh)
+        self._replacing = fresh, demand
         self._replaced += 1
-        self._context.emit(self._replacing)
+        self._context.emit(ReplaceRegion(region, fresh))
 
     def check_ready(self, region: int) -> None:
         """Raises `ValueError` for a region that no `ReplaceRegion` names. Changes nothing."""
-        if self._replacing is None or region != self._replacing.fresh:
+        if self._replacing is None or region != self._replacing[0]:
             raise ValueError(f"region {region} is ready, and no ReplaceRegion asked for it")
 
     def ready(self, region: int) -> None:
         """The driver has made the new region: give it to the tenant for which it was made, and look for the next region
         to replace."""
-        demand, self._demand, self._replacing = self._demand, None, None
-        self._context.store.add_spare(region, demand)
+        assert self._replacing is not None
+        self._context.store.add_spare(region, self._replacing[1])
+        self._replacing = None
         self.look()

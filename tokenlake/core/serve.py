@@ -212,8 +212,8 @@ class _Send(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _ReadBack:
-    """A pull of another node, of segments some of which are on disk. It pins those that are in memory."""
+class _Pull:
+    """A pull of another node. If some of its segments are on disk, it pins those that are in memory until all are."""
 
     stream: int
     node: NodeId
@@ -234,9 +234,9 @@ class Serving:
         self._peers = peers
         self._directory_node = directory_node
         self._transfers = transfers
-        self._reads: dict[_ReadBack, None] = {}
+        self._reads: dict[_Pull, None] = {}
         """The pulls whose segments are being read from disk."""
-        self._reading: dict[int, _ReadBack] = {}
+        self._reading: dict[int, _Pull] = {}
         """Those of them that are still to be sent, by bulk connection."""
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
@@ -277,22 +277,10 @@ class Serving:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []
         lease = self._grant(node, leased) if leased else LeaseId(0)
         disk_s = self._keep_on_disk(disk) if disk and message.lease and not verdict.deferred else 0.0
-        vacancy, load = self._context.vacancy(), self._context.load()
-        known, last_access, age_s = self._deepest(tenant, keys, found, disk)
-        redirect = verdict.redirect or ""
+        vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
+        known, redirect = self._deepest(tenant, keys, found, disk), verdict.redirect or ""
         return wire.LookupReply(
-            message.call,
-            lease,
-            bytes(codes),
-            tuple(nodes),
-            vacancy,
-            load,
-            known,
-            last_access,
-            age_s,
-            redirect,
-            self._context.ring_version,
-            disk_s,
+            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, *known, redirect, ring, disk_s
         )
 
     def _keep_on_disk(self, entries: Mapping[int, int]) -> float:
@@ -470,14 +458,14 @@ class Serving:
         codes of the others are LOST. Segments on disk are read back first. `background`: no engine of `node` waits for
         them. A node that reads slowly is sent no further segments while those under way to it are as many as all other
         nodes together may lease."""
-        found = self._context.ready(tenant, keys)
+        pull, found = _Pull(stream, node, tenant, keys, background), self._context.ready(tenant, keys)
         disk = self._context.on_disk(tenant, keys, found)
         if disk:
-            self._read_back(_ReadBack(stream, node, tenant, keys, background), found, disk)
+            self._read_back(pull, found, disk)
         else:
-            self._pull(stream, node, tenant, keys, background)
+            self._send(pull, found)
 
-    def _read_back(self, pull: _ReadBack, found: Sequence[Segment | None], entries: Mapping[int, int]) -> None:
+    def _read_back(self, pull: _Pull, found: Sequence[Segment | None], entries: Mapping[int, int]) -> None:
         """Read segments from disk, and then send them with those in memory, which are pinned meanwhile. The bulk
         connection may end before: then nothing is sent."""
         tier, here = self._context.disk, self._context.node
@@ -496,7 +484,7 @@ class Serving:
                 here, pull.tenant, wanted, kind=Kind.CACHED, slot_bytes=slot_bytes, shards=shards, wait_s=wait_s
             )
 
-    def _read(self, pull: _ReadBack, segment: Segment | None, code: Code) -> None:
+    def _read(self, pull: _Pull, segment: Segment | None, code: Code) -> None:
         """A segment of a pull was read from disk, or was not (None)."""
         pull.awaited -= 1
         if segment is not None:
@@ -506,11 +494,11 @@ class Serving:
         del self._reads[pull]
         if self._reading.get(pull.stream) is pull:
             del self._reading[pull.stream]
-            self._pull(pull.stream, pull.node, pull.tenant, pull.keys, pull.background)
+            self._send(pull, self._context.ready(pull.tenant, pull.keys))
         self._context.store.unpin(*pull.segments)
 
-    def _pull(self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], background: bool) -> None:
-        found = self._context.ready(tenant, keys)
+    def _send(self, pull: _Pull, found: Sequence[Segment | None]) -> None:
+        node = pull.node
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
@@ -523,17 +511,17 @@ class Serving:
         for index in itertools.islice(having, len(sent)):
             codes[index] = Code.LOCAL
         self._context.store.pin(*sent)
-        self._sends[stream] = _Send(node, sent, background)
+        self._sends[pull.stream] = _Send(node, sent, pull.background)
         self._sending[node] += len(sent)
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
-        if not background:
+        if not pull.background:
             self._context.counters.add(SENT_TO_READERS, len(sent))
             self._context.sends(len(sent) * slot_bytes)
             self._fan_out.began(node, sent)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
-        self._context.emit(SendBulk(stream, slot_bytes, bytes(codes), slots, checksums))
+        self._context.emit(SendBulk(pull.stream, slot_bytes, bytes(codes), slots, checksums))
 
     def sent(self, stream: int) -> None:
         """Handle the end of a send on the bulk connection `stream`: release its pins."""

@@ -109,9 +109,8 @@ class Handover:
             return
         segments = [segment for segment in segments if segment.owned]
         node = self._emptiest() if segments else None
-        if node is None:
-            return
-        self.offer(node, segments, lambda: None)
+        if node is not None:
+            self.offer(node, segments, lambda: None)
 
     def offer(self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None]) -> None:
         """Offer READY primary copies of one pool, in prompt order, to `node`. `done` is called once, when the offer is
@@ -156,16 +155,13 @@ class Handover:
     ) -> None:
         self._offers -= 1
         if isinstance(reply, wire.OfferReply) and len(reply.codes) == len(segments):
-            self._handed_over(node, segments, reply)
+            # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
+            for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
+                if code == Code.COMMITTED and segment.owned:
+                    segment.source = node
+                    self._context.store.become(segment, Kind.CACHED, self._context.now)
+                    self._context.counters.add(HANDED_OVER)
         done()
-
-    def _handed_over(self, node: NodeId, segments: Sequence[Segment], reply: wire.OfferReply) -> None:
-        # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
-        for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
-            if code == Code.COMMITTED and segment.owned:
-                segment.source = node
-                self._context.store.become(segment, Kind.CACHED, self._context.now)
-                self._context.counters.add(HANDED_OVER)
 
     # -- offers taken
 

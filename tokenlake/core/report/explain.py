@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -50,63 +51,49 @@ Count = tuple[MissReason, str, int]
 """How many segments were missed for one reason: (reason, detail for the user, number of segments)."""
 
 
+@dataclass(eq=False, slots=True)
 class Trail:
     """The record of one named request, from its newest match on. Counts are in segments, except `tokens`. Every match
     of a named request makes a trail, so a new one takes little memory."""
 
-    __slots__ = (
-        "at",
-        "beyond",
-        "disks",
-        "elsewhere",
-        "fetch_s",
-        "fetched",
-        "first",
-        "hits",
-        "lost",
-        "match_s",
-        "missing",
-        "name",
-        "refused",
-        "segment_tokens",
-        "silent",
-        "slot_bytes",
-        "tokens",
-        "unconnected",
-        "useful",
-    )
+    at: float
+    request: InitVar[engine.Match]
+    segment_tokens: int
+    slot_bytes: int
+    name: str = field(init=False)
+    tokens: int = field(init=False)
+    """Number of tokens of the prompt; 0 if the engine did not give it. That of independent keys is not compared with
+    the tokens of their segments: several of them may stand for the same tokens."""
+    first: bytes = field(init=False)
+    """Key of the first segment of the prompt."""
+    match_s: float = 0.0
+    fetch_s: float = 0.0
+    """Seconds until the match was answered, and those of its slowest fetch."""
+    hits: int = 0
+    beyond: bytes = b""
+    """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
+    missing: list[SegmentKey] = field(default_factory=list)
+    """Keys of the prompt's segments that no node had (code MISSING), at most the first `MAX_MISSING`. `Explain` asks
+    directory nodes how these segments left the pool."""
+    elsewhere: dict[NodeId, int] = field(default_factory=dict)
+    """Number of hits of the match that are leased at each other node."""
+    disks: dict[NodeId, str] = field(default_factory=dict)
+    """How the explanation names each node that has hits of the match on its disk."""
+    silent: dict[NodeId, None] = field(default_factory=dict)
+    """Nodes that did not answer the match or a fetch within the deadline."""
+    unconnected: frozenset[NodeId] = frozenset()
+    """Those silent nodes that were not connected when they were needed."""
+    fetched: int = 0
+    useful: int = 0
+    lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
+    """Number of hits that were not used, by (reason, detail)."""
+    refused: Code | None = None
+    """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
 
-    def __init__(self, at: float, request: engine.Match, segment_tokens: int, slot_bytes: int) -> None:
-        self.at = at
+    def __post_init__(self, request: engine.Match) -> None:
         self.name = request.request
         self.tokens = 0 if request.independent else request.tokens
-        """Number of tokens of the prompt; 0 if the engine did not give it. That of independent keys is not compared
-        with the tokens of their segments: several of them may stand for the same tokens."""
-        self.segment_tokens = segment_tokens
-        self.slot_bytes = slot_bytes
         self.first = request.keys[:KEY_BYTES]
-        """Key of the first segment of the prompt."""
-        self.match_s = self.fetch_s = 0.0
-        """Seconds until the match was answered, and those of its slowest fetch."""
-        self.hits = 0
-        self.beyond = b""
-        """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
-        self.missing: list[SegmentKey] = []
-        """Keys of the prompt's segments that no node had (code MISSING), at most the first
-        `MAX_MISSING`. `Explain` asks directory nodes how these segments left the pool."""
-        self.elsewhere: dict[NodeId, int] = {}
-        """Number of hits of the match that are leased at each other node."""
-        self.disks: dict[NodeId, str] = {}
-        """How the explanation names each node that has hits of the match on its disk."""
-        self.silent: dict[NodeId, None] = {}
-        """Nodes that did not answer the match or a fetch within the deadline."""
-        self.unconnected: frozenset[NodeId] = frozenset()
-        """Those silent nodes that were not connected when they were needed."""
-        self.fetched = self.useful = 0
-        self.lost: dict[tuple[MissReason, str], int] = {}
-        """Number of hits that were not used, by (reason, detail)."""
-        self.refused: Code | None = None
-        """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
 
     @property
     def keys(self) -> int:

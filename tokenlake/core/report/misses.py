@@ -7,6 +7,8 @@ match's own lookups must be enough.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId, TenantId
 from tokenlake.metrics import Counters, Metric
@@ -51,16 +53,13 @@ _NEVER_STORED, _OTHER_LAYOUT, _EVICTED = MissReason.NEVER_STORED, MissReason.OTH
 _NOT_KNOWN = MissReason.UNKNOWN
 
 
-class Away:
+class Away(NamedTuple):
     """The nodes because of which a match does not know where segments are."""
 
-    __slots__ = ("silent", "unconnected")
-
-    def __init__(self, silent: dict[NodeId, None], unconnected: frozenset[NodeId]) -> None:
-        self.silent = silent
-        """Nodes that did not answer in time, those in `unconnected` included."""
-        self.unconnected = unconnected
-        """Those of them that were not connected."""
+    silent: dict[NodeId, None]
+    """Nodes that did not answer in time, those in `unconnected` included."""
+    unconnected: frozenset[NodeId]
+    """Those of them that were not connected."""
 
     @property
     def reason(self) -> MissReason:

@@ -78,10 +78,7 @@ class Refusals:
     def _wait(self, seconds: float) -> None:
         if not self._waiting:
             self._waiting = True
-            self._context.after(seconds, self._begin)
-
-    def _begin(self) -> None:
-        self._context.in_slices(self._settle)
+            self._context.after(seconds, lambda: self._context.in_slices(self._settle))
 
     def _settle(self) -> bool:
         """Count the refusals that are final by now. Returns True if more may be left."""
