@@ -276,7 +276,9 @@ class Serving:
         if verdict.deferred:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []
         lease = self._grant(node, leased) if leased else LeaseId(0)
-        disk_s = self._keep_on_disk(disk) if disk and message.lease and not verdict.deferred else 0.0
+        read = disk if not verdict.deferred else {}
+        disk_s = self._read_s(read, keep=message.lease) if read else 0.0
+        on_disk = bytes(index in read for index in range(len(keys))) if read else b""
         vacancy, load = self._context.vacancy(), self._context.load()
         known, last_access, age_s = self._deepest(tenant, keys, found, disk)
         redirect = verdict.redirect or ""
@@ -293,6 +295,7 @@ class Serving:
             redirect,
             self._context.ring_version,
             disk_s,
+            on_disk,
         )
 
     def _on_disk(self, tenant: TenantId, keys: list[SegmentKey], found: Sequence[Segment | None]) -> dict[int, int]:
@@ -303,11 +306,11 @@ class Serving:
         absent = (index for index, segment in enumerate(found) if segment is None)
         return {index: entry for index in absent if (entry := disk.find(tenant, keys[index])) >= 0}
 
-    def _keep_on_disk(self, entries: Mapping[int, int]) -> float:
-        """Keep segments on disk until a reader has had time to fetch them. Returns the seconds that reading them
-        takes."""
+    def _read_s(self, entries: Mapping[int, int], *, keep: bool) -> float:
+        """Returns the seconds that reading segments on disk takes. `keep`: keep them there until a reader has had time
+        to fetch them."""
         disk, until = self._context.disk, self._context.now + self._context.config.peer_lease_s
-        for entry in entries.values():
+        for entry in entries.values() if keep else ():
             disk.hold(entry, until)
         nbytes = sum(disk.slab(entry).slot_bytes for entry in entries.values())
         return min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
