@@ -20,7 +20,6 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store import Segment, State
 from tokenlake.wire import peer as wire
-from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
@@ -60,7 +59,7 @@ def access_of_match(
     deepest = segments[index] if index >= 0 else None
     known: list[KnownAccess] = []
     if deepest is not None:
-        age_s = min(MAX_SECONDS, max(0.0, context.now - deepest.touched))
+        age_s = context.since(deepest.touched)
         if index == len(segments) - 1:
             # The usual case: this node has the last segment of the prompt, so no other node knows a deeper one.
             return AccessRecord.after(deepest.hints.access, age_s, len(segments), hits, len(segments))
@@ -189,30 +188,17 @@ class Touches:
             self._on_read(owned)
         elif message.hints is not None:
             self._context.store.hint(owned, message.hints, self._context.now)
-        on_disk = self._touch_on_disk(tenant, keys, found, message) if self._context.disk else frozenset()
+        on_disk = self._context.on_disk(tenant, keys, found)
+        # A report may name a segment twice.
+        for entry in dict.fromkeys(on_disk.values()) if message.used else ():
+            self._context.disk.touch(entry, message.hints, self._context.now)
         if not message.relayed:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)
-            pairs = zip(keys, found, strict=True)
-            absent = [key for key, segment in pairs if segment is None and key not in on_disk]
+            absent = [keys[at] for at, segment in enumerate(found) if segment is None and at not in on_disk]
             unknown = self._relay(tenant, absent, report)
             if unknown:
                 self._peers.tell(node, wire.Evicted(tenant, join_keys(unknown)))
-
-    def _touch_on_disk(
-        self, tenant: TenantId, keys: list[SegmentKey], found: Sequence[Segment | None], message: wire.Touched
-    ) -> frozenset[SegmentKey]:
-        """Count a report for those segments that are on disk and not in memory. Returns their keys."""
-        disk = self._context.disk
-        entries = {
-            key: entry
-            for key, segment in zip(keys, found, strict=True)
-            if segment is None and (entry := disk.find(tenant, key)) >= 0
-        }
-        if message.used:
-            for entry in entries.values():
-                disk.touch(entry, message.hints, self._context.now)
-        return frozenset(entries)
 
     def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> list[SegmentKey]:
         """Queue a report about segments that this node lacks, for the owners that its directory records. Returns the

@@ -60,10 +60,7 @@ class Checks:
         self._context = context
         self._sessions = sessions
         self._peers = peers
-        self._transfers = transfers
         self._serving = serving
-        self._regions = regions
-        self._learned = learned
         self._disk = disk
         self._events: dict[type, Callable[[Any], None]] = {
             events.Joined: self._joined,
@@ -73,13 +70,13 @@ class Checks:
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums, e.held),
-            events.FetchSettled: lambda e: self._transfers.check_settled(e.fetch),
+            events.FetchDone: lambda e: transfers.check_done(e.fetch, e.codes, e.checksums, e.held),
+            events.FetchSettled: lambda e: transfers.check_settled(e.fetch),
             events.PullRequested: self._pull_requested,
             events.SendDone: _any,
             events.SlotChecked: _any,
-            events.RegionReady: lambda e: self._regions.check_ready(e.region),
-            events.StatisticsLoaded: lambda e: self._learned.check(e.data),
+            events.RegionReady: lambda e: regions.check_ready(e.region),
+            events.StatisticsLoaded: lambda e: learned.check(e.data),
             events.RingChanged: _any,
             events.LocateRequested: lambda e: _packed(e, MAX_LOCATED),
             events.HintGiven: lambda e: _packed(e, MAX_LOCATED),
@@ -93,10 +90,10 @@ class Checks:
             events.Tick: _any,
         }
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
-            peer.Pong: lambda node, m: self._reply(node, m, 0),
-            peer.LookupReply: self._lookup_reply,
-            peer.OfferReply: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.ExplainMissingReply: lambda node, m: self._reply(node, m, len(m.rules)),
+            peer.Pong: lambda node, m: peers.check_reply(node, m, 0),
+            peer.LookupReply: lambda node, m: peers.check_reply(node, m, len(m.codes)),
+            peer.OfferReply: lambda node, m: peers.check_reply(node, m, len(m.codes)),
+            peer.ExplainMissingReply: lambda node, m: peers.check_reply(node, m, len(m.rules)),
         }
 
     def check(self, event: events.Event, now: float) -> None:
@@ -137,8 +134,14 @@ class Checks:
             raise ValueError(f"an ExplainRequested carries a {type(event.message).__name__}")
 
     def _found(self, event: events.DiskFound) -> None:
+        """Raise `ValueError` for a `DiskFound` whose parts are of different lengths, or that is too long."""
         self._disk.check_device(event)
-        _check_found(event)
+        count = len(event.keys) // KEY_BYTES
+        whole = count * KEY_BYTES, count * PLACE_BYTES, count * NOTE_BYTES
+        if (len(event.keys), len(event.places), len(event.notes)) != whole or count > events.MAX_FOUND:
+            raise ValueError(f"a DiskFound with {count} keys, and places or notes of another number")
+        if not (1 <= event.slot_bytes <= MAX_SEGMENT_BYTES and 1 <= event.shards <= MAX_SHARDS):
+            raise ValueError(f"a DiskFound of segments of {event.slot_bytes} bytes in {event.shards} shards")
 
     # -- peers
 
@@ -153,14 +156,6 @@ class Checks:
         check = self._messages.get(type(message))
         if check is not None:
             check(NodeId(event.node), message)
-
-    def _reply(self, node: NodeId, message: Any, count: int) -> None:
-        """Raise `ValueError` for a reply whose number of entries differs from the number of keys of the call that it
-        answers."""
-        self._peers.check_reply(node, message, count)
-
-    def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
-        self._reply(node, message, len(message.codes))
 
     def _pull_requested(self, event: events.PullRequested) -> None:
         self._peer(event.node)
@@ -187,16 +182,6 @@ def _save(event: events.SaveRequested) -> None:
     """Raise `ValueError` for a limit that is no time."""
     if not 0 <= event.limit_s < math.inf:
         raise ValueError(f"a SaveRequested with a limit of {event.limit_s} s")
-
-
-def _check_found(event: events.DiskFound) -> None:
-    """Raise `ValueError` for a `DiskFound` whose parts are of different lengths, or that is too long."""
-    count = len(event.keys) // KEY_BYTES
-    whole = count * KEY_BYTES, count * PLACE_BYTES, count * NOTE_BYTES
-    if (len(event.keys), len(event.places), len(event.notes)) != whole or count > events.MAX_FOUND:
-        raise ValueError(f"a DiskFound with {count} keys, and places or notes of another number")
-    if not (1 <= event.slot_bytes <= MAX_SEGMENT_BYTES and 1 <= event.shards <= MAX_SHARDS):
-        raise ValueError(f"a DiskFound of segments of {event.slot_bytes} bytes in {event.shards} shards")
 
 
 def _packed(event: Any, most: int) -> None:

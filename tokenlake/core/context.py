@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -195,3 +195,10 @@ class Context:
         ready = State.READY
         found = map(self.store.index(tenant).get, keys)
         return [segment if segment is not None and segment.state is ready else None for segment in found]
+
+    def on_disk(self, tenant: TenantId, keys: Sequence[SegmentKey], found: Sequence[Segment | None]) -> dict[int, int]:
+        """Returns the entry of each segment that is on a device of this node and not in memory, by index of its key,
+        ascending. `found`: the result of `ready` for the keys."""
+        find = self.disk.find
+        absent = (at for at, segment in enumerate(found) if segment is None) if self.disk and None in found else ()
+        return {at: entry for at in absent if (entry := find(tenant, keys[at])) >= 0}

@@ -395,7 +395,6 @@ class Transfers:
                     b"".join(segment.packed for segment in read.segments),
                     pack_places(places),
                     read.request,
-                    background=read.background,
                 )
             )
 
@@ -518,19 +517,14 @@ class Transfers:
 
     def _abort(self, fetch: int) -> None:
         transfer = self._under_way[fetch]
+        self._context.emit(AbortFetch(fetch))
         if not transfer.segments:
-            self._context.emit(AbortFetch(fetch))
             return
         self._context.counters.add(ABORTED)
-        if transfer.device is not None:
-            transfer.aborted = True
-            self._context.emit(AbortFetch(fetch))
-            self._note(transfer, "missed its deadline")
-            return
-        self._peers.silent_since(transfer.node, transfer.started_at)
-        nbytes = sum(segment.slot_bytes for segment in transfer.segments)
-        self._peers.missed(transfer.node, nbytes, self._context.now - transfer.started_at)
-        self._context.emit(AbortFetch(fetch))
+        transfer.aborted = True
+        if transfer.device is None:
+            self._peers.silent_since(transfer.node, transfer.started_at)
+            self._peers.missed(transfer.node, transfer.nbytes, self._context.now - transfer.started_at)
         self._note(transfer, "missed its deadline")
 
     def _note(self, transfer: Transfer, event: str) -> None:
@@ -584,14 +578,13 @@ class Transfers:
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
-        if transfer.device is None:
-            self._limit.ended(background=transfer.background)
         store = self._context.store
-        size = len(checksums) // max(1, len(codes))
-        arrived = [s for s, code in zip(transfer.segments, codes, strict=True) if code == Code.LOCAL]
+        size = len(checksums) // len(codes)
+        arrived: list[Segment] = []
         for index, segment in enumerate(transfer.segments):
             if codes[index] == Code.LOCAL:
                 store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
+                arrived.append(segment)
             else:
                 if held and held[index]:
                     self._held.setdefault(fetch, []).append(segment)
@@ -600,17 +593,9 @@ class Transfers:
                 store.discard(segment, self._context.now)
         if transfer.device is not None:
             self._read_ended(transfer, codes)
-        elif Code.BAD_CHECKSUM in codes:
-            corrupt = [s.key for s, code in zip(transfer.segments, codes, strict=True) if code == Code.BAD_CHECKSUM]
-            self._report_corrupt(transfer, corrupt)
-        store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
-        nbytes = sum(segment.slot_bytes for segment in arrived)
-        if transfer.device is None:
-            self._context.counters.add(ARRIVED, len(arrived))
-            self._context.counters.add(ARRIVED_BYTES, nbytes)
-        if arrived and transfer.device is None and not transfer.disk_s:
-            # The rate of a node that reads from its disk first is not that of the network.
-            self._peers.measured(transfer.node, nbytes, self._context.now - transfer.started_at)
+        else:
+            self._received(transfer, codes, len(arrived) * transfer.slot_bytes)
+        store.touch(arrived, self._context.now)
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
         outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
         self._settling[fetch] = outcomes
@@ -639,9 +624,19 @@ class Transfers:
         del self._settling[fetch]
         return False
 
-    def _report_corrupt(self, transfer: Transfer, keys: list[SegmentKey]) -> None:
-        """Tell the sender which segments arrived with wrong bytes: it checks its copies, and drops those that were
-        wrong before they were sent."""
+    def _received(self, transfer: Transfer, codes: bytes, nbytes: int) -> None:
+        """A transfer from another node has ended, by which `nbytes` came in whole segments. Tells the sender which
+        segments arrived with wrong bytes: it checks its copies, and drops those that were wrong before they were
+        sent."""
+        self._limit.ended(background=transfer.background)
+        self._context.counters.add(ARRIVED, codes.count(Code.LOCAL))
+        self._context.counters.add(ARRIVED_BYTES, nbytes)
+        if nbytes and not transfer.disk_s:
+            # The rate of a node that reads from its disk first is not that of the network.
+            self._peers.measured(transfer.node, nbytes, self._context.now - transfer.started_at)
+        keys = [s.key for s, code in zip(transfer.segments, codes, strict=True) if code == Code.BAD_CHECKSUM]
+        if not keys:
+            return
         self._context.counters.add(CORRUPT, len(keys))
         self._note(transfer, f"{len(keys)} arrived with a wrong checksum")
         for key in keys:
@@ -682,7 +677,6 @@ class _Fetch:
     """One `Fetch` request of an engine: a range of items of a lease, and the items that have not arrived yet."""
 
     def __init__(self, process: Process, lease: Lease, request: engine.Fetch, now: float) -> None:
-        self.began = now
         self.process = process
         self.lease = lease
         self.request = request
@@ -691,8 +685,8 @@ class _Fetch:
         """Number of items that are requested from each node and have not come."""
         self.timer: Timer | None = None
         self.answered = False
-        self.began = self.until = 0.0
-        """Times in seconds of the request and of its deadline, while other nodes are asked."""
+        self.began = self.until = now
+        """Times in seconds of the request and of its deadline."""
         self.tried: dict[int, list[NodeId]] = {}
         """The nodes that did not bring an item, by index of the item; the first one is the node that leased it."""
         self.wrong: set[int] = set()
@@ -748,24 +742,22 @@ class LeaseReads:
         """Answer with the node of each segment of a lease, from the first on; the answer ends before the first lost
         segment."""
         lease = process.session.leases.get(LeaseId(request.lease))
-        nodes: dict[NodeId, int] = {}
-        owners = bytearray()
-        readable = lease.readable(0, len(lease.keys)) if lease is not None else []
-        for segment, remote in zip(readable, lease.remotes, strict=True) if lease is not None else ():
+        if lease is None:
+            self._context.emit(Answer(process.connection, engine.Located(request.id, (), b"")))
+            return
+        here, nodes, owners = self._context.node, dict[NodeId, int](), bytearray()
+        for segment, remote in zip(lease.readable(0, len(lease.keys)), lease.remotes, strict=True):
             if segment is not None:
                 owners.append(engine.HERE)
             elif remote is not None and (remote in nodes or len(nodes) < engine.HERE):
                 owners.append(nodes.setdefault(remote, len(nodes)))
             else:
                 break
-        disk_s: tuple[float, ...] = ()
-        if lease is not None:
-            times = dict(lease.disk_s)
-            on_disk = owners.count(nodes[self._context.node]) if self._context.node in nodes else 0
-            if on_disk:
-                nbytes = on_disk * process.session.slot_bytes
-                times[self._context.node] = min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
-            disk_s = tuple(times.get(node, 0.0) for node in nodes)
+        times = dict(lease.disk_s)
+        if here in nodes:
+            nbytes = owners.count(nodes[here]) * process.session.slot_bytes
+            times[here] = min(MAX_SECONDS, self._transfers.predict_s(here, nbytes))
+        disk_s = tuple(times.get(node, 0.0) for node in nodes)
         located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
         self._context.emit(Answer(process.connection, located))
 
@@ -812,7 +804,6 @@ class LeaseReads:
         by_node = self._items_by_node(fetch)
         limit_s = self._limit_s(fetch, by_node)
         if by_node:
-            fetch.began = self._context.now
             fetch.until = self._context.now + limit_s
             fetch.timer = self._context.after(limit_s, lambda: self._answer(fetch))
         self._bring(fetch, by_node, limit_s)

@@ -177,8 +177,6 @@ class DiskRead(_Instruction, frozen=True, tag=16):
     places: bytes
     request: str = ""
     """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
-    background: bool = False
-    """True if no engine waits for the segments."""
 
 
 class DiskForget(_Instruction, frozen=True, tag=17):

@@ -303,32 +303,19 @@ class Matches:
         self._context.counters.add(MATCHES)
         segments = self._context.ready(process.session.tenant, keys)
         here = [segment for segment in segments if segment is not None]
-        disk = self._on_disk(process, keys, segments) if len(here) < len(keys) else []
+        tier, size = self._context.disk, process.session.slot_bytes
+        entries = self._context.on_disk(process.session.tenant, keys, segments)
+        disk = [index for index, entry in entries.items() if tier.slab(entry).slot_bytes == size]
         match = _Match(process, request, keys, _Found(segments, self._context.node, disk), self._context.now)
         self._under_way[match] = None
         self._context.store.pin(*here)
         if disk:
-            access, age_s = self._context.disk.last_access(
-                self._context.disk.find(process.session.tenant, keys[disk[-1]]), self._context.now
-            )
+            access, age_s = tier.last_access(entries[disk[-1]], self._context.now)
             match.found.accesses.append((disk[-1], access, age_s))
         if len(here) + len(disk) < len(keys):
             self._search(match)
         else:
             self._finish(match)
-
-    def _on_disk(self, process: Process, keys: list[SegmentKey], segments: list[Segment | None]) -> list[int]:
-        """Returns the indices of the keys whose segments are not in memory but on a device of this node."""
-        disk, tenant, size = self._context.disk, process.session.tenant, process.session.slot_bytes
-        if not disk:
-            return []
-        return [
-            index
-            for index, segment in enumerate(segments)
-            if segment is None
-            and (entry := disk.find(tenant, keys[index])) >= 0
-            and disk.slab(entry).slot_bytes == size
-        ]
 
     def _search(self, match: _Match) -> None:
         request, now = match.request, self._context.now

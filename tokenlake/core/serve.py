@@ -258,7 +258,7 @@ class Serving:
         directory."""
         tenant, keys = TenantId(message.tenant), split_keys(message.keys)
         found = self._context.ready(tenant, keys)
-        disk = self._on_disk(tenant, keys, found) if None in found else {}
+        disk = self._context.on_disk(tenant, keys, found)
         codes = bytearray([_LOCAL]) * len(keys)
         nodes = self._ask_directory(tenant, keys, found, disk, codes, message.ring[0]) if None in found else []
         if message.claim_s:
@@ -297,14 +297,6 @@ class Serving:
             disk_s,
             on_disk,
         )
-
-    def _on_disk(self, tenant: TenantId, keys: list[SegmentKey], found: Sequence[Segment | None]) -> dict[int, int]:
-        """Returns the entry of each segment that is on a device and not in memory, by index of its key."""
-        disk = self._context.disk
-        if not disk:
-            return {}
-        absent = (index for index, segment in enumerate(found) if segment is None)
-        return {index: entry for index in absent if (entry := disk.find(tenant, keys[index])) >= 0}
 
     def _read_s(self, entries: Mapping[int, int], *, keep: bool) -> float:
         """Returns the seconds that reading segments on disk takes. `keep`: keep them there until a reader has had time
@@ -482,7 +474,7 @@ class Serving:
         them. A node that reads slowly is sent no further segments while those under way to it are as many as all other
         nodes together may lease."""
         found = self._context.ready(tenant, keys)
-        disk = self._on_disk(tenant, keys, found) if None in found else {}
+        disk = self._context.on_disk(tenant, keys, found)
         if disk:
             self._read_back(_ReadBack(stream, node, tenant, keys, background), found, disk)
         else:
@@ -529,12 +521,10 @@ class Serving:
         if sent:
             limit = max(1, int(PEER_LEASE_SHARE * self._context.store.capacity(sent[0].pool)))
             del sent[max(0, limit - self._sending[node]) :]
-        left = len(sent)
         codes = bytearray([Code.LOST]) * len(found)
-        for index, segment in enumerate(found):
-            if left and segment is not None:
-                codes[index] = Code.LOCAL
-                left -= 1
+        having = (index for index, segment in enumerate(found) if segment is not None)
+        for index in itertools.islice(having, len(sent)):
+            codes[index] = Code.LOCAL
         self._context.store.pin(*sent)
         self._sends[stream] = _Send(node, sent, background)
         self._sending[node] += len(sent)

@@ -131,13 +131,11 @@ class Survey:
                 then(question)
 
         for node, keys in asked.items():
-            make = partial(self._lookup, tenant=question.tenant, keys=join_keys(keys))
+            ring = self._context.ring_version
+            make = partial(wire.Lookup, tenant=question.tenant, keys=join_keys(keys), ring=ring, lease=False)
             self._peers.call(node, make, limit_s, partial(took, node, keys))
         if not asked:
             then(question)
-
-    def _lookup(self, call: int, *, tenant: TenantId, keys: bytes) -> wire.Lookup:
-        return wire.Lookup(call, tenant, keys, ring=self._context.ring_version, lease=False)
 
     def _heard_where(self, question: _Question, node: NodeId, keys: list[SegmentKey], reply: wire.LookupReply) -> None:
         owners = iter(reply.nodes)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from tokenlake.core.context import Context
 from tokenlake.core.ownership.directory_node import DirectoryNode
@@ -109,31 +110,26 @@ class Wait:
             self.until -= surplus_s
 
 
+@dataclass(eq=False, slots=True)
 class _Waiter:
     """One match that waits."""
 
-    __slots__ = ("poll", "resume", "sound", "timer", "wait")
-
-    def __init__(self, wait: Wait, poll: _Poll, sound: Callable[[], bool], resume: Callable[[Code], None]) -> None:
-        self.wait = wait
-        self.poll = poll
-        self.sound = sound
-        self.resume = resume
-        self.timer: Timer | None = None
-        """The end of the wait."""
+    wait: Wait
+    sound: Callable[[], bool]
+    resume: Callable[[Code], None]
+    timer: Timer | None = None
+    """The end of the wait."""
 
 
+@dataclass(eq=False, slots=True)
 class _Poll:
     """The matches of one tenant that wait for the same segment, and the next question to its directory node."""
 
-    __slots__ = ("directory_node", "key", "pause_s", "tenant", "waiters")
-
-    def __init__(self, tenant: TenantId, key: SegmentKey) -> None:
-        self.tenant = tenant
-        self.key = key
-        self.directory_node = NodeId("")
-        self.pause_s = FIRST_PAUSE_S
-        self.waiters: dict[_Waiter, None] = {}
+    tenant: TenantId
+    key: SegmentKey
+    directory_node: NodeId
+    pause_s: float
+    waiters: dict[_Waiter, None] = field(default_factory=dict)
 
 
 class WaitingMatches:
@@ -199,14 +195,13 @@ class WaitingMatches:
         polls = self._polls.setdefault(tenant, {})
         poll = polls.get(key)
         if poll is None:
-            poll = polls[key] = _Poll(tenant, key)
-            poll.pause_s = wait.pause_s
+            poll = polls[key] = _Poll(tenant, key, directory_node, wait.pause_s)
             self._poll_later(poll)
         poll.directory_node = directory_node
         wait.pause_s = min(MAX_PAUSE_S, 2 * wait.pause_s)
-        waiter = _Waiter(wait, poll, sound, resume)
+        waiter = _Waiter(wait, sound, resume)
         poll.waiters[waiter] = None
-        waiter.timer = self._context.timers.at(wait.until, lambda: self._wake(waiter, Code.UNKNOWN))
+        waiter.timer = self._context.timers.at(wait.until, lambda: self._wake(poll, (waiter,), Code.UNKNOWN))
         self._waiting[tenant] += 1
 
     def arrived(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> None:
@@ -214,7 +209,7 @@ class WaitingMatches:
         polls = self._polls.get(tenant)
         for key in keys if polls else ():
             if polls and key in polls:
-                self._wake_all(polls[key], Code.LOCAL)
+                self._wake(polls[key], polls[key].waiters, Code.LOCAL)
 
     # -- polls
 
@@ -225,8 +220,7 @@ class WaitingMatches:
         poll.pause_s = min(MAX_PAUSE_S, 2 * poll.pause_s)
 
     def _ask(self, poll: _Poll) -> None:
-        for waiter in [waiter for waiter in poll.waiters if not waiter.sound()]:
-            self._wake(waiter, Code.UNKNOWN)
+        self._wake(poll, [waiter for waiter in poll.waiters if not waiter.sound()], Code.UNKNOWN)
         if poll.waiters:
             wait = next(iter(poll.waiters)).wait
             self.claim(wait, poll.tenant, poll.key, poll.directory_node, lambda code: self._answered(poll, code))
@@ -234,43 +228,33 @@ class WaitingMatches:
     def _answered(self, poll: _Poll, code: Code) -> None:
         if code is Code.MISSING:
             if poll.waiters:
-                self._wake(next(iter(poll.waiters)), code)
+                self._wake(poll, (next(iter(poll.waiters)),), code)
             elif self._context.store.get(poll.tenant, poll.key) is None:
                 # The waits ended while the directory node was asked, so no engine of this node computes the segment.
                 self._directory_node.withdraw(poll.tenant, [poll.key])
         elif code is not Code.PENDING:
             # The segment is stored by now, or the directory node cannot tell and the other candidate of the key may
             # know.
-            self._wake_all(poll, code)
+            self._wake(poll, poll.waiters, code)
         if poll.waiters:
             self._poll_later(poll)
 
     # -- matches that go on
 
-    def _wake(self, waiter: _Waiter, code: Code) -> None:
-        poll = waiter.poll
-        if waiter not in poll.waiters:
-            return
-        del poll.waiters[waiter]
-        if not self._woken:
-            self._context.after(0.0, self._resume_next)
-        self._woken.setdefault(poll.tenant, {})[waiter] = code
-        if not poll.waiters:
-            self._end(poll)
-
-    def _wake_all(self, poll: _Poll, code: Code) -> None:
-        if not poll.waiters:
+    def _wake(self, poll: _Poll, waiters: Iterable[_Waiter], code: Code) -> None:
+        """End the waits of those of these matches that still wait for `poll`."""
+        woken = {waiter: code for waiter in waiters if waiter in poll.waiters}
+        if not woken:
             return
         if not self._woken:
             self._context.after(0.0, self._resume_next)
-        self._woken.setdefault(poll.tenant, {}).update(dict.fromkeys(poll.waiters, code))
-        poll.waiters = {}
-        self._end(poll)
-
-    def _end(self, poll: _Poll) -> None:
-        del self._polls[poll.tenant][poll.key]
-        if not self._polls[poll.tenant]:
-            del self._polls[poll.tenant]
+        self._woken.setdefault(poll.tenant, {}).update(woken)
+        for waiter in woken:
+            del poll.waiters[waiter]
+        if not poll.waiters:
+            del self._polls[poll.tenant][poll.key]
+            if not self._polls[poll.tenant]:
+                del self._polls[poll.tenant]
 
     def _resume_next(self) -> None:
         """Let one match of one tenant go on."""
@@ -342,7 +326,6 @@ class WaitingMatches:
             for key, poll in polls.items():
                 assert poll.waiters
                 assert (poll.tenant, poll.key) == (tenant, key)
-                assert all(waiter.poll is poll for waiter in poll.waiters)
                 counted[tenant] += len(poll.waiters)
         assert +self._waiting == counted, f"{self._waiting} matches are counted, {counted} wait"
         assert all(count <= MAX_WAITING for count in self._waiting.values())

@@ -15,7 +15,7 @@ from tokenlake.core.ownership.handover import Handover
 from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.report.refusals import Refusals
 from tokenlake.core.sessions import Process, Session
-from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -110,14 +110,12 @@ class Writes:
         )
         self._context.emit(Answer(process.connection, reply))
 
-    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints | None) -> Segment | Code:
+    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints) -> Segment | Code:
         store = self._context.store
         if room <= 0:
             pool = store.pool(session.tenant, session.slot_bytes)
             return Code.SESSION_LIMIT if pool is not None else store.refusal(session.tenant, Code.NO_REGION)
-        segment = store.reserve(
-            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints or NO_HINTS
-        )
+        segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints)
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1
             segment.checksums = bytes(CHECKSUM_BYTES * session.shards)
@@ -128,12 +126,11 @@ class Writes:
         well. The answer is RESERVED for uncommitted segments, EXPIRED if the deadline of the write has passed, and
         COMMITTED for the others; SESSION_LIMIT for all if a limit is reached."""
         write = process.session.writes[WriteId(request.lease)]
+        count = max(write.open) + 1
         if not self._grants.attach(process.session, write, process.connection):
-            count = max(write.open) + 1
             refused = wire.Prepared(request.id, 0, bytes([Code.SESSION_LIMIT]) * count, NO_SLOT_BYTES * count)
             self._context.emit(Answer(process.connection, refused))
             return
-        count = max(write.open) + 1
         open_code = Code.EXPIRED if write.expired else Code.RESERVED
         codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))
         slots = b"".join(write.open[at].packed if at in write.open else NO_SLOT_BYTES for at in range(count))

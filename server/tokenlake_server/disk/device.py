@@ -172,21 +172,18 @@ class _Queue:
     """The segments that wait for a thread."""
 
     reads: deque[_Op] = field(default_factory=deque)
-    background: deque[_Op] = field(default_factory=deque)
     writes: deque[_Op] = field(default_factory=deque)
 
     def of(self, job: _Job) -> deque[_Op]:
-        if isinstance(job, _Write):
-            return self.writes
-        return self.background if job.instruction.background else self.reads
+        return self.writes if isinstance(job, _Write) else self.reads
 
     def __len__(self) -> int:
-        return len(self.reads) + len(self.background) + len(self.writes)
+        return len(self.reads) + len(self.writes)
 
     def take_all(self) -> list[_Op]:
-        found = [*self.reads, *self.background, *self.writes]
-        for each in (self.reads, self.background, self.writes):
-            each.clear()
+        found = [*self.reads, *self.writes]
+        self.reads.clear()
+        self.writes.clear()
         return found
 
 
@@ -352,8 +349,8 @@ class Device:
         queue = self._queue
         with self._changed:
             while not self._closing:
-                order = (queue.reads, queue.background, queue.writes)
-                waiting = next(filter(None, (queue.writes, *order) if prefers_writes else order), None)
+                first, other = (queue.writes, queue.reads) if prefers_writes else (queue.reads, queue.writes)
+                waiting = first or other
                 if waiting and self._store is not None:
                     op = waiting.popleft()
                     self._running[threading.current_thread().name] = time.monotonic()

@@ -76,6 +76,20 @@ def test_local_and_fetched_segments_are_useful() -> None:
     assert why(funnel) == {MissReason.TOO_SHORT: 5}
 
 
+def test_a_fetch_of_local_segments_takes_no_time() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    read(cluster, reader, keys, "remote")
+    cluster.run_for(1.0)
+    read(cluster, reader, keys, "local")
+    remote, local = cluster.core(2).recent_requests()
+    assert (remote.name, local.name) == ("remote", "local")
+    assert 0 < remote.fetch_s < 1
+    assert local.fetch_s == 0
+
+
 def test_shipped_segments_are_useful_and_released_ones_skipped() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)

@@ -91,7 +91,7 @@ class Scene:
         number = self.write(entries)
         return self.wait(events.DiskWritten, where=lambda event: event.write == number).codes
 
-    def start_read(self, entries: list[Entry], first_slot: int = 100, background: bool = False) -> int:
+    def start_read(self, entries: list[Entry], first_slot: int = 100) -> int:
         first = entries[0]
         slots = [SlotRef(0, first_slot + at, 1) for at in range(len(entries))]
         for view in self.views(slots, first.slot_bytes):
@@ -107,7 +107,6 @@ class Scene:
                 b"".join(each.key for each in entries),
                 b"".join(slot.pack() for slot in slots),
                 pack_places([Place(each.slot, each.generation) for each in entries]),
-                background=background,
             )
         )
         return self.number

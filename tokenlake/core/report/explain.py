@@ -258,7 +258,7 @@ class Explain:
                 self._answer(question)
 
         for directory_node, keys in directory_nodes.items():
-            make = partial(_explain_missing, tenant=tenant, keys=join_keys(keys))
+            make = partial(peer.ExplainMissing, tenant=tenant, keys=join_keys(keys))
             self._peers.call(directory_node, make, REPLY_S, partial(heard, directory_node, keys), proves_life=False)
         if not directory_nodes:
             self._answer(question)
@@ -377,10 +377,6 @@ class Explain:
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of keys is wrong."""
         assert self._keys == sum(trail.keys for trail in self._trails.values())
-
-
-def _explain_missing(call: int, *, tenant: TenantId, keys: bytes) -> peer.ExplainMissing:
-    return peer.ExplainMissing(call, tenant, keys)
 
 
 def _names(nodes: Iterable[NodeId]) -> str:
