@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,7 +135,9 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         memory = str(size.memory)
         cluster = Cluster(options.nodes, memory, memory, None, module, **options.settings())
         if options.disk_tokens is not None:
-            stack.enter_context(_disks(cluster, options, size))
+            within = tempfile.TemporaryDirectory(prefix="tokenlake-bench-disk-", dir=options.disk_directory)
+            nbytes = disk_bytes(options.disk_tokens // options.nodes, size.layout)
+            cluster.give_disks(Path(stack.enter_context(within)), max(LEAST_DISK_BYTES, nbytes))
         stack.enter_context(cluster)
         for node in cluster.nodes if options.disk_tokens is not None else ():
             node.wait_disk()
@@ -192,18 +194,6 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s=elapsed_s,
     )
     return LiveRun(result, details, log, compared.global_lru.rate, int(totals[EVICTED]))
-
-
-@contextlib.contextmanager
-def _disks(cluster: Cluster, options: LiveOptions, size: PoolSize) -> Iterator[None]:
-    """Context in which each node of the cluster, which has not started, has a disk in a directory of its own."""
-    nbytes = max(LEAST_DISK_BYTES, disk_bytes((options.disk_tokens or 0) // options.nodes, size.layout))
-    with tempfile.TemporaryDirectory(prefix="tokenlake-bench-disk-", dir=options.disk_directory) as directory:
-        for node in cluster.nodes:
-            path = Path(directory).resolve() / node.name
-            path.mkdir(mode=0o700)
-            node.settings["disk"] = f"{path}:{nbytes}"
-        yield
 
 
 def _disk_use(options: LiveOptions, size: PoolSize, totals: Mapping[str, float], seconds: float) -> DiskUse | None:

@@ -185,12 +185,13 @@ class Cluster:
             namespace = None if network is None else network.namespace(node)
             self.nodes.append(Node(node, self.directory, settings_of_node, module, namespace))
 
-    def give_disks(self) -> None:
-        """Give each node a disk tier, in a directory that is removed with the cluster's files; before the start."""
+    def give_disks(self, within: Path | None = None, nbytes: int = 0) -> None:
+        """Give each node a disk tier of at most `nbytes` (0: the default of the setting); before the start. Its
+        directory is made in `within`, which the caller removes (default: among the cluster's files)."""
         for node in self.nodes:
-            directory = self.directory / f"disk-{node.name}"
-            directory.mkdir()
-            node.settings["disk"] = str(directory)
+            directory = (within or self.directory).resolve() / f"disk-{node.name}"
+            directory.mkdir(mode=0o700)
+            node.settings["disk"] = f"{directory}:{nbytes}" if nbytes else str(directory)
 
     def __enter__(self) -> Cluster:
         try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
-from tokenlake_client.engines.vllm.load_cost import DISK, LOCAL, RETRY_S, LoadCosts, PrefillSteps
+from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, RETRY_S, LoadCosts, Owner, PrefillSteps
 from tokenlake_client.engines.vllm.request import ScheduledPart
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
@@ -40,10 +40,10 @@ class Machine:
         for segments in range(1, count + 1):
             fit.add(segments * BYTES, segments * segment_s, self.now)
 
-    def stop(self, owners: list[str], start: int = 0, total: int | None = None, disk_s: Sequence[float] = ()) -> int:
+    def stop(self, owners: Sequence[Owner], start: int = 0, total: int | None = None) -> int:
         """The chosen end of the load; by default, of a prompt with one more token than its hit."""
         until = len(owners) * SEGMENT
-        return self.costs.cheapest_stop(owners, start, until, until + 1 if total is None else total, disk_s)
+        return self.costs.cheapest_stop(owners, start, until, until + 1 if total is None else total)
 
 
 def test_a_hit_is_loaded_if_that_is_faster() -> None:
@@ -56,54 +56,61 @@ def test_every_hit_is_loaded_below_eight_prefills() -> None:
     assert Machine(prefills=8, here=1000.0).stop([LOCAL] * 4) == 0
 
 
-@pytest.mark.parametrize("node", [LOCAL, "fast"])
+@pytest.mark.parametrize("node", [HERE, "fast"])
 def test_the_time_of_a_disk_counts(node: str) -> None:
     machine = Machine(here=0.1 * SEGMENT_S, fast=0.1 * SEGMENT_S)
-    hit = [LOCAL, LOCAL, DISK + node, DISK + node]
-    assert machine.stop(hit, disk_s=[0.0, 0.0, 0.5 * SEGMENT_S, 0.5 * SEGMENT_S]) == 32
-    assert machine.stop(hit, disk_s=[0.0, 0.0, 2 * SEGMENT_S, 2 * SEGMENT_S]) == 16
-    before = machine.stop(["fast"] * 4)
-    machine.costs.add_load([DISK + "fast"] * 4, LoadTime(100 * SEGMENT_S, 0.1 * SEGMENT_S))
-    assert machine.stop(["fast"] * 4) == before == 32
+    assert machine.stop([LOCAL] * 2 + [Owner(node, 0.5 * SEGMENT_S)] * 2) == 32
+    assert machine.stop([LOCAL] * 2 + [Owner(node, 2 * SEGMENT_S)] * 2) == 16
+    before = machine.stop([Owner("fast")] * 4)
+    machine.costs.add_load([Owner(node, 1e-9)] * 4, LoadTime(100 * SEGMENT_S, 0.1 * SEGMENT_S))
+    assert machine.stop([Owner("fast")] * 4) == before == 32
+
+
+def test_a_node_that_has_segments_in_memory_and_on_disk_is_asked_once() -> None:
+    machine = Machine(here=0.1 * SEGMENT_S)
+    for segments in range(1, 9):
+        machine.fit("far").add(segments * BYTES, (2 + 0.1 * segments) * SEGMENT_S, 0.0)
+    assert machine.stop([Owner("far")] * 3) == 24
+    assert machine.stop([Owner("far")] * 2 + [Owner("far", 1e-9)]) == 24
 
 
 def test_the_fast_part_of_a_hit_is_loaded() -> None:
     machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S, fast=0.2 * SEGMENT_S)
-    assert machine.stop([LOCAL, LOCAL, "slow", "slow"]) == 16
-    assert machine.stop([LOCAL, "fast", "fast", "slow"]) == 24
-    assert machine.stop(["slow", "slow", LOCAL, "fast"]) == 0
+    assert machine.stop([LOCAL, LOCAL, Owner("slow"), Owner("slow")]) == 16
+    assert machine.stop([LOCAL, Owner("fast"), Owner("fast"), Owner("slow")]) == 24
+    assert machine.stop([Owner("slow"), Owner("slow"), LOCAL, Owner("fast")]) == 0
 
 
 def test_a_slow_segment_is_loaded_before_fast_ones() -> None:
     machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S)
-    assert machine.stop(["slow", LOCAL]) == 0
-    assert machine.stop(["slow", LOCAL, LOCAL]) == 24
+    assert machine.stop([Owner("slow"), LOCAL]) == 0
+    assert machine.stop([Owner("slow"), LOCAL, LOCAL]) == 24
 
 
 def test_local_tokens_have_no_cost() -> None:
     machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S)
     # Tokens up to `start` are in vLLM's own cache, so that the slow segments in front need no load.
-    assert machine.stop(["slow", "slow", LOCAL, LOCAL], start=16) == 32
-    assert machine.stop([LOCAL, LOCAL, "slow", "slow"], start=20) == 20
+    assert machine.stop([Owner("slow"), Owner("slow"), LOCAL, LOCAL], start=16) == 32
+    assert machine.stop([LOCAL, LOCAL, Owner("slow"), Owner("slow")], start=20) == 20
 
 
 def test_a_source_with_few_samples_is_used() -> None:
     machine = Machine(here=0.1 * SEGMENT_S)
     machine.sample(machine.fit("new"), 5 * SEGMENT_S, count=7)
-    assert machine.stop(["new"] * 4) == 32
+    assert machine.stop([Owner("new")] * 4) == 32
     machine.sample(machine.fit("new"), 5 * SEGMENT_S, count=1)
-    assert machine.stop(["new"] * 4) == 0
+    assert machine.stop([Owner("new")] * 4) == 0
 
 
 @given(
-    owners=st.lists(st.sampled_from([LOCAL, "a", "b"]), min_size=1, max_size=12),
+    owners=st.lists(st.sampled_from([LOCAL, Owner("a"), Owner("b")]), min_size=1, max_size=12),
     here=st.floats(0.01, 3),
     a=st.floats(0.01, 3),
     b=st.floats(0.01, 3),
     local=st.integers(0, 5),
     rest=st.integers(1, 100),
 )
-def test_no_other_stop_is_cheaper(owners: list[str], here: float, a: float, b: float, local: int, rest: int) -> None:
+def test_no_other_stop_is_cheaper(owners: list[Owner], here: float, a: float, b: float, local: int, rest: int) -> None:
     machine = Machine(here=here * SEGMENT_S, a=a * SEGMENT_S, b=b * SEGMENT_S)
     until = len(owners) * SEGMENT
     start = min(4 * local, until)
@@ -114,7 +121,9 @@ def test_no_other_stop_is_cheaper(owners: list[str], here: float, a: float, b: f
             return machine.rates.prefill.seconds(total - start, start)
         needed = Counter(owners[start // SEGMENT : -(-stop // SEGMENT)])
         loading = machine.rates.copy.seconds(needed.total() * BYTES)
-        loading += sum(machine.fit(node).seconds(count * BYTES) for node, count in needed.items() if node != LOCAL)
+        loading += sum(
+            machine.fit(owner.node).seconds(count * BYTES) for owner, count in needed.items() if owner != LOCAL
+        )
         return loading + machine.rates.prefill.seconds(total - stop, stop)
 
     stop = machine.stop(owners, start, total)
@@ -125,12 +134,12 @@ def test_no_other_stop_is_cheaper(owners: list[str], here: float, a: float, b: f
 
 def test_a_slow_source_is_retried() -> None:
     machine = Machine(here=0.1 * SEGMENT_S, slow=5 * SEGMENT_S)
-    assert machine.stop(["slow"] * 4) == 0
+    assert machine.stop([Owner("slow")] * 4) == 0
     machine.now = RETRY_S + 1
-    assert machine.stop(["slow"] * 4) == 32
-    assert machine.stop(["slow"] * 4) == 0
+    assert machine.stop([Owner("slow")] * 4) == 32
+    assert machine.stop([Owner("slow")] * 4) == 0
     machine.now = 2 * RETRY_S + 3
-    assert machine.stop(["slow"] * 4) == 32
+    assert machine.stop([Owner("slow")] * 4) == 32
 
 
 @pytest.mark.parametrize(("took", "then"), [(1.0, 32), (19.0, 0)])
@@ -140,16 +149,16 @@ def test_a_source_that_became_faster_is_measured_again(took: float, then: int) -
     for _ in range(8):
         machine.sample(machine.fit("peer"), 5 * SEGMENT_S)
     machine.now = RETRY_S + 1
-    assert machine.stop(["peer"] * 4) == 32
-    machine.costs.add_load(["peer"] * 4, LoadTime(took * SEGMENT_S, 0.4 * SEGMENT_S))
-    assert machine.stop(["peer"] * 4) == then
+    assert machine.stop([Owner("peer")] * 4) == 32
+    machine.costs.add_load([Owner("peer")] * 4, LoadTime(took * SEGMENT_S, 0.4 * SEGMENT_S))
+    assert machine.stop([Owner("peer")] * 4) == then
 
 
 def test_loads_are_samples_of_their_sources() -> None:
     machine = Machine()
     for count in range(1, 9):
         machine.costs.add_load([LOCAL] * count, LoadTime(0.01 * count, 0.02 * count))
-        machine.costs.add_load(["a"] * count, LoadTime(0.5 * count, 0.03 * count))
+        machine.costs.add_load([Owner("a")] * count, LoadTime(0.5 * count, 0.03 * count))
     # The copy times of local loads include the fetch; those of loads from another node are of the copy alone.
     assert machine.rates.copy.seconds(10 * BYTES) == pytest.approx(0.3, rel=1e-3)
     assert machine.fit("a").seconds(10 * BYTES) == pytest.approx(5.0, rel=1e-3)
@@ -158,7 +167,7 @@ def test_loads_are_samples_of_their_sources() -> None:
 def test_time_is_divided_by_the_predictions() -> None:
     machine = Machine(here=0.1, slow=1.0, fast=0.01)
     for _ in range(64):
-        machine.costs.add_load([LOCAL, "slow", "fast"], LoadTime(2.02, 0.3))
+        machine.costs.add_load([LOCAL, Owner("slow"), Owner("fast")], LoadTime(2.02, 0.3))
     assert machine.fit("slow").seconds(BYTES) == pytest.approx(2.0, rel=0.02)
     assert machine.fit("fast").seconds(BYTES) == pytest.approx(0.02, rel=0.02)
 
@@ -186,12 +195,12 @@ def test_a_late_load_makes_its_node_slow() -> None:
     machine = Machine(here=0.1 * SEGMENT_S)
     for _ in range(8):
         # A load that fails at once tells nothing about the speed of the node.
-        machine.costs.add_load(["gone"] * 4, LoadTime(0.0, 0.0, lost=4))
-        machine.costs.add_load(["late"] * 4, LoadTime(2.5 * SEGMENT_S, 0.0, lost=3))
+        machine.costs.add_load([Owner("gone")] * 4, LoadTime(0.0, 0.0, lost=4))
+        machine.costs.add_load([Owner("late")] * 4, LoadTime(2.5 * SEGMENT_S, 0.0, lost=3))
     assert not machine.fit("gone").known
     # One of the four segments arrived and the second did not: the time counts for two segments.
     assert machine.fit("late").seconds(4 * BYTES) == pytest.approx(5 * SEGMENT_S)
-    assert machine.stop(["late"] * 4) == 0
+    assert machine.stop([Owner("late")] * 4) == 0
     assert machine.rates.copy.seconds(4 * BYTES) == pytest.approx(0.4 * SEGMENT_S)
 
 

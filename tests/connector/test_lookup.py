@@ -10,7 +10,7 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
-from tokenlake_client.engines.vllm.load_cost import DISK, LOCAL
+from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
 from tokenlake_client.engines.vllm.lookup import MAX_WAITING, Lookup
 from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.engines.vllm.step_plan import LoadTime
@@ -310,7 +310,7 @@ def test_each_answer_for_a_long_prompt_has_a_deadline() -> None:
     assert bench.side.matched(one, 0) == 0, "late"
 
 
-def test_the_disk_of_each_node_is_a_source_of_its_own() -> None:
+def test_each_owner_comes_with_the_time_on_its_disk() -> None:
     pool = FakePool()
     keys = [SegmentKey(bytes([number]) * 32) for number in range(4)]
     match = pool.begin_match(keys, MatchOptions(), deadline_s=1.0)
@@ -318,5 +318,4 @@ def test_the_disk_of_each_node_is_a_source_of_its_own() -> None:
     match.lease = FakeLease((LeaseId(1),), 4, 1, nodes=nodes, disk_s=[0.0, 0.1, 0.2, 0.0])
     lookup = Lookup(match, keys, pool.node, 1.0, lambda: 0.0, NO_WAIT)
     assert lookup.poll()
-    assert lookup.owners == (LOCAL, DISK + LOCAL, DISK + "far", "away")
-    assert lookup.disk_s == (0.0, 0.1, 0.2, 0.0)
+    assert lookup.owners == (LOCAL, Owner(HERE, 0.1), Owner("far", 0.2), Owner("away"))

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import calm, fetch, match, placed, said, store
+from tests.core.scenes import answer, calm, fetch, match, placed, said, store
+from tests.core.test_disk import disk_of, on_disk
 from tests.sim.cluster import Cluster
+from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.instructions import Located
 from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.identity import SegmentKey
-from tokenlake.wire import Code, peer
+from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 
@@ -75,6 +77,60 @@ def test_a_node_that_leases_all_the_same_gets_its_lease_back() -> None:
     cluster.node(0).deliver(events.PeerSent("n1", reply))
     assert [each.leases for each in said(cluster, 0, peer.ReleaseLease)] == [(77,)]
     assert said(cluster, 0, Located)[0].owners == ((0,),)
+
+
+def seconds(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[float]:
+    """The time on disks that a node's rules name for each key."""
+    before = len(said(cluster, node, Located))
+    cluster.node(node).deliver(events.LocateRequested(before, "red", join_keys(list(keys)), disks=True))
+    cluster.run_for(0.1)
+    (answer,) = said(cluster, node, Located)[before:]
+    assert [[answer.nodes[number] for number in owners] for owners in answer.owners] == [["n0"]] * len(keys)
+    cluster.check()
+    return list(answer.disk_s)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_segments_on_disk_come_with_the_time_that_an_engine_is_told(asked: int) -> None:
+    """The segments are on the disk and in the memory of n0; the directory nodes are n0, n1 and n2."""
+    cluster = calm(3, disk_places=60)
+    writer = cluster.join(0)
+    for node in (1, 2):
+        # Otherwise the first node would hand its segments over to the others.
+        store(cluster, cluster.join(node), prompt(f"other-{node}", 12))
+    stored = [prompt(f"fill-{number}", 4) for number in range(8)]
+    for keys in stored:
+        store(cluster, writer, keys)
+        cluster.run_for(1.0)
+    disk = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    others = [key for keys in stored for key in keys if not on_disk(cluster, 0, [key])]
+    memory = [key for key in others if located(cluster, asked, [key]) == [["n0"]]][:4]
+    cluster.node(0).deliver(events.DiskReady(0, disk_of(cluster).capacity, 1e6, 1e6))
+    found = match(cluster, writer, disk)
+    told = answer(cluster, writer.processes[0], engine.Locate, found.lease)
+    writer.processes[0].tell(engine.Release(((found.lease, 0, 4),)))
+    assert isinstance(told, engine.Located)
+    alone = seconds(cluster, asked, disk)
+    assert sum(alone) == pytest.approx(told.disk_s[0])
+    assert seconds(cluster, asked, [*disk, *memory]) == pytest.approx([*alone, *[0.0] * 4])
+    assert seconds(cluster, asked, memory) == []
+    assert cluster.core(0).census()["leases to peers"] == 0
+
+
+def test_a_reply_that_marks_other_keys_than_its_own_is_refused() -> None:
+    cluster = calm(2)
+    reply = peer.LookupReply(1, 0, bytes([Code.LOCAL]) * 4, (), (0.0, 0.0, 0.0), 0.0, disk_s=1.0, on_disk=b"\1")
+    with pytest.raises(ValueError, match="on_disk of 1 for 4 keys"):
+        cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
+
+
+def test_an_owner_that_is_silent_about_its_disk_is_named_all_the_same() -> None:
+    cluster = calm()
+    keys = placed(cluster, 1, 2, 1)
+    store(cluster, cluster.join(0), keys)
+    cluster.node(0).freeze()
+    assert seconds(cluster, 2, keys) == []
+    assert cluster.core(2).census()["surveys"] == 0
 
 
 @pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (MAX_LOCATED + 1))])

@@ -8,6 +8,7 @@ the query engines of its node and of the node that holds half of the segments, a
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -49,22 +50,24 @@ def module_name(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def imports(path: Path, known: set[str]) -> set[str]:
-    """Modules of `known` that a module imports, also inside functions and for type checkers alone."""
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names of the modules, and of what is taken from them, that a module imports, also inside functions and for
+    type checkers alone."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return (found & known) - {module_name(path)}
+    return frozenset(found)
 
 
 def graph(folders: list[Path]) -> dict[str, set[str]]:
     """Import arrows between the modules below `folders`. An import of a package counts as one of the modules that its
     `__init__` gathers, and not where the importing module is one of them."""
     files = {module_name(path): path for folder in folders for path in python_files(folder)}
-    arrows = {name: imports(path, set(files)) for name, path in files.items()}
+    arrows = {name: (imports(path) & files.keys()) - {name} for name, path in files.items()}
     return {name: {to for to in found if not name.startswith(f"{to}.")} for name, found in arrows.items()}
 
 

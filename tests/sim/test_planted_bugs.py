@@ -6,13 +6,13 @@ test beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.sim.plants import Plant, planted
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
 from tokenlake.core.events import PeerSent, Requested
@@ -32,8 +32,6 @@ from tokenlake.store import Kind, SegmentStore
 from tokenlake.store.slot_table import SlotTable
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def generation_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -297,13 +295,8 @@ SEEN_INSIDE = (
 )
 """Lost slots, segments that no node finds or leases, too many copies, refused events that leave a trace."""
 
-SLOW = (wrong_copy_kept, peer_lease_kept)
+SLOW = (wrong_copy_kept, peer_lease_kept, call_ended_by_a_wrong_reply)
 """Found after many more steps than the others: ten seconds each."""
-
-
-def planted(plants: tuple[Plant, ...]) -> list[Any]:
-    """One parameter for each bug; `make fast` leaves out the slow ones."""
-    return [pytest.param(plant, marks=pytest.mark.slow if plant in SLOW else (), id=plant.__name__) for plant in plants]
 
 
 class SeenByEngines(ClusterMachine):
@@ -317,14 +310,14 @@ def _run(machine: type[ClusterMachine], examples: int = 400) -> None:
     run_state_machine_as_test(machine, settings=found_by)
 
 
-@pytest.mark.parametrize("plant", planted(SEEN_BY_ENGINES))
+@pytest.mark.parametrize("plant", planted(SEEN_BY_ENGINES, SLOW))
 def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"wrong bytes|reissued|other bytes"):
         _run(SeenByEngines)
 
 
-@pytest.mark.parametrize("plant", planted(SEEN_INSIDE))
+@pytest.mark.parametrize("plant", planted(SEEN_INSIDE, SLOW))
 def test_broken_rules_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     # After the failure the machine ends its scene with the broken rules, which may raise further errors.

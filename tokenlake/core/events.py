@@ -159,6 +159,8 @@ class LocateRequested(_Event, frozen=True, tag=16):
     keys: bytes
     deadline_s: float = 0.0
     """Limit of the lookups at other nodes in seconds, where it is above 0 and below `match_deadline_s`."""
+    disks: bool = False
+    """Should the answer have the time that reads from disks take? That takes a second round of lookups."""
 
 
 class HintGiven(_Event, frozen=True, tag=17):

@@ -125,6 +125,9 @@ class Located(_Instruction, frozen=True, tag=13):
     """The nodes that have some of the segments."""
     owners: tuple[tuple[int, ...], ...]
     """Per key: indices into `nodes` of the nodes that have the segment, empty if no node is known to have it."""
+    disk_s: tuple[float, ...] = ()
+    """If the request asked for it, per key: the segment's part of the expected seconds until its only owner has read
+    those of the segments that are on its disk; 0 for a segment in memory. Empty where no segment is on a disk."""
 
 
 class EvictionDone(_Instruction, frozen=True, tag=14):

@@ -128,7 +128,7 @@ class NodeCore:
             self._touches,
             self._refusals,
         )
-        self._survey = Survey(context, self._peers, self._directory_node)
+        self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._handover)
@@ -162,7 +162,9 @@ class NodeCore:
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
             events.RingChanged: lambda e: self._ring_change.changed(e.record),
-            events.LocateRequested: lambda e: self._survey.locate(e.request, TenantId(e.tenant), e.keys, e.deadline_s),
+            events.LocateRequested: lambda e: self._survey.locate(
+                e.request, TenantId(e.tenant), e.keys, e.deadline_s, e.disks
+            ),
             events.HintGiven: lambda e: self._touches.hint(
                 TenantId(e.tenant), split_keys(e.keys), with_access(e.hints, NO_ACCESS)
             ),

@@ -276,18 +276,20 @@ class Serving:
         if verdict.deferred:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []
         lease = self._grant(node, leased) if leased else LeaseId(0)
-        disk_s = self._keep_on_disk(disk) if disk and message.lease and not verdict.deferred else 0.0
+        read = disk if not verdict.deferred else {}
+        disk_s = self._read_s(read, keep=message.lease) if read else 0.0
+        on_disk = bytes(index in read for index in range(len(keys))) if read else b""
         vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
         known, redirect = self._deepest(tenant, keys, found, disk), verdict.redirect or ""
         return wire.LookupReply(
-            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, *known, redirect, ring, disk_s
+            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, *known, redirect, ring, disk_s, on_disk
         )
 
-    def _keep_on_disk(self, entries: Mapping[int, int]) -> float:
-        """Keep segments on disk until a reader has had time to fetch them. Returns the seconds that reading them
-        takes."""
+    def _read_s(self, entries: Mapping[int, int], *, keep: bool) -> float:
+        """Returns the seconds that reading segments on disk takes. `keep`: keep them there until a reader has had time
+        to fetch them."""
         disk, until = self._context.disk, self._context.now + self._context.config.peer_lease_s
-        for entry in entries.values():
+        for entry in entries.values() if keep else ():
             disk.hold(entry, until)
         nbytes = sum(disk.slab(entry).slot_bytes for entry in entries.values())
         return min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))

@@ -69,6 +69,11 @@ class PrefixTree:
         """Returns the nodes that have each cached segment of the tree."""
         return {key: sequence.owners for sequence in self.sequences for key in sequence.keys}
 
+    def disk_s(self) -> dict[SegmentKey, float]:
+        """Returns, for each segment on a disk, its part of the seconds of its sequence."""
+        on_disk = [sequence for sequence in self.sequences if sequence.disk_s]
+        return {key: sequence.disk_s / len(sequence.keys) for sequence in on_disk for key in sequence.keys}
+
     def slots(self) -> dict[NodeId, int]:
         """Per node, the number of segments of this prefix tree that it has a copy of."""
         held: dict[NodeId, int] = {}

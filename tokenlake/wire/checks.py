@@ -140,6 +140,8 @@ def _lookup_reply(message: peer.LookupReply) -> None:
     _agree(message, message.codes.count(_ELSEWHERE), "keys that are elsewhere", "nodes")
     if message.known_depth > len(message.codes):
         raise ValueError(f"a LookupReply has known_depth {message.known_depth} for {len(message.codes)} keys")
+    if len(message.on_disk) not in (0, len(message.codes)):
+        raise ValueError(f"a LookupReply has on_disk of {len(message.on_disk)} for {len(message.codes)} keys")
 
 
 def _known_codes(message: peer.OfferReply) -> None:

@@ -240,7 +240,9 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The sender's ring."""
     disk_s: Seconds = 0.0
     """Expected seconds until the sender has read those of the segments with the code LOCAL that are on its disk; 0:
-    none is. They are not leased, and stay there for some time."""
+    none is. They are not leased, and stay there for some time if the lookup asked for a lease."""
+    on_disk: bytes = b""
+    """Per key, 1 for each of those segments, else 0; empty: none."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):

@@ -47,7 +47,13 @@ def fleet_message(name: str, instances: Mapping[str, NodeId], model: Model, segm
 def tree_of(message: pb.PrefixTree, requests: Sequence[Request]) -> PrefixTree:
     """The tree that a daemon found for `requests`."""
     sequences = [
-        SegmentSequence(each.parent, tuple(split_keys(each.keys)), tuple(map(NodeId, each.nodes)), tuple(each.requests))
+        SegmentSequence(
+            each.parent,
+            tuple(split_keys(each.keys)),
+            tuple(map(NodeId, each.nodes)),
+            tuple(each.requests),
+            each.disk_s,
+        )
         for each in message.sequences
     ]
     return PrefixTree(requests, message.segment_tokens, sequences)
@@ -59,7 +65,13 @@ def tree_message(tree: PrefixTree) -> pb.PrefixTree:
         prompts=[prompt_message(each) for each in tree.requests],
         segment_tokens=tree.segment_tokens,
         sequences=[
-            pb.Sequence(parent=each.parent, keys=join_keys(list(each.keys)), nodes=each.owners, requests=each.requests)
+            pb.Sequence(
+                parent=each.parent,
+                keys=join_keys(list(each.keys)),
+                nodes=each.owners,
+                requests=each.requests,
+                disk_s=each.disk_s,
+            )
             for each in tree.sequences
         ],
     )

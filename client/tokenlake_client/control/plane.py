@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LimitReached, Unreachable
@@ -23,6 +24,14 @@ KNOWN_REQUESTS = 256
 """Limit of the requests that are remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 PROMPTS_AT_ONCE = 256
 """Requests of one call of the daemon, which has this limit."""
+
+
+class _Place(NamedTuple):
+    """Where a segment is."""
+
+    owners: tuple[NodeId, ...]
+    disk_s: float
+    """Its part of the expected seconds of a read from its owner's disk; 0: it is in memory."""
 
 
 class ControlPlane:
@@ -53,7 +62,7 @@ class ControlPlane:
         router that sends single requests asks it for their instances."""
         self._control = control
         self._segment_tokens = layout.segment_tokens
-        self._known: OrderedDict[SegmentKey, tuple[NodeId, ...]] = OrderedDict()
+        self._known: OrderedDict[SegmentKey, _Place] = OrderedDict()
         self._recent: deque[Request] = deque(maxlen=KNOWN_REQUESTS)
 
     @property
@@ -62,33 +71,36 @@ class ControlPlane:
         return self.router.instances
 
     def get_prefix_tree(self, requests: Iterable[Request] | None = None) -> PrefixTree:
-        """The cached prefixes of `requests` and the nodes that have them, found in one parallel round. A node without
-        an answer, and a request that the daemon refuses because of its size, are misses.
+        """The cached prefixes of `requests`, the nodes that have them, and the time that reads from disks take. A node
+        without an answer, and a request that the daemon refuses because of its size, are misses.
 
         Without `requests`: the tree of the newest requests of earlier calls, with the nodes that had their segments
         then. This sends no message; the segments may have moved since.
         """
         size = self._segment_tokens
         if requests is None:
-            return grow(tuple(self._recent), self._known, size)
+            keys = {key for each in self._recent for key in each.keys}
+            return _grow(self._recent, {key: self._known[key] for key in keys & self._known.keys()}, size)
         asked = tuple(requests)
-        owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
+        found: dict[SegmentKey, _Place] = {}
         for at in range(0, len(asked), PROMPTS_AT_ONCE):
-            owners |= self._find(asked[at : at + PROMPTS_AT_ONCE])
-        for key, nodes in owners.items():
-            self._known[key] = nodes
+            found |= self._find(asked[at : at + PROMPTS_AT_ONCE])
+        for key, place in found.items():
+            self._known[key] = place
             self._known.move_to_end(key)
         while len(self._known) > KNOWN_KEYS:
             self._known.popitem(last=False)
         self._recent.extend(asked)
-        return grow(asked, owners, size)
+        return _grow(asked, found, size)
 
-    def _find(self, requests: Sequence[Request]) -> dict[SegmentKey, tuple[NodeId, ...]]:
-        """The nodes that have the segments of the cached prefixes."""
+    def _find(self, requests: Sequence[Request]) -> dict[SegmentKey, _Place]:
+        """Where the segments of the cached prefixes are."""
         prompts = [prompt_message(each) for each in requests]
         message = pb.GetPrefixTreeRequest(prompts=prompts, segment_tokens=self._segment_tokens)
         try:
-            return tree_of(self._control.prefix_tree(message).tree, requests).owners()
+            tree = tree_of(self._control.prefix_tree(message).tree, requests)
+            disk_s = tree.disk_s()
+            return {key: _Place(nodes, disk_s.get(key, 0.0)) for key, nodes in tree.owners().items()}
         except Unreachable:
             return {}
         except LimitReached:
@@ -131,3 +143,9 @@ class ControlPlane:
             return plans_of(self._control.plans(message))
         except Unreachable:
             return gen_plans(batches, dops, tree, chosen, self.model, self.rates)
+
+
+def _grow(requests: Iterable[Request], found: Mapping[SegmentKey, _Place], segment_tokens: int) -> PrefixTree:
+    owners = {key: place.owners for key, place in found.items()}
+    disk_s = {key: place.disk_s for key, place in found.items() if place.disk_s}
+    return grow(tuple(requests), owners, segment_tokens, disk_s)

@@ -197,7 +197,7 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sequence(_message.Message):
-    """Consecutive segments of a prompt that the same requests read and the same nodes have."""
+    """Consecutive segments of a prompt that the same requests read and the same nodes have, all in memory or all on disk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -205,9 +205,12 @@ class Sequence(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    DISK_S_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Index of the preceding sequence; -1 for the first one of a prompt."""
     keys: _builtins.bytes
+    disk_s: _builtins.float
+    """Expected seconds until the node has read the sequence from its disk; 0: it is in memory."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that have all segments of the sequence."""
@@ -223,10 +226,11 @@ class Sequence(_message.Message):
         keys: _builtins.bytes = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         requests: _abc.Iterable[_builtins.int] | None = ...,
+        disk_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "nodes", b"nodes", "parent", b"parent", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_s", b"disk_s", "keys", b"keys", "nodes", b"nodes", "parent", b"parent", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

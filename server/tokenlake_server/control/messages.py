@@ -154,7 +154,13 @@ def tree_message(tree: PrefixTree) -> pb.PrefixTree:
         ],
         segment_tokens=tree.segment_tokens,
         sequences=[
-            pb.Sequence(parent=each.parent, keys=join_keys(list(each.keys)), nodes=each.owners, requests=each.requests)
+            pb.Sequence(
+                parent=each.parent,
+                keys=join_keys(list(each.keys)),
+                nodes=each.owners,
+                requests=each.requests,
+                disk_s=each.disk_s,
+            )
             for each in tree.sequences
         ],
         hit_tokens=tree.hit_tokens,
@@ -167,9 +173,13 @@ def tree_of(message: pb.PrefixTree, tenant: Tenant) -> PrefixTree:
     check_size(message.prompts, message.segment_tokens)
     requests = [request_of(each, message.segment_tokens, tenant, {}) for each in message.prompts]
     owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
+    disk_s: dict[SegmentKey, float] = {}
     for sequence in message.sequences:
-        owners |= dict.fromkeys(keys_of(sequence.keys), tuple(map(NodeId, sequence.nodes)))
-    tree = grow(requests, owners, message.segment_tokens)
+        keys = keys_of(sequence.keys)
+        owners |= dict.fromkeys(keys, tuple(map(NodeId, sequence.nodes)))
+        if sequence.disk_s:
+            disk_s |= dict.fromkeys(keys, _finite("disk_s", sequence.disk_s) / max(1, len(keys)))
+    tree = grow(requests, owners, message.segment_tokens, disk_s)
     if len(tree.sequences) != len(message.sequences):
         raise ValueError(f"a tree of {len(message.sequences)} sequences; its requests make {len(tree.sequences)}")
     return tree

@@ -73,8 +73,10 @@ class Scheduling:
     async def get_prefix_tree(self, caller: Caller, message: pb.GetPrefixTreeRequest) -> pb.GetPrefixTreeResponse:
         """The cached prefixes of some prompts, and the states of the nodes that have them."""
         requests = await self._requests(caller.own(), message.prompts, message.segment_tokens)
-        owners = await self._locate(caller.own(), requests, message.segment_tokens, message.deadline_s)
-        tree = grow(requests, owners, message.segment_tokens)
+        owners, disk_s = await self._locate(
+            caller.own(), requests, message.segment_tokens, message.deadline_s, disks=True
+        )
+        tree = grow(requests, owners, message.segment_tokens, disk_s)
         named = {node for sequence in tree.sequences for node in sequence.owners}
         states = await self._members.get() if named else []
         nodes = [_state(each) for each in states if each.node in named]
@@ -109,7 +111,8 @@ class Scheduling:
         tenant, now = caller.own(), time.monotonic()
         fleet, _, instances = self._fleets.get(tenant.name, message.fleet, now)
         (request,) = await self._requests(tenant, [message.prompt], message.fleet.segment_tokens)
-        owners = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s)
+        # The time on a disk is the same for each instance, so that it does not change the choice.
+        owners, _ = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s, disks=False)
         among = list(_chosen(instances, message.among))
         fleet.router.locations = {each.node: each.location for each in await self._members.get()}
         # The instances may have changed while the rules answered.
@@ -153,34 +156,36 @@ class Scheduling:
         return [request_of(each, segment_tokens, tenant, layouts) for each in prompts]
 
     async def _locate(
-        self, tenant: Tenant, requests: list[Request], segment_tokens: int, deadline_s: float
-    ) -> dict[SegmentKey, tuple[NodeId, ...]]:
-        """The nodes that have each segment of the requests."""
+        self, tenant: Tenant, requests: list[Request], segment_tokens: int, deadline_s: float, *, disks: bool
+    ) -> tuple[dict[SegmentKey, tuple[NodeId, ...]], dict[SegmentKey, float]]:
+        """The nodes that have each segment of the requests, and, if `disks`, the seconds of those on a disk."""
         if not (math.isfinite(deadline_s) and deadline_s >= 0):
             raise ValueError(f"deadline_s is {deadline_s}; expected seconds, or 0")
         keys = distinct(requests, segment_tokens)
         found: dict[SegmentKey, tuple[NodeId, ...]] = {}
+        disk_s: dict[SegmentKey, float] = {}
         parts = [keys[at : at + MAX_LOCATED] for at in range(0, len(keys), MAX_LOCATED)]
 
         async def ask() -> None:
             while parts:
                 part = parts.pop()
                 packed = join_keys(part)
-                make = partial(_locate, tenant=tenant.name, keys=packed, deadline_s=deadline_s)
+                make = partial(_locate, tenant=tenant.name, keys=packed, deadline_s=deadline_s, disks=disks)
                 answer: Located = await self._bridge.ask(make)
                 names = [NodeId(node) for node in answer.nodes]
                 for key, owners in zip(part, answer.owners, strict=True):
                     found[key] = tuple(names[number] for number in owners)
+                disk_s.update((key, each) for key, each in zip(part, answer.disk_s, strict=False) if each)
 
         if len(parts) > 1:
             await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
         else:
             await ask()
-        return found
+        return found, disk_s
 
 
-def _locate(number: int, *, tenant: str, keys: bytes, deadline_s: float) -> events.LocateRequested:
-    return events.LocateRequested(number, tenant, keys, deadline_s)
+def _locate(number: int, *, tenant: str, keys: bytes, deadline_s: float, disks: bool) -> events.LocateRequested:
+    return events.LocateRequested(number, tenant, keys, deadline_s, disks)
 
 
 def _state(each: MemberState) -> pb.NodeState:

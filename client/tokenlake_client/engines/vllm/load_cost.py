@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
@@ -23,21 +23,20 @@ from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
 __all__ = [
-    "DISK",
+    "HERE",
     "LOCAL",
     "MAX_STEPS",
     "RETRY_S",
     "LoadCosts",
+    "Owner",
     "PrefillSteps",
     "StepPart",
     "all_local",
     "remote_tokens",
 ]
 
-LOCAL = ""
+HERE = ""
 """The name that stands for this node among the nodes from which a hit is loaded."""
-DISK = "disk:"
-"""Stands before the name of a node from whose disk segments are read; no name has a colon."""
 RETRY_S = 60.0
 """Seconds: after this time without a load from a node, one hit is loaded from it even if the prediction says that
 computing is faster, because the node may have become faster."""
@@ -47,14 +46,27 @@ MAX_STEPS = 16
 """Limit of the engine's steps whose measured time is awaited; older steps are forgotten."""
 
 
-def all_local(owners: Sequence[str]) -> bool:
-    """Are all segments of a load in this node's memory? `owners`: the node of each segment, or `LOCAL`."""
+class Owner(NamedTuple):
+    """The node from which a segment is loaded."""
+
+    node: str
+    """Name of the node; `HERE` for this one."""
+    disk_s: float = 0.0
+    """The expected seconds until the node has read the segment from its disk; 0: it is in memory."""
+
+
+LOCAL = Owner(HERE)
+"""The owner of a segment in this node's memory."""
+
+
+def all_local(owners: Sequence[Owner]) -> bool:
+    """Are all segments of a load in this node's memory? `owners`: that of each segment."""
     return all(owner == LOCAL for owner in owners)
 
 
-def remote_tokens(owners: Sequence[str], start: int, stop: int, segment: int) -> int:
-    """The number of the tokens [start, stop) of a prompt in segments of other nodes, or on a disk. `owners`: the node
-    of each of the segments that have these tokens, or `LOCAL`. `segment`: the number of tokens of a segment."""
+def remote_tokens(owners: Sequence[Owner], start: int, stop: int, segment: int) -> int:
+    """The number of the tokens [start, stop) of a prompt in segments of other nodes, or on a disk. `owners`: that of
+    each of the segments that have these tokens. `segment`: the number of tokens of a segment."""
     first = start // segment
     return sum(
         min(stop, (index + 1) * segment) - max(start, index * segment)
@@ -79,12 +91,9 @@ class LoadCosts:
         """By node, the number of its latest measured loads in a row whose time was a surprise: `FAR` times longer or
         shorter than predicted."""
 
-    def cheapest_stop(
-        self, owners: Sequence[str], start: int, until: int, total: int, disk_s: Sequence[float] = ()
-    ) -> int:
+    def cheapest_stop(self, owners: Sequence[Owner], start: int, until: int, total: int) -> int:
         """The token up to which a hit, tokens [start, until) of a prompt of `total` tokens, should be loaded; `start`
-        where no load is faster than computing. `owners`: the node of each segment of the hit, or `LOCAL`; with `DISK`
-        before it where that node reads from its disk, which takes `disk_s` for each segment, as predicted by the pool.
+        where no load is faster than computing. `owners`: that of each segment of the hit.
 
         Returns `until` while the time of a prefill is not known. A source with too few measurements is predicted to
         take no time, so that it is used and measured.
@@ -93,8 +102,7 @@ class LoadCosts:
         needed = owners[first:last]
         if not needed or not self._rates.prefill.known:
             return until
-        waits = (*disk_s[first:last], *[0.0] * (len(needed) - len(disk_s[first:last])))
-        stop = self._search(needed, waits, start, until, total, self._rates.prefill)
+        stop = self._search(needed, start, until, total, self._rates.prefill)
         return until if stop < until and self._retry(needed) else stop
 
     def prefill_s(self, total: int, local: int) -> float | None:
@@ -111,46 +119,45 @@ class LoadCosts:
         them? Requires that `prefill_s` is known."""
         until = total - total % self._segment
         nbytes = until // self._segment * self._bytes
-        begin, byte_s = self._coefficients(LOCAL)
+        begin, byte_s = self._coefficients(HERE)
         prefill = self._rates.prefill
         load_s = begin + byte_s * nbytes + self._rates.slowest_fetch_s(nbytes)
         return load_s <= prefill.seconds(total, 0) - prefill.seconds(total - until, until)
 
-    def add_load(self, owners: Sequence[str], time: LoadTime) -> None:
-        """Add the measured time of a load. `owners`: the node of each of its segments, or `LOCAL`.
+    def add_load(self, owners: Sequence[Owner], time: LoadTime) -> None:
+        """Add the measured time of a load. `owners`: that of each of its segments.
 
         A load that lost segments was ended by its deadline. Its fetch time is extrapolated: multiplied by the number of
         all segments / (number of fetched segments + 1). The result is a sample only if it is longer than predicted.
         Without such samples, nodes that always miss the deadline would never be measured. A load that read from a disk
         is no sample: the time of the disk is no part of these predictions.
         """
-        if any(owner.startswith(DISK) for owner in owners):
+        if any(owner.disk_s for owner in owners):
             return
         now = self._clock()
-        remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
+        nodes = Counter(owner.node for owner in owners)
+        remote = {node: count * self._bytes for node, count in nodes.items() if node != HERE}
         if not time.lost:
-            self._add(LOCAL, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
+            self._add(HERE, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
         # All nodes sent at the same time, so the share of each node in the fetch time is not known: the time is divided
         # among them in proportion to the predictions.
-        expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
+        expected = {node: self._fit(node).seconds(part) + 1e-12 * part for node, part in remote.items()}
         fetch_s = time.fetch_s * len(owners) / min(len(owners), len(owners) - time.lost + 1)
         ratio = fetch_s / sum(expected.values()) if remote else 0.0
         if not time.lost or ratio > 1:
-            for owner, part in remote.items():
-                self._add(owner, part, ratio * expected[owner], now)
+            for node, part in remote.items():
+                self._add(node, part, ratio * expected[node], now)
 
-    def _search(
-        self, owners: Sequence[str], disk_s: Sequence[float], start: int, until: int, total: int, prefill: PrefillFit
-    ) -> int:
+    def _search(self, owners: Sequence[Owner], start: int, until: int, total: int, prefill: PrefillFit) -> int:
         best, least = start, prefill.seconds(total - start, start)
-        seconds, copy_byte_s = self._coefficients(LOCAL)
-        byte_s = {LOCAL: copy_byte_s}
-        for index, (owner, wait_s) in enumerate(zip(owners, disk_s, strict=True), start // self._segment):
-            if owner not in byte_s:
-                begin, fetch_byte_s = self._coefficients(owner) if owner != DISK + LOCAL else (0.0, 0.0)
+        seconds, copy_byte_s = self._coefficients(HERE)
+        byte_s = {HERE: copy_byte_s}
+        for index, (node, disk_s) in enumerate(owners, start // self._segment):
+            if node not in byte_s:
+                begin, fetch_byte_s = self._coefficients(node)
                 seconds += begin
-                byte_s[owner] = fetch_byte_s + copy_byte_s
-            seconds += byte_s[owner] * self._bytes + wait_s
+                byte_s[node] = fetch_byte_s + copy_byte_s
+            seconds += byte_s[node] * self._bytes + disk_s
             stop = min((index + 1) * self._segment, until)
             cost = seconds + prefill.seconds(total - stop, stop)
             if cost <= least:
@@ -158,8 +165,7 @@ class LoadCosts:
         return best
 
     def _fit(self, source: str) -> TransferFit:
-        source = source.removeprefix(DISK)
-        return self._rates.copy if source == LOCAL else self._rates.peer(NodeId(source)).fetch
+        return self._rates.copy if source == HERE else self._rates.peer(NodeId(source)).fetch
 
     def _coefficients(self, source: str) -> tuple[float, float]:
         """The predicted seconds to begin a transfer from the node `source`, and the predicted seconds per byte; zeros
@@ -186,12 +192,12 @@ class LoadCosts:
             fit.forget(keep=ENOUGH)
             self._surprises[source] = 0
 
-    def _retry(self, owners: Sequence[str]) -> bool:
+    def _retry(self, owners: Sequence[Owner]) -> bool:
         """Has one of the sources been neither used nor retried for `RETRY_S`? Then the caller loads from it, and this
         method records that."""
         now = self._clock()
         found = False
-        for source in {LOCAL: None, **dict.fromkeys(owners)}:
+        for source in {HERE: None, **dict.fromkeys(owner.node for owner in owners)}:
             age = self._fit(source).age(now)
             if age is not None and age > RETRY_S and now - self._tried.get(source, -math.inf) > RETRY_S:
                 self._tried[source] = now

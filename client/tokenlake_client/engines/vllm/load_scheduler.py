@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from tokenlake_client.engines.vllm.load_cost import Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
 
@@ -16,7 +17,7 @@ __all__ = ["ScheduledLoads"]
 class _Load:
     plan: LoadPlan
     lease: MatchedLease | None
-    owners: tuple[str, ...]
+    owners: tuple[Owner, ...]
     step: int = 0
     """The number of the step in which the ranks got the plan of the load; 0 before that."""
     time: LoadTime | None = None
@@ -29,10 +30,10 @@ class ScheduledLoads:
 
     def __init__(
         self,
-        measured: Callable[[tuple[str, ...], LoadTime], None],
+        measured: Callable[[tuple[Owner, ...], LoadTime], None],
         report: Callable[[str, BaseException], None],
     ) -> None:
-        """`measured` is called when a load ends, with the node of each of its segments and the time that it took.
+        """`measured` is called when a load ends, with the owner of each of its segments and the time that it took.
         `report` is called with the operation that failed and its error."""
         self._measured = measured
         self._report = report
@@ -49,11 +50,11 @@ class ScheduledLoads:
         self,
         plan: LoadPlan,
         lease: MatchedLease | None = None,
-        owners: tuple[str, ...] = (),
+        owners: tuple[Owner, ...] = (),
         ended: Callable[[], None] | None = None,
     ) -> None:
         """Add a load that was promised to vLLM. `lease` is released when the load ends, and then `ended` is called,
-        which must not raise. `owners`: the node that has each segment that the load reads."""
+        which must not raise. `owners`: that of each segment that the load reads."""
         # End the request's previous load: the request may have lost its blocks in the step that loaded them, and may be
         # given new blocks before the outcome of that step is known.
         self.end(plan.request)

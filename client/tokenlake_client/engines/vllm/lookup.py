@@ -22,7 +22,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 from tokenlake_client.engines.common.pool import RequestInfo
 from tokenlake_client.engines.vllm.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
-from tokenlake_client.engines.vllm.load_cost import DISK, LOCAL, LoadCosts
+from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, LoadCosts, Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
 __all__ = ["MAX_WAITING", "InFlightWaits", "Lookup", "Lookups"]
@@ -61,11 +61,8 @@ class Lookup:
         """The time from which the next answer to the lookup counts as late, unless the lookup waits for another
         engine."""
         self.lease: MatchedLease | None = None
-        self.owners: tuple[str, ...] = ()
-        """For each segment that is still leased, the node that has it; `LOCAL` for this node. `DISK` stands before it
-        where the node reads from its disk."""
-        self.disk_s: tuple[float, ...] = ()
-        """For each of the segments found, the expected seconds until its node has read it from its disk."""
+        self.owners: tuple[Owner, ...] = ()
+        """The owner of each segment that is still leased."""
         self.hits = 0
         """The number of segments that the lookup found in the pool."""
         self._done = False
@@ -111,19 +108,19 @@ class Lookup:
             self._pending_nodes.cancel()
 
     def _find_owners(self, lease: MatchedLease) -> None:
-        nodes: Sequence[str] | None = [self._node] * lease.hits
-        disk_s: Sequence[float] = [0.0] * lease.hits
         if lease.local_hits < lease.hits:
             if self._pending_nodes is None:
                 self._pending_nodes = lease.begin_nodes()
                 self.due = max(self.due, self._clock() + self._deadline_s)
-            nodes, disk_s = self._pending_nodes.poll(), self._pending_nodes.disk_s
-        if nodes is not None:
-            names = (LOCAL if node == self._node else node for node in nodes)
-            self.disk_s = tuple(disk_s)
-            self.owners = tuple(DISK + name if seconds else name for name, seconds in zip(names, disk_s, strict=True))
-            self.hits = len(self.owners)
-            self._pending_nodes, self._done = None, True
+            nodes = self._pending_nodes.poll()
+            if nodes is None:
+                return
+            names = (HERE if node == self._node else node for node in nodes)
+            self.owners = tuple(map(Owner, names, self._pending_nodes.disk_s))
+        else:
+            self.owners = (LOCAL,) * lease.hits
+        self.hits = len(self.owners)
+        self._pending_nodes, self._done = None, True
 
 
 class Lookups:

@@ -26,7 +26,7 @@ from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlig
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
-from tokenlake_client.engines.vllm.load_cost import LoadCosts, PrefillSteps, all_local, remote_tokens
+from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
 from tokenlake_client.engines.vllm.pool import SchedulerPool
@@ -222,7 +222,7 @@ class SchedulerSide:
             self._counters.sample(lookup_wait_seconds=self._clock() - state.waits_since)
             state.waited = True
 
-    def _add_load_time(self, owners: tuple[str, ...], time: LoadTime) -> None:
+    def _add_load_time(self, owners: tuple[Owner, ...], time: LoadTime) -> None:
         self._costs.add_load(owners, time)
         self._counters.sample(copy_seconds=time.copy_s)
         if not all_local(owners):
@@ -249,7 +249,7 @@ class SchedulerSide:
         until = max(start, min(found, len(lookup.owners) * self._segment))
         stop = until
         if self._settings.weigh_loads and prefill is None:
-            stop = self._costs.cheapest_stop(lookup.owners, start, until, total, lookup.disk_s)
+            stop = self._costs.cheapest_stop(lookup.owners, start, until, total)
         if stop < found:
             lookup.keep(-(-stop // self._segment) if stop > start else 0)
         state.skipped = found - stop
