@@ -207,7 +207,7 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
         yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
     yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
     yield events.FetchSettled(1)
-    for fetch, transfer in core._transfers.under_way.items():
+    for fetch, transfer in core._transfers._under_way.items():
         count = len(transfer.segments)
         codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * transfer.shards * count)
         yield events.FetchDone(fetch, codes[1:], checksums)

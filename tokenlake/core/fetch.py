@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -207,6 +207,7 @@ class Transfers:
         self._context = context
         self._peers = peers
         self._under_way: dict[int, Transfer] = {}
+        """Started transfers by id."""
         self._waiters: dict[Segment, list[OnArrival]] = {}
         self._held: dict[int, list[Segment]] = {}
         """Segments that did not come, by transfer, into whose slots bytes may still come: pinned until then."""
@@ -226,11 +227,6 @@ class Transfers:
         """Those of these nodes that are to be probed now."""
         self._probes = 0
         """Number of probes under way."""
-
-    @property
-    def under_way(self) -> Mapping[int, Transfer]:
-        """Started transfers by id; not to be changed."""
-        return self._under_way
 
     def delivers(self, node: NodeId) -> bool:
         """Returns True if segments can be brought from `node` now: another node that delivers, or this one, from

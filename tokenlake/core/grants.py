@@ -145,8 +145,6 @@ class Write:
         self.timer: Timer | None = None
         self.began = 0.0
         """Time in seconds at which the slots were reserved."""
-        self.request = ""
-        """Name of the engine's request, for the logs."""
 
 
 class SessionGrants:

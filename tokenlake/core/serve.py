@@ -74,22 +74,20 @@ class Verdict(NamedTuple):
 _SERVE, _DEFER = Verdict(), Verdict(deferred=True)
 
 
+@dataclass(eq=False, slots=True)
 class _Recipients:
     """The nodes that recently read one segment from this node."""
 
-    __slots__ = ("deferred_until", "last", "redirected", "until")
-
-    def __init__(self) -> None:
-        self.last = 0.0
-        """Time in seconds of the newest send or lookup of the segment that is recorded."""
-        self.until: dict[NodeId, float] = {}
-        """For each reading node, the time until which its transfer counts as under way, or infinity (`_DELIVERED`) once
-        it has ended."""
-        self.redirected: dict[NodeId, NodeId] = {}
-        """For each redirected node, the recipient to which it was redirected; removed when the node reads here all the
-        same."""
-        self.deferred_until: dict[NodeId, float] = {}
-        """For each deferred node, the time from which it is served even if other transfers are still under way."""
+    last: float = 0.0
+    """Time in seconds of the newest send or lookup of the segment that is recorded."""
+    until: dict[NodeId, float] = field(default_factory=dict)
+    """For each reading node, the time until which its transfer counts as under way, or infinity (`_DELIVERED`) once it
+    has ended."""
+    redirected: dict[NodeId, NodeId] = field(default_factory=dict)
+    """For each redirected node, the recipient to which it was redirected; removed when the node reads here all the
+    same."""
+    deferred_until: dict[NodeId, float] = field(default_factory=dict)
+    """For each deferred node, the time from which it is served even if other transfers are still under way."""
 
 
 class FanOut:
@@ -231,7 +229,6 @@ class Serving:
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
-        self._peers = peers
         self._directory_node = directory_node
         self._transfers = transfers
         self._reads: dict[_Pull, None] = {}

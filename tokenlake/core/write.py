@@ -66,7 +66,6 @@ class Writes:
         keys = everything[:PIECE]
         hints = with_access(request.hints, session.recent.access(everything, request.first))
         write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
-        write.request = request.request
         room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []
