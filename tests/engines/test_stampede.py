@@ -32,6 +32,7 @@ TAIL = 2
 SEGMENTS = 6
 TOKENS = SEGMENTS * SEGMENT + TAIL
 SAMPLES = 64
+IN_DIRECTORIES = 'tokenlake_map_entries{map="directory"}'
 PATIENT_S = 0.9 * LONGEST_S
 SHORT_S = 0.5
 
@@ -137,10 +138,17 @@ def at_once(
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> None:
-    waited = cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0)
+    before = cluster.totals()
 
     def others_wait() -> None:
-        wait_until(lambda: cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0) == waited + ENGINES - 1, "the others wait")
+        """The others wait, and the directory nodes know that each segment is being computed: on a busy machine one of
+        them may be told so only after the first segment is stored."""
+
+        def grown(name: str) -> float:
+            return cluster.totals().get(name, 0.0) - before.get(name, 0.0)
+
+        wait_until(lambda: grown(IN_FLIGHT_WAITS.name) == ENGINES - 1, "the others wait")
+        wait_until(lambda: grown(IN_DIRECTORIES) >= SEGMENTS, "the segments are in flight")
 
     with engines(cluster, ENGINES, mode) as serving:
         for engine in serving:
