@@ -237,6 +237,10 @@ class Transfers:
         """Returns the expected seconds until `nbytes` have come from `node`."""
         return self._reads.predict_s(nbytes) if node == self._context.node else self._peers.predict_s(node, nbytes)
 
+    def disk_s(self, nbytes: int) -> float:
+        """Returns the expected seconds until `nbytes` are read from this node's disk, at most those of a message field."""
+        return min(MAX_SECONDS, self._reads.predict_s(nbytes))
+
     def bring(
         self,
         node: NodeId,
@@ -752,7 +756,7 @@ class LeaseReads:
         times = dict(lease.disk_s)
         if here in nodes:
             nbytes = owners.count(nodes[here]) * process.session.slot_bytes
-            times[here] = min(MAX_SECONDS, self._transfers.predict_s(here, nbytes))
+            times[here] = self._transfers.disk_s(nbytes)
         disk_s = tuple(times.get(node, 0.0) for node in nodes)
         located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
         self._context.emit(Answer(process.connection, located))

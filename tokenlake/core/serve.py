@@ -289,7 +289,7 @@ class Serving:
         for entry in entries.values() if keep else ():
             disk.hold(entry, until)
         nbytes = sum(disk.slab(entry).slot_bytes for entry in entries.values())
-        return min(MAX_SECONDS, self._transfers.predict_s(self._context.node, nbytes))
+        return self._transfers.disk_s(nbytes)
 
     def _deepest(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], disk: Mapping[int, int]

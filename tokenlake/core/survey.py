@@ -32,7 +32,6 @@ from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
-from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["MAX_LOCATED", "Survey"]
@@ -85,22 +84,20 @@ class Survey:
         if 0 < deadline_s < limit_s:
             limit_s = deadline_s
         question = _Question(request, tenant, keys, disks, self._context.now + limit_s)
+        found = self._context.ready(tenant, keys)
+        on_disk = self._context.on_disk(tenant, keys, found)
         missing: list[SegmentKey] = []
-        on_disk: dict[SegmentKey, int] = {}
         alone = (here,)
-        for key, segment in zip(keys, self._context.ready(tenant, keys), strict=True):
-            if segment is None:
-                entry = self._context.disk.find(tenant, key)
-                if entry >= 0:
-                    question.owners[key] = alone
-                    on_disk[key] = entry
-                else:
-                    missing.append(key)
-                continue
-            question.owners[key] = alone if segment.source in (None, here) else (here, segment.source)
+        for index, (key, segment) in enumerate(zip(keys, found, strict=True)):
+            if segment is not None:
+                question.owners[key] = alone if segment.source in (None, here) else (here, segment.source)
+            elif index in on_disk:
+                question.owners[key] = alone
+            else:
+                missing.append(key)
         if disks and on_disk:
             nbytes = sum(self._context.disk.slab(entry).slot_bytes for entry in on_disk.values())
-            question.reads(list(on_disk), min(MAX_SECONDS, self._transfers.predict_s(here, nbytes)))
+            question.reads([keys[index] for index in on_disk], self._transfers.disk_s(nbytes))
         asked = dict(self._peers.by_directory_node(missing, previous=True))
         own = asked.pop(here, [])
         for key, (_, owner) in zip(own, self._directory_node.ask(tenant, own), strict=True):
