@@ -238,7 +238,7 @@ class Transfers:
         return self._reads.predict_s(nbytes) if node == self._context.node else self._peers.predict_s(node, nbytes)
 
     def disk_s(self, nbytes: int) -> float:
-        """Returns the expected seconds until `nbytes` are read from this node's disk, at most those of a message field."""
+        """Returns the expected seconds until `nbytes` are read from this node's disk, at most `MAX_SECONDS`."""
         return min(MAX_SECONDS, self._reads.predict_s(nbytes))
 
     def bring(
