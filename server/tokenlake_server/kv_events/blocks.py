@@ -26,7 +26,8 @@ from tokenlake_server.kv_events.encoding import AllBlocksCleared, BlockRemoved, 
 __all__ = ["MAX_PENDING_BYTES", "ROOT_S", "Blocks"]
 
 MAX_PENDING_BYTES = 16 << 20
-"""Limit of the contents of segments that are not READY; the oldest are dropped beyond it."""
+"""Limit of the contents of segments that are not READY, because they are still to come or have left; the oldest are
+dropped beyond it."""
 ROOT_S = 10.0
 """Seconds without a new segment of a layout after which another layout of the same model takes its place."""
 MAX_ADAPTERS = 4096
@@ -88,8 +89,10 @@ class Blocks:
     def content(self, key: SegmentKey) -> bytes:
         """The encoded content of a segment that is READY or may become so; empty if it is not known. May be called from
         any thread."""
+        if content := self._pending.get(key):
+            return content
         segment = self._present.get(key)
-        return self._pending.get(key, b"") if segment is None else segment.content
+        return b"" if segment is None else segment.content
 
     # -- what happens at this node
 
@@ -97,17 +100,20 @@ class Blocks:
         """Keep the content of a segment that may become READY."""
         if key in self._present or not content:
             return
-        self._pending_bytes += len(content) - len(self._pending.pop(key, b""))
+        self._pending_bytes += len(content) - len(self._pending.get(key, b""))
         self._pending[key] = content
+        self._pending.move_to_end(key)
         while self._pending_bytes > MAX_PENDING_BYTES:
             self._pending_bytes -= len(self._pending.popitem(last=False)[1])
 
     def stored(self, key: SegmentKey, now: float) -> None:
         """A segment became READY. `now`: seconds, of a clock that does not go back."""
-        if key in self._present:
-            return
-        encoded = self._pending.pop(key, b"")
-        self._pending_bytes -= len(encoded)
+        if key not in self._present:
+            self._arrived(key, self._pending.get(key, b""), now)
+        # Last, because another thread may look for the content.
+        self._pending_bytes -= len(self._pending.pop(key, b""))
+
+    def _arrived(self, key: SegmentKey, encoded: bytes, now: float) -> None:
         try:
             content = decode_content(encoded)
         except ProtocolRefused:
@@ -127,10 +133,12 @@ class Blocks:
             self.other_layout += 1
 
     def gone(self, key: SegmentKey) -> None:
-        """A READY segment left."""
+        """A READY segment left. Its content is kept for its return: a request that offered it while the segment was
+        READY may have evicted it, and may store it again."""
         segment = self._present.pop(key, None)
         if segment is None:
             return
+        self.offer(key, segment.content)
         if segment.name in self._published:
             self._published.discard(segment.name)
             hashes = self._hashes(key, decode_content(segment.content))
@@ -148,10 +156,7 @@ class Blocks:
     def only(self, keys: set[SegmentKey], now: float) -> None:
         """Take `keys` for all READY segments of the tenant, after changes were missed."""
         for key in [key for key in self._present if key not in keys]:
-            content = self._present[key].content
             self.gone(key)
-            # It may have been offered again meanwhile.
-            self.offer(key, content)
         for key in keys:
             if key in self._pending:
                 self.stored(key, now)

@@ -167,16 +167,19 @@ class KvEvents(Contents):
         found: list[bytes] = []
         waiting: dict[SegmentKey, bytes] | None = None
         for key in keys if tenant in self._streams else ():
-            known = (content for each in self._streams[tenant] if (content := each.blocks.content(key)))
-            content = next(known, b"")
+            content = self._in_blocks(tenant, key)
             if not content:
                 waiting = self._in_inbox(tenant) if waiting is None else waiting
-                content = waiting.get(key, b"")
+                # The admin thread may have taken it meanwhile.
+                content = waiting.get(key) or self._in_blocks(tenant, key)
             limit -= len(content)
             if limit < 0:
                 break
             found.append(content)
         return tuple(found) if any(found) else ()
+
+    def _in_blocks(self, tenant: str, key: SegmentKey) -> bytes:
+        return next((content for each in self._streams[tenant] if (content := each.blocks.content(key))), b"")
 
     def _in_inbox(self, tenant: str) -> dict[SegmentKey, bytes]:
         """The contents that the admin thread has not taken yet, which are those of the last `POLL_S` or so."""
@@ -257,12 +260,14 @@ class KvEvents(Contents):
         """Take the contents that were offered before the change behind `at`: whether a segment was READY when its
         content was offered is known from the changes up to then."""
         while self._inbox and self._inbox[0][0] <= at:
-            with self._inbox_lock:
-                _, tenant, keys, contents = self._inbox.popleft()
-                self._inbox_bytes -= sum(map(len, contents))
+            _, tenant, keys, contents = self._inbox[0]
             for each in self._streams[tenant]:
                 for key, content in zip(keys, contents, strict=False):
                     each.blocks.offer(key, content)
+            # Last, because another thread may look for a content.
+            with self._inbox_lock:
+                self._inbox.popleft()
+                self._inbox_bytes -= sum(map(len, contents))
 
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets

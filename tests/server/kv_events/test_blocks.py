@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -164,6 +167,42 @@ def test_segments_without_tokens_for_these_blocks_are_not_published() -> None:
     state.offer(chain.keys[0], other)
     state.stored(chain.keys[0], 0.0)
     assert (state.unknown, state.take()) == (3, [])
+
+
+def test_a_content_that_is_offered_before_its_segment_leaves_is_known_when_it_returns() -> None:
+    """A prepare offers the contents of all of its segments. The reservation of one may evict a later one."""
+    node = Node()
+    node.store((0,))
+    chain = prompt([0])
+    node.blocks.offer(chain.keys[0], contents_of(chain, tokens_of([0]), range(1), MODEL)[0])
+    node.evict((0,))
+    node.blocks.stored(chain.keys[0], 0.0)
+    node.held.add((0,))
+    node.tell()
+    node.check()
+    assert node.blocks.unknown == 0
+
+
+def test_a_content_is_known_at_each_moment_from_its_offer_on() -> None:
+    """Other threads look for it while the segment becomes READY."""
+    node, chain = Node(), prompt([0])
+    (content,) = contents_of(chain, tokens_of([0]), range(1), MODEL)
+    found = []
+
+    def look(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        found.append(node.blocks.content(chain.keys[0]))
+        return look
+
+    node.blocks.offer(chain.keys[0], content)
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        node.blocks.offer(chain.keys[0], content)
+        node.blocks.stored(chain.keys[0], 0.0)
+    finally:
+        sys.settrace(before)
+    assert len(found) > 20
+    assert set(found) == {content}
 
 
 def test_changes_that_were_missed() -> None:
