@@ -34,13 +34,15 @@ ROUTERS_PIP := $(ROUTERS_VENV)/bin/python -m pip --quiet
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
-# Two workers, each with whole modules in order, because the tests of a module or a folder share daemons.
+# Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There are more workers
+# than the two cores of CI: most tests wait for processes half of their time.
 test: install-dev install-engines install-etcd install-promtool install-routers install-nixl lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
 test-vllm: install-vllm
-	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default $(VLLM_TESTS)
+	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default -n 2 --dist loadfile --no-loadscope-reorder \
+		$(VLLM_TESTS)
 
 demo:
 	@start=$$(date +%s); \
@@ -112,7 +114,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton opencv-python-headless
 	$(VLLM_PYTHON) -m pip freeze > $(VLLM_VENV)/before-the-client.txt
 	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
-		pytest pytest-timeout iniconfig hypothesis sortedcontainers
+		pytest pytest-timeout pytest-xdist execnet iniconfig hypothesis sortedcontainers
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
