@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,13 @@ def test_a_forked_child_keeps_no_memory() -> None:
         engine.ask("store", seed=1, segments=20)
         assert engine.ask("match", seed=1, segments=20)["hits"] == 20
         child = engine.ask("fork")["child"]
-        assert arena_bytes([child]) == 0
-        engine.ask("release")
-        node.kill()
-        wait_until(lambda: arena_bytes([child, *engines_of(node, [engine])]) == 0, "no memory is left")
+        try:
+            assert arena_bytes([child]) == 0
+            engine.ask("release")
+            node.kill()
+            wait_until(lambda: arena_bytes([child, *engines_of(node, [engine])]) == 0, "no memory is left")
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
