@@ -1,8 +1,8 @@
 """The profiles of hypothesis: which examples a search tries, and how many.
 
-`tokenlake`, the default: the random seed is derived from the test, so that a run on the same code tries the same
-examples. The examples change when the code changes, because hypothesis also draws constants that it finds in the loaded
-modules.
+`tokenlake`, the default: the random seed is derived from the test, so that each run tries the same examples. hypothesis
+would also draw constants that it finds in the modules that are loaded, which are others in each worker, and after each
+change of the code; it has no setting for that, so `register_profiles` makes it find none.
 
 `random`: other examples in each run. `--hypothesis-seed=N` beside it repeats them, and a failure prints the line that
 does so.
@@ -13,6 +13,7 @@ does so.
 from __future__ import annotations
 
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 __all__ = ["examples", "register_profiles"]
 
@@ -25,6 +26,8 @@ FAST = 40
 def register_profiles() -> None:
     """Register the profiles, and load the default one. `--hypothesis-profile` then replaces it, before any test module
     is imported."""
+    assert "is_local_module_file" in vars(providers)
+    vars(providers)["is_local_module_file"] = lambda path: False
     common = settings(max_examples=WHOLE, print_blob=True, deadline=None)
     settings.register_profile("tokenlake", common, derandomize=True)
     settings.register_profile("random", common, derandomize=False, database=None)

@@ -276,11 +276,11 @@ class Channel:
         """Make the calling thread the one that reads, and return True. False: `pending` is done, or another thread
         reads; in the latter case the call has waited at most `wait_s` for a change."""
         with self._changed:
+            if pending is not None and pending.done:
+                return False
             if self._reading:
                 if wait_s:
                     self._changed.wait(wait_s)
-                return False
-            if pending is not None and pending.done:
                 return False
             self._reading = True
             return True

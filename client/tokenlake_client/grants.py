@@ -320,7 +320,12 @@ class Grants:
             number = request
             return engine.Attach(request, grant)
 
-        pending = link.channel.begin(make)
+        try:
+            pending = link.channel.begin(make)
+        except BaseException:
+            # It was not sent, so there is no reply, and the messages that `make` dropped are due again.
+            self._answered(link, number)
+            raise
         try:
             reply = link.wait(pending, deadline_s)
             yield link, reply

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
@@ -345,8 +346,10 @@ class Queries:
     def _sweep(self, link: QueryLink) -> None:
         """Close the views that were opened after their caller had given up, and the memory of closed buffers whose last
         answer has arrived since."""
-        while link.late_views:
-            _tell(link, wire.CloseView((link.late_views.popleft(),)))
+        # Other threads sweep too.
+        with contextlib.suppress(IndexError):
+            while True:
+                _tell(link, wire.CloseView((link.late_views.popleft(),)))
         with self._lock:
             answered = [memory for memory, newest in self._in_use if newest.reply is not None]
             self._in_use = [(memory, newest) for memory, newest in self._in_use if newest.reply is None]

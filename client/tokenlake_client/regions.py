@@ -99,7 +99,7 @@ class Regions:
 
     def memories(self) -> list[MappedMemory]:
         """The memory of each mapping that was made, also of those that were dropped, as long as arrays over it live."""
-        return [memory for each in self._memories if (memory := each()) is not None]
+        return [memory for each in list(self._memories) if (memory := each()) is not None]
 
     def get(self, region: int, *, write: bool = False) -> Mapping:
         """This process's mapping of the region with that number, made where there is none. Raises the errors of
@@ -111,7 +111,7 @@ class Regions:
                 self._mapped.pop(idle, None)
                 self._used.pop(idle, None)
             mapping = self._mapped[key] = self._open(region, write)
-            self._memories = [*map(weakref.ref, self.memories()), weakref.ref(mapping.memory)]
+            self._memories.append(weakref.ref(mapping.memory, self._memories.remove))
         self._used[key] = now
         return mapping
 

@@ -78,11 +78,13 @@ class Transfer:
         self._submit(self._abort)
 
     def _submit(self, task: Callable[[], None]) -> None:
-        """Run `task` in the thread that copies. Once the pool is closed that thread has ended, and the segments have
-        failed."""
+        """Run `task` in the thread that copies. Once the pool is closed that thread takes no task, and the segments
+        have failed."""
         try:
             self._copies.append(self._executor.submit(task))
         except RuntimeError:
+            # It still copies what it took before, and the daemon lends slots that it gets back to others at once.
+            wait(self._copies)
             self._abort()
 
     def _check(self, part: LayerCache, tokens: int) -> None:

@@ -237,17 +237,6 @@ def moved_entries_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DirectoryNode, "forget_moved", lambda self: None)
 
 
-def the_walk_of_a_node_that_returned_ends_early(patch: pytest.MonkeyPatch) -> None:
-    """A change of the ring ends the walk for a node that came back, and nobody tells that node the rest."""
-    original = DirectoryNode._advertise
-
-    def advertise(self: DirectoryNode, node: Any, *, later: bool = False) -> None:
-        if not later:
-            original(self, node)
-
-    patch.setattr(DirectoryNode, "_advertise", advertise)
-
-
 def own_directory_ignored(patch: pytest.MonkeyPatch) -> None:
     """A walk tells this node's own directory what another node owns already, and keeps its primary copy."""
     original = DirectoryNode.__init__
@@ -265,13 +254,11 @@ PLANTS: tuple[Plant, ...] = (
     a_missed_change_is_never_read,
     calls_of_a_member_that_left_wait,
     moved_entries_are_kept,
-    the_walk_of_a_node_that_returned_ends_early,
     own_directory_ignored,
 )
 SLOW = (
     only_the_last_change_is_told,
     calls_of_a_member_that_left_wait,
-    the_walk_of_a_node_that_returned_ends_early,
     own_directory_ignored,
 )
 """Found after many more examples than the others: up to ten seconds each."""

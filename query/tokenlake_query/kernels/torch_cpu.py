@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import numpy as np
@@ -115,11 +115,15 @@ class TorchKernel(Kernel):
             return _merged(self._parts(query, pieces, layer))
         shares = [pieces[first::threads] for first in range(threads)]
         others = [self._workers.submit(self._share, query, share, layer) for share in shares[1:]]
-        with _one_thread():
-            total = self._share(query, shares[0], layer)
-            for other in others:
-                part = other.result()
-                total.add(part.out, part.lse)
+        try:
+            with _one_thread():
+                total = self._share(query, shares[0], layer)
+                for other in others:
+                    part = other.result()
+                    total.add(part.out, part.lse)
+        finally:
+            # After an error too, no thread may read the slots any more.
+            wait(others)
         return total
 
     def _share(self, query: Tensor, pieces: Sequence[EvenSequence], layer: int) -> RunningMerge:

@@ -89,17 +89,22 @@ class Blocks:
     def content(self, key: SegmentKey) -> bytes:
         """The encoded content of a segment that is READY or may become so; empty if it is not known. May be called from
         any thread."""
-        if content := self._pending.get(key):
-            return content
-        segment = self._present.get(key)
-        return b"" if segment is None else segment.content
+        # A content moves from one to the other and back while another thread looks.
+        for _ in range(2):
+            if content := self._pending.get(key):
+                return content
+            if segment := self._present.get(key):
+                return segment.content
+        return b""
 
     # -- what happens at this node
 
     def offer(self, key: SegmentKey, content: bytes) -> None:
         """Keep the content of a segment that may become READY."""
-        if key in self._present or not content:
-            return
+        if key not in self._present and content:
+            self._keep(key, content)
+
+    def _keep(self, key: SegmentKey, content: bytes) -> None:
         self._pending_bytes += len(content) - len(self._pending.get(key, b""))
         self._pending[key] = content
         self._pending.move_to_end(key)
@@ -135,10 +140,11 @@ class Blocks:
     def gone(self, key: SegmentKey) -> None:
         """A READY segment left. Its content is kept for its return: a request that offered it while the segment was
         READY may have evicted it, and may store it again."""
-        segment = self._present.pop(key, None)
+        segment = self._present.get(key)
         if segment is None:
             return
-        self.offer(key, segment.content)
+        self._keep(key, segment.content)
+        del self._present[key]
         if segment.name in self._published:
             self._published.discard(segment.name)
             hashes = self._hashes(key, decode_content(segment.content))

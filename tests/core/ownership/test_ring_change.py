@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from tests.core.ownership.test_directory_node import MEMBERS, Node, keys_of
+from tests.core.ownership.test_directory_node import MEMBERS, Node, keys_of, owned
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
+from tokenlake.core.ownership import directory_node
 from tokenlake.core.ownership.drain import LEFT_BEHIND
 from tokenlake.core.ownership.handover import HANDED_OVER, MAX_TAKEN
 from tokenlake.core.ownership.ring_change import READ_S
@@ -139,6 +140,27 @@ def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     assert sorted(split_keys(owned.keys)) == sorted(to_n1)
     assert told[-1] == peer.AdvertisingDone(version(record))
     assert not [message for to, message in sent if to == "n2"]
+
+
+def test_a_change_of_the_ring_does_not_end_the_walk_for_a_node_that_came_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The change moves none of its keys, so the walk of the change does not tell them."""
+    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
+    node = Node()
+    record = node.core.record.without("n2")
+    keys = [key for key in keys_of(node, "n1", "n2", 8) if Ring(record).candidates(key)[0][0] == "n1"]
+    for key in keys:
+        node.own(key)
+    node.handle(events.PeerDown("n1", 1))
+    node.run_until(0.2)
+    sent = node.handle(events.PeerUp("n1", 2))
+    sent += node.run_until(node.now + 0.003)
+    assert 0 < len(owned(sent, "n1")) < len(keys)
+    follow(node, record)
+    sent += node.run_until(node.now + 1.0)
+    assert set(owned(sent, "n1")) == set(keys)
+    assert ("n1", peer.AdvertisingDone(version(record))) in sent
 
 
 def test_the_previous_ring_counts_until_all_segments_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,8 @@ def test_a_content_is_known_at_each_moment_from_its_offer_on() -> None:
     try:
         node.blocks.offer(chain.keys[0], content)
         node.blocks.stored(chain.keys[0], 0.0)
+        node.blocks.gone(chain.keys[0])
+        node.blocks.stored(chain.keys[0], 0.0)
     finally:
         sys.settrace(before)
     assert len(found) > 20
