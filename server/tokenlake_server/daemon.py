@@ -623,4 +623,7 @@ async def run(
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     finally:
-        arena.close()
+        try:
+            arena.close()
+        except BufferError:
+            log.warning("the memory is unmapped by the end of the process: a thread that hangs still uses it")

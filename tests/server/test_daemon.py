@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,9 @@ from tests.robustness.live import (
 from tokenlake.config import load_config
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
+from tokenlake.wire.slots import SlotRef
 from tokenlake_client import Pool
+from tokenlake_server.arena import Arena
 from tokenlake_server.daemon import run
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -252,8 +255,8 @@ def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
     return engine.Fetch(number, lease, 0, hits, 0.0)
 
 
-def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
-    """A daemon handles a signal while it populates its memory, which takes most of a minute for 64 GiB."""
+def stopped_at_start(tmp_path: Path) -> list[tuple[int, int]]:
+    """Run a daemon that gets a signal while it populates its memory. Returns what it reported."""
     text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     reports: list[tuple[int, int]] = []
@@ -277,6 +280,25 @@ def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
         asyncio.run(scene())
     finally:
         signal.signal(signal.SIGTERM, before)
-    done, total = reports[-1]
+    return reports
+
+
+def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
+    """A daemon handles a signal while it populates its memory, which takes most of a minute for 64 GiB."""
+    done, total = stopped_at_start(tmp_path)[-1]
     assert done < total == 256 << 20
     assert not (tmp_path / "s").exists()
+
+
+def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that hangs in a read from disk keeps a view of its slot."""
+    views: list[memoryview] = []
+
+    class UsedArena(Arena):
+        def populate(self, report: Callable[[int], None]) -> None:
+            views.extend(self.slots([SlotRef(0, 0, 1)], 4096))
+            super().populate(report)
+
+    monkeypatch.setattr("tokenlake_server.daemon.Arena", UsedArena)
+    stopped_at_start(tmp_path)
+    assert len(views) == 1

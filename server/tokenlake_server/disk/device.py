@@ -28,7 +28,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -260,6 +259,9 @@ class Device:
             if self._store is not None and job.left and not self._closing:
                 if isinstance(job, _Read):
                     self._jobs[job.instruction.fetch] = job
+                else:
+                    order, places = job.instruction, 1 + max(place.slot for place in job.places)
+                    self._store.will_write(order.tenant, order.slot_bytes, places)
                 self._queue.of(job).extend((job, index) for index in range(job.left))
                 self._queued.notify(job.left)
                 return
@@ -283,6 +285,8 @@ class Device:
         """Carry out a `DiskForget` or a `DiskTrim`."""
         with self._changed:
             if self._store is not None:
+                if isinstance(instruction, DiskTrim):
+                    self._store.will_trim(instruction.tenant, instruction.slot_bytes, instruction.places)
                 self._records.append(instruction)
                 self._changed.notify_all()
 
@@ -441,9 +445,9 @@ class Device:
             done = self._all_ended()
             self._errors.clear()
             self._changed.notify_all()
+            # Under the lock, before any read is lost with the device: the rules do not count it as damage then.
+            self._around.post(events.DiskGone(self.number, reason))
         log.error("the disk tier at %s is set aside, and its segments are not used: %s", self.path, reason)
-        # The rules know then that the reads are lost with the device, and not by damage.
-        self._around.post(events.DiskGone(self.number, reason))
         for event in done:
             self._around.post(event)
 
@@ -541,8 +545,10 @@ class Device:
     def _ready(self) -> Event:
         return events.DiskReady(self.number, self._capacity, *self._rates)
 
-    def _room(self, store: DiskStore) -> int:
-        used, free = store.slab_bytes, store.free_bytes()
+    def _room(self, store: DiskStore, full: bool = False) -> int:
+        used, free = store.space()
+        if full:
+            return used
         if self._limit is None:
             return used + max(0, int(free * FREE_SHARE) - RESERVE_BYTES)
         return min(self._limit, used + max(0, free - RESERVE_BYTES))
@@ -558,12 +564,12 @@ class Device:
                 self._running.pop(self._keeper.name, None)
                 until = next_capacity if unsynced_since is None else unsynced_since + patience.sync_s
                 self._changed.wait_for(
-                    lambda: self._records or self._closing or self._full or self._store is not store,
+                    lambda: self._records or self._ending() or self._full or self._store is not store,
                     max(0.0, until - time.monotonic()),
                 )
                 if self._store is not store:
                     return
-                ending = self._closing and not any(name != self._keeper.name for name in self._running)
+                ending = self._ending()
                 batch = list(self._records)
                 self._records.clear()
                 full, now = self._full, time.monotonic()
@@ -591,6 +597,10 @@ class Device:
                 next_capacity = now + patience.capacity_s
                 self._tell_capacity(store, full)
 
+    def _ending(self) -> bool:
+        """True when no write will end any more. Called while the thread of the index does not use the files."""
+        return self._closing and not self._running
+
     def _record(self, store: DiskStore, batch: list[_Write | DiskForget | DiskTrim], sync: bool) -> None:
         if sync:
             store.sync_slabs()
@@ -604,7 +614,7 @@ class Device:
                 store.stored(order.tenant, order.slot_bytes, list(_places(each)))
 
     def _tell_capacity(self, store: DiskStore, full: bool) -> None:
-        room = store.slab_bytes if full else self._room(store)
+        room = self._room(store, full)
         with self._changed:
             # It waits for the control loop now, and not for the device.
             self._running.pop(self._keeper.name, None)
@@ -659,29 +669,51 @@ def measure(files: Files, nbytes: int, piece: int, threads: int) -> tuple[float,
     source[:] = os.urandom(piece)
     offsets = range(0, nbytes, piece)
 
-    def read(first: int) -> bool:
+    def read(first: int) -> None:
         target = aligned_memory(piece)
-        return all(file.read(at, [target]) == piece and target == source for at in offsets[first::threads])
+        for at in offsets[first::threads]:
+            if file.read(at, [target]) != piece or target != source:
+                raise OSError(errno.EIO, "the device gives back other bytes than were written")
 
     def write(first: int) -> None:
         for at in offsets[first::threads]:
             file.write(at, [source])
 
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            file.allocate(nbytes)
-            start = time.monotonic()
-            list(pool.map(write, range(threads)))
-            file.sync()
-            written = time.monotonic()
-            whole = all(pool.map(read, range(threads)))
-            end = time.monotonic()
+        file.allocate(nbytes)
+        start = time.monotonic()
+        _in_threads(write, threads)
+        file.sync()
+        written = time.monotonic()
+        _in_threads(read, threads)
+        end = time.monotonic()
     finally:
         file.close()
         files.remove(PROBE)
-    if not whole:
-        raise OSError(errno.EIO, "the device gives back other bytes than were written")
     return nbytes / max(end - written, 1e-9), nbytes / max(written - start, 1e-9)
+
+
+def _in_threads(work: Callable[[int], None], threads: int) -> None:
+    """Call `work` with each number below `threads`, each in a thread that does not keep the process. Raises the first
+    error when all have ended."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(threads)]
+    try:
+        for each in running:
+            each.start()
+    finally:
+        for each in running:
+            if each.ident is not None:
+                each.join()
+    if errors:
+        raise errors[0]
 
 
 def _text(error: BaseException) -> str:

@@ -164,8 +164,9 @@ class _OpenSlab:
 
 class DiskStore:
     """The files of one device in use. `write` and `read` may be called from several threads, each with its own
-    `SegmentIO`; the other methods from one thread at a time. All raise OSError, after which the device is to be closed
-    and opened anew."""
+    `SegmentIO`; `slab_bytes`, `will_write` and `will_trim` on the control loop: they never block and raise nothing; the
+    other methods from one thread at a time. All raise OSError, after which the device is to be closed and opened
+    anew."""
 
     def __init__(self, files: Files, index: Index | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
         """`files`: closed by `close`. `open` comes before everything else. `growth_bytes`: a slab grows by so many
@@ -175,7 +176,9 @@ class DiskStore:
         self._growth_bytes = growth_bytes
         self._slabs: dict[tuple[str, int], _OpenSlab] = {}
         self._lock = threading.Lock()
-        """Guards `_slabs` and the growth of slabs."""
+        """Guards `_slabs` and the size of slabs. It is held while the file system makes or resizes a slab."""
+        self._ends: dict[tuple[str, int], int] = {}
+        """Number of places that each slab is to keep at least, by the orders so far. Changed on the control loop."""
         self._new_slabs: list[Slab] = []
         """Slabs whose record is not in the index yet."""
         self._names_changed = False
@@ -261,6 +264,17 @@ class DiskStore:
                     places = np.stack([part["slot"], part["generation"]], axis=1).astype("<u4")
                     yield Found(each.slab, shards, part["key"].tobytes(), places.tobytes(), part["note"].tobytes())
 
+    # -- orders
+
+    def will_write(self, tenant: str, slot_bytes: int, places: int) -> None:
+        """A write to some of the first `places` places of a slab is ordered: a trim that was ordered before and is
+        still to be carried out keeps these."""
+        self._ends[tenant, slot_bytes] = max(places, self._ends.get((tenant, slot_bytes), 0))
+
+    def will_trim(self, tenant: str, slot_bytes: int, places: int) -> None:
+        """A `trim` is ordered; no write behind the first `places` places is under way."""
+        self._ends[tenant, slot_bytes] = places
+
     # -- segments
 
     def write(self, segment_io: SegmentIO, where: StoredSegment, segment: memoryview, stored: Stored) -> None:
@@ -304,12 +318,14 @@ class DiskStore:
     @property
     def slab_bytes(self) -> int:
         """Bytes that are allocated for all slabs."""
-        with self._lock:
-            return sum(each.bytes for each in self._slabs.values())
+        # Not under the lock, which is held for as long as a device that hangs does not answer.
+        return sum(each.bytes for each in list(self._slabs.values()))
 
-    def free_bytes(self) -> int:
-        """Bytes that the file system has left."""
-        return self._files.free_bytes()
+    def space(self) -> tuple[int, int]:
+        """Returns (bytes that are allocated for all slabs, bytes that the file system has left), both while no slab
+        changes its size."""
+        with self._lock:
+            return self.slab_bytes, self._files.free_bytes()
 
     # -- the index
 
@@ -347,7 +363,8 @@ class DiskStore:
             self._index.append(records)
 
     def trim(self, tenant: str, slot_bytes: int, places: int) -> None:
-        """Cut a slab off behind its first `places` places, which no thread reads or writes behind."""
+        """Void all segments behind the first `places` places of a slab that were recorded before, and cut the slab off
+        there, or behind the writes that were ordered since `will_trim`."""
         slab = self._slabs.get((tenant, slot_bytes))
         if slab is None:
             return
@@ -356,7 +373,9 @@ class DiskStore:
         self._index.append(record)
         self._index.sync()
         with self._lock:
-            slab.file.truncate(places * stride(slot_bytes))
+            # Read under the lock: a write that is ordered later takes the lock later, and lets the slab grow again.
+            kept = max(places, self._ends.get((tenant, slot_bytes), 0))
+            slab.file.truncate(kept * stride(slot_bytes))
             slab.bytes = slab.file.size()
 
     def sync(self) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.robustness.live import wait_until
-from tests.server.disk.device_scene import Scene, served
+from tests.server.disk.device_scene import QUICK, Scene, served
 from tests.server.disk.medium import Medium, MediumFiles
-from tests.server.disk.scene import entry
+from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
 from tokenlake.disk.places import Place, unpack_places
 from tokenlake.wire import Code
@@ -88,6 +92,33 @@ def test_a_trimmed_slab_ends_earlier() -> None:
     assert len(medium.names["slab-00000"].content) == 2 * 8192
 
 
+def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    again = entry(12, 2, generation=2)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        # The thread of the index is busy with this write, so that it carries the trim out late.
+        trouble.hang("sync")
+        scene.write([entry(9, 0, tenant="other")])
+        wait_until(lambda: bool(trouble.hung), "the thread of the index syncs")
+        scene.forget(SEGMENTS[2:])
+        scene.trim("default", 4096, 2)
+        number = scene.write([again])
+        slab = medium.names["slab-00000"]
+        wait_until(lambda: bytes_of(again.key, 4096) in slab.content, "the bytes are written")
+        trouble.hanging.set()
+        written = scene.wait(events.DiskWritten, where=lambda event: event.write == number)
+        assert written.codes == bytes([COMMITTED])
+        assert scene.read([again]) == bytes([LOCAL])
+        assert scene.read(SEGMENTS[:2]) == bytes([LOCAL]) * 2
+    assert len(slab.content) == 3 * 8192
+    with served(lambda: small(medium)) as scene:
+        recovered(scene)
+        assert scene.read([again]) == bytes([LOCAL])
+
+
 # -- failures
 
 
@@ -99,11 +130,20 @@ class Trouble:
         self.operations: tuple[str, ...] = ("read", "write", "sync", "size", "create")
         self.slabs_only = True
         self.hanging = threading.Event()
+        """Cleared: operations do not return until it is set."""
         self.hanging.set()
+        self.hung: list[str] = []
+        """Operations that did not return at once."""
         medium.trouble = self
+
+    def hang(self, *operations: str) -> None:
+        self.operations = operations
+        self.hanging.clear()
 
     def __call__(self, operation: str, name: str) -> None:
         if operation in self.operations and (name.startswith("slab") or not self.slabs_only):
+            if not self.hanging.is_set():
+                self.hung.append(operation)
             assert self.hanging.wait(30)
             if self.error is not None:
                 raise OSError(self.error, os.strerror(self.error))
@@ -163,8 +203,7 @@ def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
     with served(lambda: small(medium)) as scene:
         scene.wait(events.DiskRecovered)
         scene.written(SEGMENTS[:1])
-        trouble.hanging.clear()
-        trouble.operations = (operation,)
+        trouble.hang(operation)
         reads = [scene.start_read(SEGMENTS[:1], 100 + at) for at in range(12)] if operation == "read" else []
         write = scene.write(SEGMENTS[1:]) if operation != "read" else 0
         assert "slow" in scene.watch_until(events.DiskGone).reason
@@ -177,6 +216,50 @@ def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
             assert scene.wait(events.DiskWritten, 2).codes == bytes([LOST]) * 4
         scene.wait(events.DiskRecovered, 2)
         assert scene.read(SEGMENTS[:1]) == bytes([LOCAL])
+
+
+def test_the_state_does_not_wait_for_a_device_that_hangs() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene, ThreadPoolExecutor(1) as pool:
+        scene.wait(events.DiskRecovered)
+        trouble.hang("size")
+        scene.write(SEGMENTS)
+        wait_until(lambda: bool(trouble.hung), "a slab grows")
+        state = pool.submit(lambda: scene.device.state)
+        try:
+            assert state.result(10).serving
+        finally:
+            trouble.hanging.set()
+
+
+def test_a_device_is_gone_before_the_reads_that_it_loses() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+
+    def pause(record: logging.LogRecord) -> bool:
+        """Let the other read end while the thread that sets the device aside writes its line to the log."""
+        if "set aside" in record.getMessage():
+            scene.wait(events.FetchDone)
+        return True
+
+    log = logging.getLogger("tokenlake_server.disk.device")
+    log.addFilter(pause)
+    try:
+        with served(lambda: small(medium)) as scene:
+            scene.wait(events.DiskRecovered)
+            scene.written(SEGMENTS)
+            trouble.error = errno.ENODEV
+            trouble.hang("read")
+            reads = [scene.start_read(SEGMENTS[:1], first_slot) for first_slot in (100, 101)]
+            wait_until(lambda: len(trouble.hung) == 2, "both reads are under way")
+            trouble.hanging.set()
+            for read in reads:
+                assert scene.done(read).codes == bytes([LOST])
+            kinds = [type(event) for event in scene.seen]
+            assert kinds.index(events.DiskGone) < kinds.index(events.FetchDone)
+    finally:
+        log.removeFilter(pause)
 
 
 def test_a_full_device_keeps_its_segments() -> None:
@@ -236,3 +319,37 @@ def test_the_end_commits_what_was_written() -> None:
         scene.wait(events.DiskWritten, where=lambda event: event.write == number)
     with served(lambda: small(medium)) as scene:
         assert len(recovered(scene)) == 5
+
+
+def test_the_thread_of_the_index_waits_at_the_end() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium), patience=replace(QUICK, slow_s=0.3)) as scene:
+        scene.wait(events.DiskRecovered)
+        trouble.hang("write")
+        scene.write(SEGMENTS[:1])
+        wait_until(lambda: bool(trouble.hung), "a write is under way")
+        (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == "disk-0-index"]
+        assert ident is not None
+        clock = time.pthread_getcpuclockid(ident)
+        before = time.clock_gettime(clock)
+        # It waits for the write, for twice `slow_s`.
+        scene.device.close()
+        used = time.clock_gettime(clock) - before
+        trouble.hanging.set()
+        assert scene.wait(events.DiskWritten).codes == bytes([COMMITTED])
+    assert used < 0.05
+
+
+def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    trouble.slabs_only = False
+    trouble.hang("write")
+    # Python waits at its end for threads that are not daemons.
+    before = {thread for thread in threading.enumerate() if not thread.daemon}
+    with served(lambda: small(medium)):
+        wait_until(lambda: bool(trouble.hung), "the check writes")
+        waited = {thread for thread in threading.enumerate() if not thread.daemon}
+        trouble.hanging.set()
+    assert waited <= before
