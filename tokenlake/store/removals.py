@@ -1,5 +1,5 @@
-"""A log of the segments that left this node, or became no primary copy: when, where and by which rule. `tokenlake explain`
-reads it to say why a request missed."""
+"""A log of the segments that left this node, or became no primary copy: when, where and by which rule. `tokenlake
+explain` reads it to say why a request missed."""
 
 from __future__ import annotations
 
