@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,6 +223,29 @@ def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
         assert got == hints[: len(got)]
         channel.tell(engine.Bye())
         assert daemon.received() == [engine.Bye()]
+
+
+def test_a_reply_that_comes_just_before_its_caller_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread reads, because its own reply takes longer."""
+    with scripted_link() as (link, daemon), ThreadPoolExecutor(1) as other:
+        channel = link.channel
+        slow, pending = channel.begin(engine.Heartbeat), channel.begin(engine.Heartbeat)
+        reading = other.submit(channel.poll, slow, LIMIT_S)
+        caller, calls = threading.current_thread(), itertools.count()
+
+        def monotonic() -> float:
+            # The first time is the beginning of the wait. The second one is between the look at the reply and the wait.
+            if threading.current_thread() is caller and next(calls) == 1:
+                daemon.send(engine.HeartbeatReply(2, True))
+                wait_until(lambda: pending.done, "the other thread has read the reply")
+            return time.monotonic()
+
+        monkeypatch.setattr("tokenlake_client.channel.time", SimpleNamespace(monotonic=monotonic))
+        begun = time.monotonic()
+        assert channel.poll(pending, LIMIT_S) == engine.HeartbeatReply(2, True)
+        assert time.monotonic() - begun < LIMIT_S / 2
+        daemon.send(engine.HeartbeatReply(1, True))
+        assert reading.result() is not None
 
 
 def test_calls_without_a_reply_do_not_wait_for_a_frozen_daemon(cluster: Cluster) -> None:

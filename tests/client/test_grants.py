@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -215,3 +216,28 @@ def test_a_release_waits_for_an_attach() -> None:
             grants.release(hold, 0, 4)
             assert daemon.received() == [engine.Attach(1, lease)]
         assert daemon.received() == [engine.Release(((lease, 0, END),))]
+
+
+def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:
+    """The daemon does not read, and more bytes are unsent than may wait."""
+    lease = LeaseId(7)
+    with scripted_link() as (link, daemon):
+        grants = Grants(link)
+        hold = LeaseHold(lease, link, 4)
+        grants.hold_lease(hold)
+        while not link.channel.refused_messages:
+            with contextlib.suppress(DeadlinePassed):
+                link.channel.tell(engine.Claim(bytes(32 * 1024), 1.0))
+        with pytest.raises(DeadlinePassed, match="has not read"), grants.attaching(lease, PATIENT_S, write=False):
+            pass
+        grants.release(hold, 0, 4)
+        got: list[engine.EngineRequest] = []
+
+        def released() -> bool:
+            link.channel.flush()
+            grants.sweep()
+            got.extend(each for each in daemon.received() if not isinstance(each, engine.Claim))
+            return bool(got)
+
+        wait_until(released, "the daemon has the release")
+        assert got == [engine.Release(((lease, 0, 4),))]

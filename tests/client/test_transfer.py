@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tokenlake.attention import SlotMap
 from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_client.transfer import LayerCache
+from tokenlake_client.transfer import LayerCache, Transfer
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -108,3 +110,18 @@ def test_the_codes_after_the_death_of_the_daemon() -> None:
         assert transfer.codes == [bytes([Code.EXPIRED]) * 2]
         with pytest.raises(Unreachable):
             pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
+
+
+def test_slots_that_are_being_written_are_not_given_back(pool: Pool) -> None:
+    """The pool closes while a layer is copied, and another thread puts the next one: the daemon lends slots that it
+    gets back to other engines."""
+    prompt, going_on = Prompt(90, 3), threading.Event()
+    executor = ThreadPoolExecutor(1)
+    executor.submit(going_on.wait, LIMIT_S)
+    transfer = Transfer(LAYOUT, [pool.store(pool.prefix(prompt.tokens).keys)], executor)
+    transfer.put(0, [layer_of(prompt, 0, range(3))])
+    executor.shutdown(wait=False)
+    threading.Timer(0.1, going_on.set).start()
+    transfer.put(1, [layer_of(prompt, 1, range(3))])
+    assert going_on.is_set()
+    assert transfer.codes == [bytes([Code.EXPIRED]) * 3]

@@ -1,5 +1,5 @@
-"""A log of the segments that left this node, or were not stored: when, where and by which rule. `tokenlake explain`
-reads it to say why a request missed."""
+"""A log of the segments that left this node, or became no primary copy: when, where and by which rule. `tokenlake
+explain` reads it to say why a request missed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_REMOVALS = 1 << 15
 
 
 class Removal(NamedTuple):
-    """How a segment left a node, or why it was not stored."""
+    """How a segment left a node, or why it became no primary copy."""
 
     at: float
     rule: str

@@ -38,7 +38,8 @@ from tokenlake.wire.slots import SlotRef
 __all__ = ["SegmentStore"]
 
 NOT_ADMITTED = Metric(
-    "tokenlake_not_admitted_segments_total", "Segments rejected because the next victim had a higher retention value"
+    "tokenlake_not_admitted_segments_total",
+    "Segments that became no primary copy, because the next victim had a higher retention value",
 )
 EVICTED = Metric("tokenlake_evicted_segments_total", "Segments evicted for want of memory, cached copies included")
 QUARANTINED = Metric(

@@ -191,10 +191,8 @@ class _Remote:
 
     def __init__(self, told: peer.MemoryAgent, before: _Remote | None) -> None:
         self.told = told
-        self.known: str = before.known if before is not None else ""
-        """The name by which this node's agent knows an agent of the node; empty: it knows none."""
         self.met = False
-        """True if it knows what was told."""
+        """True if this node's agent knows what was told."""
         self.proven: bool = before is not None and before.proven and before.told.agent == told.agent
         """True if the last probe, or read, from the agent succeeded."""
         self.probe_at = 0.0
@@ -234,6 +232,9 @@ class Nixl:
         """Work for the agent's thread."""
         self._remotes: dict[str, _Remote] = {}
         self._memory: dict[int, Span] = {number: self._span(number) for number in regions}
+        """The memory of the regions; each agent registers all of it."""
+        self._described: frozenset[int] = frozenset()
+        """The regions that `_introduction` describes; only these are lent."""
         self._lent = 0
         """Answers with places that are under way: this node is read."""
         self._introduction: peer.MemoryAgent | None = None
@@ -249,6 +250,8 @@ class Nixl:
         self._version = 0
         self._born_at = -math.inf
         """The time of the last attempt to make an agent."""
+        self._known: dict[str, str] = {}
+        """The agents that the agent knows, by node: an agent that it knows is forgotten before it is met again."""
         self._reads: list[_Read] = []
         self._bytes = 0
         self._failures = 0
@@ -303,7 +306,7 @@ class Nixl:
             return (
                 known is not None
                 and (pull.agent, pull.version) == (known.agent, known.version)
-                and all(slot.region in self._memory for slot in slots)
+                and all(slot.region in self._described for slot in slots)
                 and (bool(slots) or (not pull.keys and pull.probe_bytes == peer.PROBE_BYTES))
             )
 
@@ -363,6 +366,7 @@ class Nixl:
         while an agent is replaced."""
         with self._changed:
             span = self._memory.pop(region, None)
+            self._described -= {region}
         if span is not None:
             self._order_and_wait(lambda: self._deregister(span))
 
@@ -410,9 +414,15 @@ class Nixl:
     def lost(self, node: str) -> None:
         """The control connection with a node has ended."""
         with self._changed:
-            remote = self._remotes.pop(node, None)
-        if remote is not None and remote.known:
-            self._order(lambda: self._forget(remote.known, "the connection with the node has ended"))
+            self._remotes.pop(node, None)
+
+        def forget() -> None:
+            with self._changed:
+                if node in self._remotes:  # It is connected again: `_meet_all` forgets its agent and meets it.
+                    return
+            self._forget(node, "the connection with the node has ended")
+
+        self._order(forget)
 
     def gauges(self) -> list[Level]:
         """For the metrics page."""
@@ -474,15 +484,14 @@ class Nixl:
     def _work(self) -> None:
         """Own the agent until the daemon ends, in a thread."""
         moved_at = 0.0
-        while True:
-            orders = self._next_orders()
-            if orders is None:
-                break
+        while self._wait_for_work():
             began = time.perf_counter()
-            moved = bool(orders)
+            ordered = len(self._orders)
+            moved = ordered > 0
             try:
-                for order in orders:
-                    order()
+                for _ in range(ordered):
+                    # An order that raises leaves those behind it in the queue.
+                    self._orders.popleft()()
                 if self._agent is None:
                     self._be_born()
                 else:
@@ -498,17 +507,15 @@ class Nixl:
                 time.sleep(SHORT_S if now - moved_at < PATIENCE_S else LONG_S)
         self._die("the daemon stops")
 
-    def _next_orders(self) -> list[Callable[[], None]] | None:
-        """Wait for work: orders, bytes that are awaited, or an agent to make. None when the daemon ends."""
+    def _wait_for_work(self) -> bool:
+        """Wait for work: orders, bytes that are awaited, or an agent to make. False when the daemon ends."""
         with self._changed:
             while not self._closing and not self._orders:
                 wait_s = None if self._agent is not None else max(0.0, self._born_at + BIRTH_S - time.monotonic())
                 if wait_s == 0 or self._reads or (self._lent and self._agent is not None):
                     break
                 self._changed.wait(wait_s)
-            orders = list(self._orders)
-            self._orders.clear()
-            return None if self._closing else orders
+            return not self._closing
 
     def _be_born(self) -> None:
         """Make the agent of a new life."""
@@ -545,6 +552,7 @@ class Nixl:
             return
         with self._changed:
             self._introduction = peer.MemoryAgent(self._agent.name, self._version, self._networks, description)
+            self._described = frozenset(self._memory)
         self.tell()
 
     def _meet_all(self) -> None:
@@ -560,8 +568,8 @@ class Nixl:
                 if not remote.met and remote.probe_at <= now and all(read.node != node for read in self._reads)
             ]
         for node, remote in unmet:
-            if remote.known:
-                self._agent.forget(remote.known)
+            if node in self._known:
+                self._agent.forget(self._known.pop(node))
             try:
                 name = self._agent.meet(remote.told.description)
                 if name != remote.told.agent:
@@ -570,16 +578,17 @@ class Nixl:
             except OSError as error:
                 self._failed(node, str(error))
                 continue
+            self._known[node] = name
             with self._changed:
-                remote.known, remote.met = name, True
+                remote.met = True
                 self._changed.notify_all()
 
-    def _forget(self, agent: str, reason: str) -> None:
+    def _forget(self, node: str, reason: str) -> None:
         for read in self._reads:
-            if read.agent == agent:
+            if read.node == node:
                 read.fail(reason)
-        if self._agent is not None:
-            self._agent.forget(agent)
+        if self._agent is not None and node in self._known:
+            self._agent.forget(self._known.pop(node))
 
     def _poll(self, agent: Agent) -> bool:
         """Look after all reads. Returns whether some bytes came, or were asked for."""
@@ -609,7 +618,7 @@ class Nixl:
             handle, stop = read.handles[0]
             state = agent.state(handle)
             if state is State.FAILED:
-                self._forget(read.agent, "the node's agent does not answer any more")
+                self._forget(read.node, "the node's agent does not answer any more")
                 return True
             if state is State.UNDER_WAY:
                 break
@@ -636,7 +645,7 @@ class Nixl:
         with self._changed:
             self._introduction = None
             for remote in self._remotes.values():
-                remote.known, remote.met, remote.proven = "", False, False
+                remote.met, remote.proven = False, False
         self.tell()
         until = time.monotonic() + RETIRE_S
         while time.monotonic() < until and (self._lent or any(not read.ended_at for read in self._reads)):
@@ -652,10 +661,11 @@ class Nixl:
         with self._changed:
             self._introduction = None
             for remote in self._remotes.values():
-                remote.known, remote.met, remote.proven = "", False, False
+                remote.met, remote.proven = False, False
         if self._agent is not None:
             self._agent.end()
             self._agent = None
+        self._known.clear()
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:

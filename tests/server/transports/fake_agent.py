@@ -54,7 +54,9 @@ class FakeAgent:
         self.name = name
         self._fabric = fabric
         self._memory: set[Span] = set()
-        self._known: set[str] = set()
+        self._registrations = 0
+        self.known: dict[str, bytes] = {}
+        """The descriptions of the agents that it knows, by name."""
         self._reads: dict[int, _Read] = {}
         self.ended = False
 
@@ -64,26 +66,29 @@ class FakeAgent:
             raise OSError("no memory can be registered")
         assert memory not in self._memory
         self._memory.add(memory)
+        self._registrations += 1
 
     def deregister(self, memory: Span) -> None:
         self._memory.remove(memory)
 
     def description(self) -> bytes:
-        return self.name.encode()
+        return f"{self.name}@{self._registrations}".encode()
 
     def meet(self, description: bytes) -> str:
-        name = description.decode()
+        name, _, _ = description.decode().partition("@")
         self._fabric.unreachable -= 1
         if self._fabric.agents[name].ended or self._fabric.unreachable >= 0:
             raise OSError("the agent cannot be reached")
-        self._known.add(name)
+        if self.known.get(name, description) != description:
+            raise OSError("it is known already with another description")
+        self.known[name] = description
         return name
 
     def forget(self, agent: str) -> None:
-        self._known.discard(agent)
+        self.known.pop(agent, None)
 
     def read(self, agent: str, here: Sequence[Span], there: Sequence[Span]) -> int:
-        if agent not in self._known:
+        if agent not in self.known:
             raise NotStarted(f"{agent} is not known")
         for span in here:
             assert self._covers(span), "into memory that is not registered"
@@ -95,7 +100,7 @@ class FakeAgent:
 
     def state(self, read: int) -> State:
         made = self._reads[read]
-        if self._fabric.mode == "fail" or made.agent not in self._known or self._fabric.agents[made.agent].ended:
+        if self._fabric.mode == "fail" or made.agent not in self.known or self._fabric.agents[made.agent].ended:
             return State.FAILED
         with self._fabric.lock:
             if self._fabric.mode == "hang":

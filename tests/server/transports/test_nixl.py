@@ -4,15 +4,18 @@ time, and TCP meanwhile."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.robustness.live import LIMIT_S, wait_until
-from tests.server.transports.fake_agent import Fabric
-from tests.server.transports.pair import Pair, pair
+from tests.server.transports.fake_agent import Fabric, FakeAgent
+from tests.server.transports.pair import NETWORKS, Pair, pair
 from tokenlake.core.events import FetchDone
 from tokenlake.wire import Code, peer
+from tokenlake.wire.slots import SlotRef
+from tokenlake_server.arena import Arena
 from tokenlake_server.transports import nixl as module
 
 SIZE, COUNT = module.PIECE_BYTES, 6
@@ -194,3 +197,107 @@ def test_a_defect_ends_the_agent_and_nothing_else() -> None:
         fabric.broken = 1
         wait_until(lambda: two.fetch().codes == LOCAL * COUNT and not fabric.broken, "an agent meets the defect")
         wait_until(lambda: set(fabric.agents) > before, "there is another agent")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[tuple[module.Nixl, FakeAgent, Fabric]]:
+    """A node that lends region 0 of three, and its first agent."""
+    fabric, arena = Fabric(), Arena(3, 1 << 20)
+    make: Callable[[str], Any] = fabric.make
+    nixl = module.Nixl("a", 1, arena, [0], NETWORKS, make)
+    try:
+        wait_until(lambda: bool(nixl.introduction.agent), "there is an agent")
+        yield nixl, fabric.agents[nixl.introduction.agent], fabric
+    finally:
+        nixl.close()
+        arena.close()
+
+
+def told(fabric: Fabric, node: str, version: int = 1) -> peer.MemoryAgent:
+    """What a node tells, whose agent has the node's name."""
+    if node not in fabric.agents:
+        fabric.make(node)
+    return peer.MemoryAgent(node, version, NETWORKS, f"{node}@{version}".encode())
+
+
+def during_meetings(agent: FakeAgent, calls: dict[bytes, Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call each of `calls` while the agent meets the agent with that description for the first time."""
+    meet = agent.meet
+
+    def meeting(description: bytes) -> str:
+        calls.pop(description, lambda: None)()
+        return meet(description)
+
+    monkeypatch.setattr(agent, "meet", meeting)
+
+
+def test_a_node_that_is_met_again_before_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone() as (nixl, agent, fabric):
+        b, c, d = (told(fabric, node) for node in "bcd")
+
+        def two_meetings() -> None:
+            nixl.heard("c", c)
+            nixl.heard("d", d)
+
+        def connect_again() -> None:
+            nixl.lost("b")
+            nixl.heard("b", b)
+
+        during_meetings(agent, {b.description: two_meetings, c.description: connect_again}, monkeypatch)
+        nixl.heard("b", b)
+        wait_until(lambda: "d" in agent.known, "the first of the two meetings is over")
+        nixl.remove(0)  # It returns when the orders before it are done.
+        assert "b" in agent.known
+
+
+def test_a_description_that_comes_while_the_former_one_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone() as (nixl, agent, fabric):
+        before, after = told(fabric, "b", 1), told(fabric, "b", 2)
+        during_meetings(agent, {before.description: lambda: nixl.heard("b", after)}, monkeypatch)
+        nixl.heard("b", before)
+        wait_until(lambda: bool(agent.known), "the former one is met")
+        nixl.remove(0)
+        assert agent.known == {"b": after.description}
+
+
+def lends(nixl: module.Nixl, to: peer.MemoryAgent, region: int) -> bool:
+    """True if a slot of the region is lent to a reader that was told this."""
+    return nixl.lends(peer.Pull("", b"k" * 32, agent=to.agent, version=to.version), [SlotRef(region, 0, 1)])
+
+
+def test_a_new_region_is_lent_with_a_description_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone() as (nixl, agent, _):
+        before, describe = nixl.introduction, agent.description
+        lent: list[bool] = []
+
+        def description() -> bytes:
+            lent.append(lends(nixl, before, 1))
+            return describe()
+
+        monkeypatch.setattr(agent, "description", description)
+        nixl.add(1)
+        wait_until(lambda: nixl.introduction != before, "the region is described")
+        assert lent == [False]
+        assert lends(nixl, nixl.introduction, 1)
+        nixl.remove(1)
+        assert not lends(nixl, nixl.introduction, 1)
+        assert lends(nixl, nixl.introduction, 0)
+
+
+def test_orders_behind_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone() as (nixl, agent, fabric):
+
+        def description() -> bytes:
+            raise RuntimeError("a defect")
+
+        def two_regions() -> None:
+            nixl.add(1)
+            nixl.add(2)
+
+        monkeypatch.setattr(agent, "description", description)
+        b = told(fabric, "b")
+        during_meetings(agent, {b.description: two_regions}, monkeypatch)
+        nixl.heard("b", b)
+        wait_until(lambda: nixl.introduction.agent not in ("", agent.name), "there is another agent")
+        assert lends(nixl, nixl.introduction, 1)
+        assert lends(nixl, nixl.introduction, 2)
