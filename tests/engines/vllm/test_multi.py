@@ -64,6 +64,7 @@ def test_one_connector_loads_and_all_store(multi: Engine, alone: Engine, plain: 
     assert [hits(multi, tokens, expected) for _ in range(2)] == [768, 768]
     longer = tokens + prompt(500, 2)
     assert multi.generate([longer]) == plain.generate([longer])
+    assert multi.call("flush")
     assert hits(alone, longer, plain.generate([longer])[0]) == 1280, "the second connector stored nothing"
     counts = multi.call("counts")
     assert (counts["failures"], counts["loads_failed"]) == (0, 0)
