@@ -40,9 +40,9 @@ test: install-dev install-engines install-etcd install-promtool install-routers 
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
+# One worker: the two ranks of an engine spin on two processors, and a daemon needs some time beside them.
 test-vllm: install-vllm
-	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default -n 2 --dist loadfile --no-loadscope-reorder \
-		$(VLLM_TESTS)
+	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default $(VLLM_TESTS)
 
 demo:
 	@start=$$(date +%s); \
@@ -114,7 +114,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton opencv-python-headless
 	$(VLLM_PYTHON) -m pip freeze > $(VLLM_VENV)/before-the-client.txt
 	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
-		pytest pytest-timeout pytest-xdist execnet iniconfig hypothesis sortedcontainers
+		pytest pytest-timeout iniconfig hypothesis sortedcontainers
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
