@@ -34,8 +34,8 @@ ROUTERS_PIP := $(ROUTERS_VENV)/bin/python -m pip --quiet
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
-# Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There are more workers
-# than the two cores of CI: most tests wait for processes half of their time.
+# Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There is one worker more
+# than CI has cores, because tests wait for processes a third of their time.
 test: install-dev install-engines install-etcd install-promtool install-routers install-nixl lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
