@@ -68,8 +68,9 @@ class AccessRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def after(cls, last_access: AccessRecord, age_s: float, segments: int, hits: int, known: int) -> AccessRecord:
-        """The record of a request that found `hits` of its `segments` while `known` of them were accessed before: the
-        deepest one `age_s` ago, by the request of `last_access` (`NO_ACCESS` if that is unknown)."""
+        """The record of a request that found `hits` of its `segments`. `known` of them, from the first on, were
+        accessed before: the last of these `age_s` ago (unused if `known` is 0), by the request of `last_access`
+        (`NO_ACCESS` if that is unknown)."""
         remembered = known - hits
         if not known or not last_access.segments:
             return cls(segments, hits, remembered=remembered)

@@ -165,8 +165,8 @@ class MeasuredLease:
         return self._lease.sources()
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
-        """Returns arrays over the leased segments [start, stop), and measures the call. While `Watch.flip` is set the
-        arrays are copies with wrong bytes. See `CacheLease`."""
+        """Calls `CacheLease.fetch`, and adds the time of the call and the segments read to the `Watch`. While
+        `Watch.flip` is set the arrays are copies with wrong bytes."""
         remote = self._lease.codes[start:stop].count(Code.REMOTE)
         if remote and self._watch.before_remote is not None:
             self._watch.before_remote(remote)

@@ -296,8 +296,8 @@ def _add_requests(
 ) -> None:
     """Append the requests of one agent and of its sub-agents to `found`; each agent takes the next number.
 
-    `previous`: (the index in `found` of the request that the agent's first request follows, the end of its answer in
-    seconds from the agent's start); None where it follows no request.
+    `previous`: (the index in `found` of the request that the agent's first request follows, the end of that
+    request's answer in seconds from the agent's start); None where it follows no request.
     """
     agent = next(agents)
     earliest = 0.0

@@ -129,7 +129,7 @@ def read_mooncake(
 
 
 def _parse(path: Path, limit: int | None) -> tuple[list[_Line], list[TraceError]]:
-    """(the lines of the file in order of time, the errors of malformed ones)."""
+    """(the well-formed lines of the file, in order of time, up to `limit`; the errors of the malformed ones)."""
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
     malformed: list[TraceError] = []

@@ -138,8 +138,8 @@ class DueTurns(Generic[R]):
     """Requests for a replay without an engine: iterate for (time at which it is due, number, request), in order of
     time, and report each answer before the next step.
 
-    Answers take less time than the recorded ones, so a request is not due before its recorded time, and later where the
-    answer that it waits for was late. With answers that take no time all requests are due at their recorded times.
+    An answer without an engine takes less time than the recorded one. A request is due at its recorded time, or a pause
+    after the answer that it waits for, whichever is later; with answers that take no time, at its recorded time.
     """
 
     def __init__(self, requests: Sequence[R]) -> None:

@@ -29,7 +29,7 @@ are carried out."""
 
 
 class Engines(Protocol):
-    """The connections between a simulated node and the processes of its engines."""
+    """Delivers what a simulated node sends to the processes of its engines. Those are simulated too."""
 
     def answer(self, order: instructions.Answer) -> None:
         """Send a reply to an engine's process; does nothing where the process has ended."""

@@ -1,4 +1,5 @@
-"""An engine of transformers, in the process that serves its commands (`tokenlake_testing.engine_lines`)."""
+"""A transformers model as an engine of tests. It runs in a process that `tokenlake_testing.engine_lines` starts, and
+its methods are the commands that this process serves."""
 
 from __future__ import annotations
 

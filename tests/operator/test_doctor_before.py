@@ -127,6 +127,12 @@ def bytes_in_the_clear(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["unencrypted_beyond_loopback"] = True
 
 
+@plant("module", "tokenlake[kv-events]")
+def events_without_their_module(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.more = f"[[kv_events]]\nmodel = 'm'\nendpoint = '127.0.0.1:{reserve_port()}'"
+    patch.setitem(sys.modules, "zmq", None)
+
+
 @plant("advertise-loopback", "nothing where that is 'listen'")
 def advertised_at_loopback(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node)

@@ -94,8 +94,8 @@ class RecentMatches:
         self._nbytes = 0
 
     def add(self, keys: bytes, access: AccessRecord, *, independent: bool = False) -> None:
-        """Remember the match of the prompt with the concatenated `keys`, of which the engine will compute the missing
-        segments. `independent`: a store may name these keys in another order, and from another first index on."""
+        """Remember a match until `access` is asked for the segments that it missed. `keys`: the concatenated keys of
+        the prompt. `independent`: when these are stored, their order and the index of the first one may differ."""
         self._matches.append((keys, access, independent))
         self._nbytes += len(keys)
         while len(self._matches) > MAX_RECENT_MATCHES or self._nbytes > MAX_RECENT_BYTES:

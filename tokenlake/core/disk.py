@@ -243,8 +243,8 @@ class Disk:
     # -- leaving the disk
 
     def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str = DISK_RULE) -> int:
-        """Drop the copies on disk of these segments; those that are being written stay. `rule`: why. Returns how many
-        there were."""
+        """Drop the copies on disk of these segments; those that are being written stay. `rule`: why, for the
+        counters. Returns how many were dropped."""
         dropped = 0
         for key in keys:
             entry = self._tier.find(tenant, key)

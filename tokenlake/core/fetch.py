@@ -358,7 +358,8 @@ class Transfers:
             pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def _read(self, transfer: Transfer) -> None:
-        """Queue reads of the segments, which are reserved, one or more for each device."""
+        """Queue reads from disk into the slots that are reserved for the segments, one or more reads for each device of
+        the disk tier."""
         pieces: dict[int, Transfer] = {}
         most = max(1, min(READ_SEGMENTS, READ_BYTES // transfer.slot_bytes))
         for segment, place in zip(transfer.segments, transfer.places, strict=True):

@@ -259,8 +259,7 @@ class Grants:
         share = self._share(session, self._context.config.session_lease_share)
         if processes > 1:
             return max(0, min(len(found), share - session.leased))
-        # The shares of all nodes together, if all nodes are of equal size: a bound on the number of items that this
-        # node keeps.
+        # A session may lease this share of the slots of each node, and the nodes are taken to be of equal size.
         limit = max(0, min(len(found), share * len(self._context.ring.members) - session.leased))
         room = max(0, share - session.pinned - session.coming)
         if limit - found[:limit].count(None) <= room:

@@ -536,7 +536,8 @@ class Matches:
             found.codes[index] = code
 
     def _marked(self, search: _Search, index: int, node: NodeId) -> None:
-        """The previous directory node `node` has an in-flight marker, of which the one of now need not know."""
+        """Note that `node`, a directory node of segment `index` on the previous ring, has an in-flight marker for it:
+        the segment is PENDING. The directory node on the present ring may not have the marker."""
         if search.found.codes[index] > Code.PENDING:
             search.found.codes[index] = Code.PENDING
             search.marked[index] = node

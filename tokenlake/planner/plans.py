@@ -59,11 +59,10 @@ def gen_plans(
 
     `batches`: indices of the tree's requests; no request is in two. `dops`: the number of instances for each batch, at
     least 1. `instances`: the node of each instance. `router`: the requests under way at the instances (default: none
-    are). Batches are assigned to instances at the least sum of the costs of their starts (`router`, by the Hungarian
-    method); a sequence on another node counts with its tokens or with the bytes of the batch's queries, whichever are
-    fewer.
+    are). Batches are assigned to instances at the least sum of `_start_costs` (by the Hungarian method); in these, a
+    sequence on another node counts with the bytes of its cache or of the batch's queries, whichever are fewer.
 
-    Raises ValueError for more instances than there are, and for batches that share a request.
+    Raises ValueError where `dops` asks for more instances than given, and for batches that share a request.
     """
     _check(batches, dops, instances)
     names = list(instances)

@@ -232,7 +232,8 @@ class SegmentStore:
             victim = self._victim(pool, kind, now)
             if victim is None:
                 return self.refusal(tenant, Code.NO_SLOT)
-            # A new primary copy competes with the victim; an engine's write or read needs a slot in any case.
+            # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
+            # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
             if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
                 return Code.NOT_ADMITTED
             self._evict(victim, now)

@@ -45,8 +45,8 @@ class FrameDecoder:
         self.max_frame = max_frame
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add `data` and iterate over the bodies of all frames that are complete. Raises `ProtocolRefused` as
-        `next_frame`."""
+        """Add `data` at the first step of the iteration, and iterate over the bodies of all frames that are complete. A
+        step raises `ProtocolRefused` where `next_frame` does."""
         if (
             not self._buffer
             and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "little") <= self.max_frame

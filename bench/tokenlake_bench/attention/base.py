@@ -41,7 +41,7 @@ class Case(Protocol):
         """Make one attention call and return the seconds that it took."""
 
     def ceiling(self, turn: int) -> float:
-        """Do the same work once in the fastest way that this machine offers without the pool, and return the
+        """Do the work of `sample(turn)` in the fastest way that this machine offers without the pool, and return the
         seconds."""
 
     def bytes(self) -> int:

@@ -60,8 +60,8 @@ class ChurnArguments:
 
 
 def run_churn(arguments: ChurnArguments, console: Console | None = None) -> list[ChurnResult]:
-    """Run all changes and print the table. Raises TokenLakeError: `Unreachable` where there is no etcd, or a daemon
-    does not come to the state that it should."""
+    """Run all changes and print the table. Raises TokenLakeError: `Unreachable` if etcd is not installed, or a daemon
+    does not reach the state that it should."""
     console = console or Console()
     if etcd_version() is None:
         raise Unreachable("etcd is not installed: a ring that changes needs it (Debian: apt-get install etcd-server)")

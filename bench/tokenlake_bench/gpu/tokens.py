@@ -22,7 +22,8 @@ GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max":
 
 
 def tokens(rig: Rig) -> Iterator[Row]:
-    """A row for each connector: whether all tokens were equal, cold and warm, and the tokens from the pool."""
+    """A row for each connector: whether a cold and a warm run gave the tokens of an engine without the pool, and how
+    many prompt tokens came from the pool."""
     if rig.device == CPU:
         raise NotRun("no CUDA device")
     device_named(rig.device)

@@ -231,8 +231,8 @@ class Rig:
         owner, reader = self.cluster.nodes
         reader.start()
         self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
-        # The reader's node is filled, so that its cached copies take turns in the room for them. It is started alone:
-        # an empty node would take a part of the segments over.
+        # The reader's node is full, so that a fetched copy takes the slot of an earlier one and documents stay remote.
+        # It is filled before the owner's node starts, because a full node hands segments over to an empty one.
         for document in self._documents.values():
             self._store(self._reader, document, "here")
         self._fill(reader)

@@ -42,8 +42,8 @@ class FleetOptions:
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
-        """Number of cache segments of each instance, without its GPU cache. Raises ConfigurationError where not one
-        fits."""
+        """Number of segments that fit in each instance's part of `capacity_tokens`; its GPU cache does not count.
+        Raises ConfigurationError where not one fits."""
         segments = self.capacity_tokens // max(1, self.instances) // segment_tokens
         if segments < 1:
             smallest = self.instances * segment_tokens

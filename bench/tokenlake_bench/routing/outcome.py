@@ -91,8 +91,8 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
-    """Whether a request met its objective, which is relative to the times of the same engine when it computes the
-    request alone."""
+    """Whether the time to the first token and the time per further token are at most `SLO_FACTOR` times those of the
+    same engine when it computes the request alone."""
     prompt, output = answered.prompt_tokens, answered.output_tokens
     first = answered.ttft_s <= SLO_FACTOR * engine.prefill_s(prompt)
     return first and answered.tpot_s <= SLO_FACTOR * engine.decode_s(1, prompt + output // 2)

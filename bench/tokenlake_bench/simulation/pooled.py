@@ -330,8 +330,8 @@ class PooledRun:
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival, send: Send) -> None:
-        """The default route: sends each request to the node with the fewest prompt tokens to compute, then the fewest
-        requests; the seed draws among equal nodes."""
+        """The default route: sends each request to the node whose requests have the fewest prompt tokens left to
+        compute; of those, to the one with the fewest requests; of those, to one that the seed draws."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
         send(self._draw.choice([node for node, load in enumerate(loads) if load == least]))

@@ -107,7 +107,10 @@ def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
 def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
     where = f"{name}, {disk.path}"
     if not disk.serving and disk.problem:
-        cure = "the table in docs/operations.md#the-disk-tier-is-set-aside; a check that succeeds lets it serve again"
+        cure = (
+            "for errors `dmesg` and `smartctl -a`, for slow answers `iostat -x 1`; mount a missing path; give missing "
+            "keys in 'disk_keys'; the daemon checks the device by itself and uses it again"
+        )
         yield Finding("error", "disk-set-aside", where, f"the device is set aside: {disk.problem}", cure)
     elif disk.problem:
         cure = "free space of its file system, or a lower size in 'disk'"

@@ -14,6 +14,7 @@ __all__ = ["check_settings"]
 MODULES = (
     ("etcd", "grpc", "'tokenlake[etcd]'"),
     ("control", "grpc", "'tokenlake[control]'"),
+    ("kv_events", "zmq", "'tokenlake[kv-events]'"),
     ("query_engine", "torch", "'tokenlake[query]'"),
 )
 """(setting, module that it needs, the extra that brings it)."""

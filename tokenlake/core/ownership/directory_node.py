@@ -244,8 +244,9 @@ class DirectoryNode:
         self.remember(tenant, own, access, age_s)
 
     def unfound(self, node: NodeId, message: wire.Unfound) -> None:
-        """A reader did not find segments at the owner that a directory names. The entries stay until that owner says
-        so itself: this node answers for itself, and as their directory node passes the question on."""
+        """Handle a report that segments are not at their owner, `message.node`. `node`: the reader that looked for
+        them, or a directory node that asks. As that owner, this node tells `node` which of them it does not have; as
+        their directory node, it asks the owner, because entries are removed on the owner's word only."""
         tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
         if owner == self._context.node:
             found = self._context.ready(tenant, keys)
@@ -332,8 +333,8 @@ class DirectoryNode:
         return self._candidate(self._context.node, join_keys(keys))
 
     def _candidate(self, node: NodeId, keys: bytes) -> list[bool]:
-        """Whether `node` is a candidate of each of the concatenated `keys`, on the ring of now or on the previous one
-        while that counts."""
+        """Whether `node` is a candidate of each of the concatenated `keys`, on the present ring or, while the ring
+        changes, on the previous one."""
         now = [node in pair for pair in self._context.ring.candidates(keys)]
         if self._context.previous_ring is None or all(now):
             return now
@@ -408,9 +409,12 @@ class DirectoryNode:
         *,
         later: bool = False,
     ) -> None:
-        """Tell those segments of this node that `chosen` returns True for to the nodes that keep their entries now, in
-        slices, for as long as `needed`; then call `done`. A walk of the same name that is under way is replaced.
-        Segments that this node comes to own meanwhile are told at once. `later`: begin after this event."""
+        """Send the directory nodes, in slices, the keys of those segments of this node for which `chosen` returns True.
+
+        Each key goes to the one of its two candidates that keeps its entry now. The walk ends without a call of `done`
+        when `needed` returns False, or when another walk of the same `name` begins; `done` is called after the last
+        slice. Segments that this node comes to own meanwhile are sent when it does. `later`: begin after this event.
+        """
         number = self._context.next_id()
         self._walks[name] = number
         cursor: Cursor | None = Cursor()

@@ -103,8 +103,8 @@ class Handover:
     # -- offers made
 
     def committed(self, segments: Sequence[Segment]) -> None:
-        """Handle the commit of a write: if another node is clearly emptier, offer it those of the READY `segments`, in
-        prompt order, that this node owns."""
+        """Handle the commit of a write. `segments`: READY, in prompt order. If another node has been clearly emptier
+        for long, those that this node owns are offered to it."""
         if self._offers >= MAX_OFFERS or max(self._leads.values(), default=0.0) < CLEARLY:
             return
         segments = [segment for segment in segments if segment.owned]
@@ -114,7 +114,8 @@ class Handover:
 
     def offer(self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None]) -> None:
         """Offer READY primary copies of one pool, in prompt order, to `node`. `done` is called once, when the offer is
-        answered or its deadline has passed: those that `node` took are cached copies then."""
+        answered or its deadline has passed. Copies that `node` took by then are cached copies here; the others stay
+        primary."""
         first = segments[0]
         make = partial(
             wire.Offer,

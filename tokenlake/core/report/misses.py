@@ -123,9 +123,10 @@ def count_beyond(
     unknown: MissReason,
     other_layout: bool,
 ) -> None:
-    """Count the tokens of the segments of a match that are no hits, `tokens` each, from their codes `beyond`. `known`:
-    how many of these segments, from the first on, were accessed before. `other_layout`: this node has segments of
-    other layouts only."""
+    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments behind its hits, one byte
+    each. `tokens`: of a segment. `known`: how many of these segments, from the first on, were accessed before.
+    `unknown`: the reason of those with the code UNKNOWN. `other_layout`: this node has segments of other layouts
+    only."""
     new = _OTHER_LAYOUT if other_layout else _NEVER_STORED
     evicted, missing = beyond.count(_MISSING, 0, known), beyond.count(_MISSING)
     if evicted:

@@ -33,8 +33,9 @@ class Labels:
             Hints(*label)
 
     def number(self, hints: Hints) -> int:
-        """Returns the number of the label of a request with these hints. A new label gets a new number while there is
-        room, otherwise the number of its outlook alone."""
+        """Returns the number of the label of a request with these hints. A label is (outlook, category, stop
+        reason). A new one gets a new number while there is room, otherwise the number of the label that has its outlook
+        and neither category nor stop reason."""
         label = (hints.outlook, hints.category, hints.stop_reason)
         number = self._numbers.get(label)
         if number is None:

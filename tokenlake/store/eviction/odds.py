@@ -163,8 +163,8 @@ class Odds:
 
     def _tables(self) -> None:
         effective = self._all[:, None] + self._regime
-        # A segment with more accesses in the same request never gets a lower weight, so that it is worth at least as
-        # much as the segments behind it in the prompt.
+        # With equal other features, more accesses never give a lower weight. The segments of a request differ only in
+        # the number of accesses, which falls along the prompt: each is worth at least as much as those behind it.
         for first, last in ((_OFFSETS[0], _OFFSETS[1]), (_OFFSETS[1], _OFFSETS[2])):
             block = effective[first:last].reshape(-1, _COUNTS, _REGIMES)
             effective[first:last] = np.maximum.accumulate(block, axis=1).reshape(-1, _REGIMES)
