@@ -191,7 +191,8 @@ class Directory:
         self._unmark(tenant, key)
 
     def _unmark(self, tenant: TenantId, key: SegmentKey) -> None:
-        """Record that the entry of the segment is no in-flight marker, or is gone."""
+        """Remove the segment from the tenant's markers, if it is there: its entry is no in-flight marker any more, or
+        is gone."""
         markers = self._markers.get(tenant)
         if markers is not None and key in markers:
             del markers[key]

@@ -58,15 +58,17 @@ class RingRecord(msgspec.Struct, frozen=True):
         return cls(epoch, unit, {name: Member(weight) for name, weight in sorted(weights.items())})
 
     def with_member(self, name: str, weight: int) -> RingRecord:
-        """The record in which `name` is a member that does not drain; this record if it says so already."""
+        """The record of the next epoch in which `name` is a member that does not drain; this record if it is one
+        already."""
         return self._with({**self.members, name: Member(weight)})
 
     def draining(self, name: str) -> RingRecord:
-        """The record in which the member `name` drains. Raises KeyError if it is no member."""
+        """The record of the next epoch in which the member `name` drains; this record if it drains already. Raises
+        KeyError if it is no member."""
         return self._with({**self.members, name: Member(self.members[name].weight, draining=True)})
 
     def without(self, name: str) -> RingRecord:
-        """The record without the member `name`; this record if it is no member."""
+        """The record of the next epoch without the member `name`; this record if it is no member."""
         return self._with({each: member for each, member in self.members.items() if each != name})
 
     def _with(self, members: Mapping[str, Member]) -> RingRecord:

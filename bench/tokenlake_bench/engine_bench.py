@@ -84,7 +84,7 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
 
 
 class _Bench:
-    """The model and the settings of one run of `bench engine`, which starts its engines and daemons."""
+    """One run of `bench engine`: its model and settings, and the starts of its engines and daemons."""
 
     def __init__(self, arguments: EngineArguments, directory: Path, longest: int) -> None:
         self._arguments = arguments

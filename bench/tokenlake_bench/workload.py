@@ -131,8 +131,8 @@ class BuiltinSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Lengths of one request, and the numbers of its conversation and system prompt. Its prompt is
-    system[:system_length] + text[:text_length]."""
+    """Lengths of one request, and the indices of its conversation and of its system prompt. Its prompt is
+    the first `system_length` tokens of the system prompt and the first `text_length` tokens of the conversation."""
 
     at_s: float
     conversation: int

@@ -55,8 +55,9 @@ def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Pa
 def save_network(
     directory: str | Path, network_class: Any, config: Any, seed: int, scale: float = WEIGHT_SCALE
 ) -> Path:
-    """Write configuration and float32 weights of a model of `transformers` to `directory` and return it. `seed` gives
-    the weights, which are multiplied by `scale`."""
+    """Write configuration and float32 weights of a model of `transformers` to `directory`, and return the directory.
+    The weights are random numbers that follow from `seed`; those of more than one dimension are multiplied by
+    `scale`."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

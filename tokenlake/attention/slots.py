@@ -16,8 +16,9 @@ __all__ = ["Place", "SlotMap"]
 
 
 class Place(NamedTuple):
-    """An array `[head group][head in group][token][dim]` within a slot, in elements. The index of a KV head is head
-    group x heads in a group + head in group. The last stride is 1."""
+    """Where the keys or the values of a layer lie in a slot: an array `[head group][head in group][token][dim]`, whose
+    offset, shape and strides are in elements. The index of a KV head is head group x heads in a group + head in group.
+    The last stride is 1."""
 
     offset: int
     shape: tuple[int, int, int, int]

@@ -107,7 +107,7 @@ class CheckSlot(_Instruction, frozen=True, tag=10):
 
 
 class ReadRing(_Instruction, frozen=True, tag=11):
-    """Read the membership: another node has a ring of this epoch, which is newer than the ring of the rules."""
+    """Read the membership: another node has a ring of this epoch, which is newer than the ring that `NodeCore` uses."""
 
     epoch: int
 

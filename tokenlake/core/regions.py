@@ -32,7 +32,8 @@ Demand = tuple[TenantId, int]
 
 
 class Regions:
-    """Decides which region is emptied for which tenant; one region is replaced at a time."""
+    """Decides which region is emptied, and which tenant and slot size get a new region in its place. A node does this
+    for one region at a time."""
 
     def __init__(self, context: Context, sessions: Sessions) -> None:
         self._context = context

@@ -211,7 +211,8 @@ class _Send(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """A pull of another node. If some of its segments are on disk, it pins those that are in memory until all are."""
+    """Segments that another node pulls from this one. While some of them are read from disk, those in memory are
+    pinned, until all are in memory."""
 
     stream: int
     node: NodeId

@@ -181,7 +181,8 @@ class DiskTier:
         return NO_ENTRY if entry in self._writing else entry
 
     def entry_of(self, tenant: TenantId, key: SegmentKey) -> int:
-        """Returns the entry of a segment that is on a device or is being written to it, or `NO_ENTRY`."""
+        """Returns the number of the entry of a segment that is on a device or is being written to one; `NO_ENTRY` if
+        there is none."""
         return self._index.find(tenant, key) if self._index else NO_ENTRY
 
     def slab(self, entry: int) -> Slab:

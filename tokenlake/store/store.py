@@ -182,8 +182,9 @@ class SegmentStore:
             free += len(pool.free) * pool.slot_bytes
             if not len(order := pool.retention):
                 continue
-            # Every answer to another node contains the vacancy, so computing it changes no order of eviction: pinned
-            # segments stay in order. A pool whose first segments are all pinned has no segment to evict now.
+            # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
+            # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned,
+            # the pool counts as one without a segment to evict.
             victim: Segment | None = order.victim(now)
             if victim is not None and victim.pins:
                 victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)

@@ -69,8 +69,9 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OpenBuffer(_Message, frozen=True, tag=1):
-    """From an engine: share memory for queries and results. The memory's descriptor (a memfd sealed against shrinking)
-    travels beside the frame. `nbytes` 0: forget the buffer. Not answered."""
+    """From an engine to the query engine: share memory for queries and results, as the buffer of the number `buffer`.
+    The memory's descriptor (a memfd sealed against shrinking) travels beside the frame. `nbytes` 0: unmap the buffer.
+    Not answered."""
 
     buffer: int
     nbytes: Offset

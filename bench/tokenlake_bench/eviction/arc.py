@@ -2,7 +2,7 @@
 evicted from a queue, decide how many segments each queue may have.
 
 Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. ARC's capacity is taken as the
-number of segments that both queues have when one is evicted.
+number of segments in the two queues together at the time of an eviction.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Bounds:
 
 
 def bounds_of(accesses: Accesses) -> Bounds:
-    """The bounds of a workload: finds for every segment of every request the request that uses it next."""
+    """The bounds of a workload. They follow from the request that next uses each segment of each request, which is
+    found here."""
     prompts = accesses.prompts
     lengths = [len(prompt.chain) for prompt in prompts]
     segments = np.fromiter((segment for prompt in prompts for segment in prompt.chain), np.int64, sum(lengths))

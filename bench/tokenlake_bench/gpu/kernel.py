@@ -83,8 +83,8 @@ def _row(dtype: str, tokens: int, queries: int, bandwidth: float) -> Row:
 
 
 def _at(slot: Any, offset: int) -> int:
-    """Offset of an element of a tensor view, counted in elements from the start of the underlying memory, as torch's
-    `as_strided` takes it."""
+    """The index, from the start of the underlying memory, of the element `offset` elements behind the first one of the
+    view `slot` (16-bit elements), as torch's `as_strided` takes it."""
     return int(slot.storage_offset()) // 2 + offset
 
 

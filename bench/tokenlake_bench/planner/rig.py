@@ -1,10 +1,10 @@
 """The test setup of `bench planner`: two daemons with query engines, connected by links of given bandwidth and delay,
 one model, and documents whose cache lies at a chosen node.
 
-The engine is at node 1. Documents at node 0 are fetched or queried there; documents at node 1 are read in place. A
-fetched document stays at node 1 as a cached copy while there is room. So that every fetch of a document really crosses
-the link, node 1 is nearly full, and each document is stored several times under different keys (by a salt): the cached
-copy that was fetched longest ago is evicted before its key is used again.
+The engine is at node 1. Documents at node 0 are fetched to node 1, or queries are sent to them; documents at node 1 are
+read in place. A fetched document stays at node 1 as a cached copy while there is room. So that every fetch of a
+document really crosses the link, node 1 is nearly full, and each document is stored several times under different keys
+(by a salt): the cached copy that was fetched longest ago is evicted before its key is used again.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def displace(node: Node, seed: int) -> int:
             before = [prompt(seed, number) for number in range(PROMPTS)]
             before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
             for each in before:
-                # The earlier segments get a low priority, because the eviction policy would otherwise keep the valuable
-                # ones of them.
+                # The new segments shall evict all earlier ones. The earlier ones get a low priority, because the
+                # eviction policy would otherwise keep the valuable ones of them.
                 pool.hint(pool.prefix(each.tokens).keys, Hints(priority=-1))
             # While the segments are stored the tenant may get one region more, and then has more slots than before.
             result = Refilled()

@@ -40,8 +40,8 @@ class PoolRows:
     """The pool as a `System`: real daemons, with this process as their client."""
 
     def __init__(self, size: Size, windows: Windows, nodes: Nodes = "plain") -> None:
-        """Starts the daemons and stores the segments that the measured calls read. Where the nodes are not plain, only
-        calls that need two nodes are measured."""
+        """Starts the daemons and stores the segments that the measured calls read. `nodes`: how they are connected;
+        of other connections than `plain`, only calls that need two nodes are measured."""
         self.name: str = "tokenlake" if nodes == "plain" else nodes
         self._nodes: Nodes = nodes
         self._two_only = nodes != "plain"

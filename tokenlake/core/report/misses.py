@@ -75,9 +75,9 @@ NO_NODES = Away({}, frozenset())
 
 
 def away(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> Away:
-    """Returns the nodes because of which segments are UNKNOWN. `silent`: those that did not answer a lookup. `beyond`:
-    the codes of the segments that are no hits. A directory node answers UNKNOWN for the segments of an owner that
-    cannot be called; without a silent node, each peer that this node cannot call may be that owner."""
+    """Returns the nodes that may be the reason why segments are UNKNOWN; none if no segment is. `silent`: the nodes
+    that did not answer a lookup. If there are none, a directory node answered UNKNOWN because it cannot call an owner,
+    and each peer that this node cannot call may be that owner. `beyond`: the codes of the segments that are no hits."""
     nodes = dict.fromkeys(silent)
     if not nodes and _UNKNOWN in beyond:
         nodes = {peer.node: None for peer in peers if not peer.usable}

@@ -55,11 +55,11 @@ class EvictionPolicy(ABC):
         passed `now`."""
 
     def hints_changed(self, segment: Segment, now: float) -> None:  # noqa: B027  most policies ignore hints
-        """Take note that the hints of `segment`, which is in order, have changed. This counts as no access."""
+        """Take note that the hints of `segment`, which this order contains, have changed. This counts as no access."""
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """Returns the value, at least 0, of keeping `segment`, which is in order: a segment of greater value stays
-        longer. Values of different nodes can be compared, because all nodes have the same policy."""
+        """Returns the value, at least 0, of keeping `segment`, which this order contains: a segment of greater value
+        stays longer. Values of different nodes can be compared, because all nodes have the same policy."""
         return 1.0 / (1.0 + max(0.0, now - segment.touched))
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
