@@ -40,9 +40,10 @@ class Vacancy(NamedTuple):
         return self.free_share < FULL
 
     def lead(self, other: Vacancy) -> float:
-        """Returns how much emptier this node is than the other, from the first of these that differs: the free share,
-        the value of the segment that would be evicted next, its age. Above 1: clearly emptier; 0: equal; below 0:
-        fuller."""
+        """Returns how much emptier this node is than the other, from the first of these that differs by more than
+        noise: the free share (greater: emptier), the value of the segment that would be evicted next (less: emptier),
+        the seconds since its last access (more: emptier). 0: equal; 1: the least difference that counts as clear; below
+        0: fuller."""
         free = self.free_share - other.free_share
         if abs(free) > FREE_NOISE:
             return free / FREE_CLEAR

@@ -372,8 +372,8 @@ def attention(**arguments: object) -> None:
     """Measure attention over segments in the pool against torch's fused kernel over one contiguous cache.
 
     Then measures attention over segments of other nodes, with up to 16 query tokens, against the kernel and a bare
-    transfer. The model has 32 query heads and 8 KV heads of 128. Uses up to 1.5 GiB of memory, then five daemons of
-    320 MiB.
+    transfer of as many bytes as the queries and results have. The model has 32 query heads and 8 KV heads of 128. Uses
+    up to 1.5 GiB of memory, then five daemons of 320 MiB.
     """
     from tokenlake_bench.attention.command import AttentionArguments, run_attention
 

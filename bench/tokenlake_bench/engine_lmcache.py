@@ -2,8 +2,8 @@
 
 One server process keeps the caches of all engines of this machine, which connect to it through vLLM's
 `LMCacheMPConnector`. LMCache is installed in a directory of its own, which only the server and these engines have on
-their path: some of its pinned dependencies exclude vLLM's. The packages that it needs on a machine without a GPU are in
-vLLM's environment.
+their path, and without its dependencies: some of those exclude vLLM's. The packages that it needs on a machine without
+a GPU are in vLLM's environment.
 """
 
 from __future__ import annotations

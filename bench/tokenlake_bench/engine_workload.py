@@ -10,7 +10,7 @@ __all__ = ["Conversations", "prompt"]
 
 
 def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
-    """Random token ids, drawn by `seed`; prompts of different seeds have no common prefix."""
+    """Random token ids, drawn by `seed`. Prompts of different seeds differ within the first few tokens."""
     source = random.Random(seed)
     return [source.randrange(vocabulary) for _ in range(tokens)]
 

@@ -213,8 +213,8 @@ def _disk_use(options: LiveOptions, size: PoolSize, totals: Mapping[str, float],
 
 
 def _flash(options: LiveOptions, sent: SendLog) -> tuple[float, ...]:
-    """Bytes of the most loaded node divided by the mean over the nodes, in each of the first time windows of the flash
-    crowd; empty without one."""
+    """Bytes that the most loaded node sent divided by the mean over the nodes, in each of the first `FLASH_WINDOWS`
+    time windows of the flash crowd; empty for a run without a flash crowd."""
     return () if options.flash_at is None else tuple(max_over_mean_from(sent, options.flash_at, FLASH_WINDOWS))
 
 

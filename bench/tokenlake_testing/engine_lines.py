@@ -158,8 +158,9 @@ class Engine:
 
 
 def main(arguments: str) -> None:
-    """The main function of the engine process: start the engine that `arguments` describe, then serve commands: each
-    names a method of the engine, with its arguments."""
+    """The main function of the engine process: start the engine that `arguments` (JSON) describe, then serve the
+    commands on standard input until it ends. A command is a line of JSON with a method of the engine and its arguments;
+    its answer is a line on standard output."""
     config = json.loads(arguments)
     engine: Any
     if config["kind"] == "vllm":

@@ -73,7 +73,8 @@ def save_quantised(directory: str | Path, model: TinyModel | None = None) -> Pat
 
 
 def save_latent(directory: str | Path, model: TinyModel | None = None) -> Path:
-    """A DeepSeek V2 with dense layers only: latent attention with the dimensions of the real one, 512 and 64."""
+    """Save a random DeepSeek V2 with dense layers only in `directory`, and return the directory. Its latent vector has
+    512 values and its rotary key 64, as in the real one; `model` gives the other dimensions."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     sizes = model or TinyModel()

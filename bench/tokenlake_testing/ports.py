@@ -35,8 +35,8 @@ def reserve_port() -> int:
 
 
 def free_port() -> int:
-    """A port at which no process listens now, for a server that does not set SO_REUSEADDR. Another process may take the
-    port before the server does."""
+    """A port of the loopback interface that a server can bind now, also without SO_REUSEADDR. Another process may take
+    the port before the server does."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -118,7 +118,8 @@ class VllmEngine:
         return bool(self._llm.reset_prefix_cache())
 
     def reset(self, how: str) -> bool:
-        """Reset vLLM's prefix cache and the connector's state, directly or by putting the engine to sleep."""
+        """Reset vLLM's prefix cache and the connector's state; the pool keeps its segments. `how`: "sleep" puts the
+        engine to sleep and wakes it up, any other value resets directly. Returns whether vLLM did it."""
         if how == "sleep":
             self._llm.sleep(level=1)
             self._llm.wake_up()

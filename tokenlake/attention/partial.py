@@ -44,7 +44,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     with np.errstate(over="ignore"):
         weights = np.exp(lses - np.where(none, np.float32(0), greatest))
     total = weights.sum(0)
-    # Where all parts are empty, the total is 0: with 1 instead, the weights are 0 and the result's `lse` is -inf.
+    # Where all parts are empty, the total is 0. The divisor 1 makes the weights 0 there, and the result's `lse` -inf.
     total[none] = 1
     weights /= total
     out = weights[0][..., None] * parts[0].out

@@ -539,7 +539,8 @@ def _name(value: object, expected: str) -> str:
 
 
 def _items(value: object, expected: str) -> list[object]:
-    """The items of a list, or of text that is split at commas; blank text is the empty list."""
+    """The items of a list, or of text that is split at commas; blank text is the empty list. For another type raises
+    ValueError with the message `expected`."""
     if isinstance(value, str):
         return [item.strip() for item in value.split(",")] if value.strip() else []
     if isinstance(value, list | tuple):

@@ -9,21 +9,22 @@
                 |  all have answered, or a part of the deadline has passed
                 v
              ask the owners that they named, each also for the missing keys between those that it owns
-                |  an owner delivers no segment: ask the other nodes that may have a copy
-                |  a key that such an owner lacks: ask its directory node, then the owner that it names
+                |  fetches from an owner fail: ask the other nodes that may have a copy
+                |  an owner lacks a key between: ask the key's directory node, then the owner that it names
                 v
-             the first missing segment is in flight or deferred, or a node did not answer, and the match may wait?
+             may the match wait, and is the first missing segment being computed or deferred, or a node silent?
                 |  no                              yes: wait (`waiting`), then ask again
                 v
              Matched: the prefix without a gap is leased, here or at other nodes; the rest is released
 
-A lease exists only where the slot is: the node that has the bytes grants it in its answer to the lookup. All lookups
-until a wait have one deadline, which is also that of the engine.
+A lease exists only where the slot is: the node that has the bytes grants it in its answer to the lookup. DEFERRED is
+the answer of an owner that has the segment and is busy with sends to other nodes: ask again later. All lookups before a
+wait have one deadline, that of the engine's request.
 
 A request computes consecutive segments on one node, so the owner of a segment mostly has its neighbours. The first
 lookups therefore ask for the missing keys at places 0, 1, 3, 7, 15, ... only, and the owner that they name is asked for
-the rest; a prompt that no node knows costs a few lookups. A directory node that does not answer hides little: its keys
-are asked of the owner of their neighbours::
+the rest; a prompt that no node knows costs a few lookups. Little is missed where a directory node does not answer,
+because its keys are asked of the owner of their neighbours. Here the pool has the keys 0 to 7 of 16::
 
     missing keys         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
     directory nodes      0 1   3       7                     15 <- not known
@@ -624,8 +625,8 @@ class Matches:
         self._waiting.claim(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
 
     def _restart(self, search: _Search) -> None:
-        """Release the leases at other nodes and ask again for every key that this node lacks: after a wait many nodes
-        read the same segments, and an owner may redirect this one."""
+        """Release the leases at other nodes, and ask again for every key of which this node has no copy. After a wait
+        many nodes read the same segments, and their owner may redirect this node to a copy."""
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()

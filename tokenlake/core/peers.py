@@ -236,9 +236,9 @@ class Peers:
         return [other if first in away else first for first, other in candidates]
 
     def previous_directory_nodes(self, keys: bytes, now: Sequence[NodeId]) -> dict[int, NodeId]:
-        """Returns, by index of the concatenated `keys`, the node that kept the directory entry before the last change
-        of the ring, where it is another one than that of `now` (`directory_nodes`) and can be asked. Empty once the
-        previous ring does not count any more."""
+        """Returns, by index in the concatenated `keys`, the node that kept the directory entry before the ring changed,
+        where it can be asked and is another one than now. `now`: the nodes of `directory_nodes`, one for each key.
+        Empty when no change of the ring is under way."""
         previous, here = self._context.previous_ring, self._context.node
         if previous is None:
             return {}

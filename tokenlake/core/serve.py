@@ -267,7 +267,7 @@ class Serving:
                 if self._context.node in pair:
                     self._directory_node.claim(node, tenant, key, message.claim_s)
                 else:
-                    # The key has moved away since the reader began to wait here: this node grants no markers of it.
+                    # The ring changed since the reader began to wait here: another node grants the markers of this key.
                     codes[index] = Code.UNKNOWN
         leased = self._within_room(found, codes) if message.lease else []
         verdict = self._fan_out.decide(node, leased, patient=message.may_defer) if leased else _SERVE

@@ -138,8 +138,9 @@ class DiskTier:
         writes_per_day: float,
         quotas: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`odds`: returns the model of re-use for segments of a tenant and size. `writes_per_day`: how often a device
-        may be written whole per day; 0: no limit. `quotas`: shares of each device by tenant."""
+        """`odds`: returns the model of re-use for segments of a tenant and a size in bytes. `writes_per_day`: how often
+        a device may be written whole per day; 0: no limit. `quotas`: by tenant, the greatest share (0 to 1) of each
+        device that its segments may take; the others have no limit."""
         self._odds = odds
         self._writes_per_day = writes_per_day
         self._quotas = quotas

@@ -71,7 +71,8 @@ class RegionAllocator:
             del self._taken[tenant]
 
     def add_spare(self, region: int, *, first: bool) -> None:
-        """Add a spare region, which has fresh memory. `first`: it is given out next."""
+        """Add a spare region, whose memory the caller has allocated anew. `first`: it is given out next, else after the
+        other ones."""
         self._spare.insert(0 if first else len(self._spare), region)
 
     def check_integrity(self, taken: Iterable[TenantId]) -> None:

@@ -169,7 +169,8 @@ class SegmentStore:
         return next((pool for pool in self._pools.values() if region in pool.regions), None)
 
     def capacity(self, pool: PoolId) -> int:
-        """Returns the number of slots that a pool with memory has or can still get."""
+        """Returns the number of slots of a pool: those of its regions and of the regions that it can still get. Raises
+        KeyError for a pool that never had a region."""
         return self._capacity(self._pools[pool])
 
     def vacancy(self, now: float) -> Vacancy:
@@ -454,9 +455,9 @@ class SegmentStore:
         return max(others, key=lambda other: len(other.regions), default=None)
 
     def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
-        """Returns (number of its segments that are pinned or being written, region) for the region of `pool` with the
-        least such segments, of those that are not in `passed`; None without one. Examines a part of the regions, and
-        the next call examines the others first."""
+        """Returns (number of busy segments, region) for the region of `pool` with the fewest busy segments, which are
+        pinned or being written. Regions in `passed` are left out. A call examines a part of the regions, and the next
+        call the others first; None if there is none in this part."""
         looked = 0
         best: tuple[int, int] | None = None
         for region in tuple(pool.regions):

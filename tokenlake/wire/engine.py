@@ -221,7 +221,8 @@ class Release(_Message, frozen=True, tag=9):
 
 
 class Prepare(_Message, frozen=True, tag=10):
-    """Reserve slots for consecutive segments of one prompt, the first at index `first`."""
+    """Reserve slots for consecutive segments of one prompt, of which the first is segment `first`. Answered with
+    `Prepared`."""
 
     id: int
     keys: bytes

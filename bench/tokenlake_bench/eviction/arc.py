@@ -29,8 +29,8 @@ class _Record(PolicyState):
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """The eviction policy ARC. It admits every new segment; one whose key is not remembered as evicted (a ghost) is
-    added to the queue of segments accessed once."""
+    """The eviction policy ARC. It admits every new segment: to the queue of segments accessed again if it remembers the
+    key as evicted (a ghost), else to the queue of segments accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()

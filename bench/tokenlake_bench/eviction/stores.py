@@ -227,8 +227,9 @@ class NodeStores:
         }
 
     def _store_new(self, node: int, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[Segment]:
-        """Reserve slots at the node, in prompt order, for those segments of the prompt behind the hits of which
-        the node has no copy. Returns the new segments, each pinned once."""
+        """Reserve slots at the node, in prompt order, for the segments behind the first `hits` of which the node has no
+        copy; segments that the policy refuses are left out. Returns the new segments, each pinned once for the
+        caller."""
         created: list[Segment] = []
         for depth in range(hits, len(chain)):
             if self._copy(node, chain[depth]) is None:

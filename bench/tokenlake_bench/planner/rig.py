@@ -147,8 +147,7 @@ class _SaltedPool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        # Nothing is stored, because segments of these prompts would never be evicted and would take the slots of the
-        # documents.
+        # Nothing is stored: segments of the measured prompts are not read again, and would take the slots of documents.
         return bytes([Code.EXISTS]) * len(keys)
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:

@@ -21,7 +21,8 @@ STOP_S = 20.0
 
 
 class HttpChild:
-    """A server on a port of the loopback interface. Its owner calls `wait` and `close`."""
+    """A child process that serves HTTP on a port of the loopback interface. `wait` returns when it serves; `close` ends
+    it."""
 
     def __init__(
         self,

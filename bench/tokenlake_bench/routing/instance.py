@@ -64,8 +64,8 @@ class Job:
 
     @property
     def new(self) -> int:
-        """Number of prompt tokens to compute: at least the last one, except for a job that was handed over by another
-        instance."""
+        """Number of prompt tokens to compute: at least the last one; 0 for a job whose prompt another instance has
+        computed."""
         return 0 if self.handed_over else max(1, self.prompt - self.cached)
 
 

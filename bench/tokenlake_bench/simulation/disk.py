@@ -53,7 +53,7 @@ class SimDisk:
         self.written_bytes = 0
 
     def start(self) -> None:
-        """Report the device, which is empty, to the rules, which have started."""
+        """Report the empty device to the node's rules, which must have been started."""
         shape = self._shape
         self._deliver(events.DiskReady(0, self.capacity, shape.read_rate, shape.write_rate))
         self._deliver(events.DiskRecovered(0))

@@ -100,8 +100,8 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
 
 @contextmanager
 def _interruptible(run: _Run) -> Iterator[None]:
-    """Context in which SIGTERM raises KeyboardInterrupt, and SIGINT does so too where it was ignored, as in a shell's
-    background jobs."""
+    """Context that SIGTERM and SIGINT end: `run.interrupted` is set then, and the code behind the context goes on.
+    SIGINT does so also where it was ignored, as in a shell's background jobs. The former handlers are set again."""
     previous = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

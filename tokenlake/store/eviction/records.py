@@ -3,8 +3,8 @@
 ::
 
     record      knowledge about one segment; it outlives the segment as a ghost when that is evicted or refused
-    cohort      the records of segments that one request accessed, with equal features; they age together
-    ghosts      the records of segments that were evicted or refused, in that order
+    cohort      the records of segments that one request accessed and whose features are equal; they age together
+    ghosts      the records of segments that were evicted or refused, in the order in which that happened
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Record(PolicyState):
 
 
 class Ghosts(OrderedDict[SegmentKey, Record]):
-    """Records of segments that were evicted or refused, in that order, bounded in number and time."""
+    """Records of segments that were evicted or refused, in the order in which that happened. Their number and their age
+    are bounded."""
 
     def add(self, key: SegmentKey, record: Record, now: float, segments: int) -> list[Record]:
         """Add the record of a segment that was evicted or refused at `now`. `segments`: the number of stored segments,
