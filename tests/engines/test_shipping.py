@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.models import FAMILIES, family, padded, prompt
-from tests.robustness.live import PATIENT_ENGINE, wait_told
+from tests.robustness.live import PATIENT, wait_told
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -38,7 +38,7 @@ def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **opt
         "prefill_chunk": 24,
         "query_deadline": 10.0,
         "write_patience": 30.0,
-        "deadlines": PATIENT_ENGINE,
+        "deadlines": PATIENT,
     }
     settings |= options
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))

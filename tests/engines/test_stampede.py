@@ -41,11 +41,11 @@ import sys, time, torch
 from tests.engines.test_stampede import PATIENT_S, expect_prefill
 from tests.engines.models import family
 from tests.engines.test_shipping import SEGMENT
-from tests.robustness.live import PATIENT_ENGINE
+from tests.robustness.live import PATIENT
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
 model = family("llama-gqa")
-options = EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
+options = EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT, deadlines=PATIENT)
 engine = TokenLakeEngine(model, sys.argv[1], options)
 expect_prefill(engine, PATIENT_S)
 def computes(*_):

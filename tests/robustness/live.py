@@ -43,11 +43,9 @@ LIMIT_S = 30.0
 """A limit for calls that hang. No test depends on a shorter time."""
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
-PATIENT = Deadlines(call_s=PATIENT_S)
-"""Deadlines of pools in tests: on a busy machine a daemon may not run for a quarter of a second."""
-PATIENT_ENGINE = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S)
-"""Deadlines of engines in tests, which match with the default deadline: 20 ms without an answer must not cause a
-miss."""
+PATIENT = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S, grace_s=PATIENT_S)
+"""Deadlines of pools and engines in tests: on a busy machine a daemon may not run for a quarter of a second, and that
+must not cause a miss."""
 
 
 class Prompt:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.query.raw import memfd, raw_engine
-from tests.robustness.live import LAYOUT, PATIENT_ENGINE, Prompt, daemons, outcomes, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, store
 from tests.server import raw as server
 from tokenlake.errors import TokenLakeError
 from tokenlake.keys import KEY_BYTES
@@ -134,7 +134,7 @@ def sessions(node: Path) -> Iterator[None]:
 
 def memory(node: Path) -> Iterator[None]:
     """Store prompts and lease each of them, releasing none."""
-    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT_ENGINE) as pool:
+    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT) as pool:
         leases = []
         for seed in range(1 << 30):
             prompt = Prompt(seed, SEGMENTS)
@@ -149,7 +149,7 @@ def loop(node: Path) -> Iterator[None]:
     """Send the requests that take longest over several connections at once, and read no reply."""
     draw = random.Random(1)
     prompt = Prompt(1, SEGMENTS)
-    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT_ENGINE) as pool:
+    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT) as pool:
         store(pool, prompt)
         keys = join_keys(pool.prefix(prompt.tokens).keys)
     longest: list[Callable[[int], bytes]] = [
@@ -184,7 +184,7 @@ def queries(node: Path) -> Iterator[None]:
     prompt, tokens = Prompt(1, 64), 1 << 15
     outputs = tokens * HEADS * LAYOUT.key_dim * 4
     nbytes = 2 * outputs + tokens * HEADS * 4
-    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT_ENGINE) as pool, contextlib.ExitStack() as stack:
+    with Pool.connect(node, LAYOUT, RED, deadlines=PATIENT) as pool, contextlib.ExitStack() as stack:
         store(pool, prompt)
         lease = stack.enter_context(pool.match(pool.prefix(prompt.tokens).keys))
         keys = join_keys(lease.keys[: lease.hits])

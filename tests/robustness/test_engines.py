@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.robustness.fake_peer import FakePeer
 from tests.robustness.live import (
     LAYOUT,
     PATIENT,
-    PATIENT_S,
     EngineProcess,
     Prompt,
     daemons,
@@ -182,8 +180,6 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
     sends."""
     with FakePeer("node1") as peer, daemons(1, "1MiB", "1MiB", peers=f"node1=127.0.0.1:{peer.port}") as cluster:
         node = cluster.nodes[0]
-        # On a busy machine the daemon's answer, at the deadline of a fetch, is late.
-        cluster.deadlines = msgspec.structs.replace(cluster.deadlines, grace_s=PATIENT_S)
         with cluster.connect(0, LAYOUT) as pool:
             wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the peer is connected")
             prompt = Prompt(22, 5)

@@ -47,14 +47,18 @@ class Case:
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 FAMILIES = {
     "window": Case(save_mistral, 768),
-    "mixed": Case(save_sliding_window, 768),
     "hybrid": Case(save_hybrid, 640, WIDE, {"dtype": "bfloat16"}, length=660),
+    "mixed": Case(save_sliding_window, 768),
     # vLLM's CPU build computes other keys for some of the first 32 tokens behind a cached prefix of this family: a long
     # rest would change the tokens.
     "latent": Case(save_latent, 992, settings={"segment_tokens": 16, "serve_inexact": True}),
     "n-gram": Case(save_tiny_model, 768, arguments={"speculative_config": GUESSING}),
     "draft model": Case(save_tiny_model, 768, draft=True),
 }
+
+ONE_FAMILY = pytest.mark.parametrize("run", ["window"], indirect=True)
+TWO_FAMILIES = pytest.mark.parametrize("run", ["window", "hybrid"], indirect=True)
+"""The first families, for the parts that do not depend on what a segment holds."""
 
 
 @dataclass(slots=True)
@@ -146,6 +150,7 @@ def test_corrupt_segments(run: Run) -> None:
     run.second.call("forget")
 
 
+@TWO_FAMILIES
 def test_a_daemon_that_was_killed(run: Run) -> None:
     assert run.until_hit(run.first, 3)
     run.first.call("forget")
@@ -156,6 +161,7 @@ def test_a_daemon_that_was_killed(run: Run) -> None:
     assert run.until_hit(run.first, 3)
 
 
+@TWO_FAMILIES
 def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
     run.first.call("forget")
@@ -176,6 +182,7 @@ def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
 
 
+@ONE_FAMILY
 @pytest.mark.parametrize("call", ["ChunkManager.step_ends", "ChunkManager.finished", "ChunkManager.asked"])
 def test_an_error_within_a_hook_does_not_reach_vllm(run: Run, call: str) -> None:
     before = run.second.call("counts")["failures"]
@@ -188,6 +195,7 @@ def test_an_error_within_a_hook_does_not_reach_vllm(run: Run, call: str) -> None
     assert run.until_hit(run.second, 5) == run.case.cached
 
 
+@ONE_FAMILY
 @pytest.mark.parametrize("call", ["Pool.attach", "Lease.fetch", "Pool.opaque_keys", "Pool.begin_match"])
 def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     assert run.until_hit(run.second, 5)
@@ -251,6 +259,7 @@ def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Clu
             engine.close()
 
 
+@pytest.mark.alone
 def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Each fills its shard of a segment. The ranks spin on all processors, so that lookups take long."""
     pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "ranks", **PATIENT}

@@ -11,7 +11,7 @@ from tests.engines.vllm.conftest import PATIENT, metrics_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(400)]
 
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 LENGTHS = (250, 512, 513, 700, 1500)
