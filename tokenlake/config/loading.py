@@ -8,14 +8,14 @@ Service named `tokenlake`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from tokenlake.config.kinds import HUGE_PAGE, is_loopback, is_own_address
 from tokenlake.config.server import ServerConfig
-from tokenlake.config.setting import DEFAULT, describe, read, refusal, settings_of
+from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
 from tokenlake.config.values import format_size, parse_address
 from tokenlake.errors import ConfigurationError
@@ -33,6 +33,31 @@ OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 """Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
 ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
 """Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
+ENGINE_SETTINGS = frozenset(
+    {
+        "call_ms",
+        "credential",
+        "daemon_uid",
+        "fetch_ms",
+        "load",
+        "match_ms",
+        "salt",
+        "save",
+        "segment_tokens",
+        "serve_inexact",
+        "verify",
+        "weigh_loads",
+        "weights_digest",
+        "write_patience_s",
+        "write_queue",
+    }
+)
+"""The settings of engines that a daemon does not have."""
+OF_ENGINES = (
+    "it is a setting of engines; give it in kv_connector_extra_config of vLLM or in EngineOptions of transformers "
+    "(docs/vllm.md#settings)"
+)
+LISTING = "`tokenlake config show` lists the settings"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -64,20 +89,34 @@ def load_config(
         *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX)),
         *of_flags(flags),
     ]
-    values, origin = read(ServerConfig, given)
+    _check_order(given)
+    values, origin = read(ServerConfig, given, dict.fromkeys(ENGINE_SETTINGS, OF_ENGINES), LISTING)
     _fill_computed_defaults(values, environ, uid)
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
     if (config.peers or config.etcd) and config.tenants and not config.cluster_secret and not config.certificate:
-        expected = (
-            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' (or 'etcd') and "
-            "'tenants': without it any process of this machine could pose as a node and obtain a tenant's cache; set "
-            f"it in the configuration file or as {PREFIX}CLUSTER_SECRET"
+        problem = (
+            f"set 'cluster_secret', in the configuration file or as {PREFIX}CLUSTER_SECRET, because there are 'peers' "
+            "(or 'etcd') and 'tenants', and no 'certificate'; without it any process of this machine could pose as a "
+            "node and obtain a tenant's cache"
         )
-        raise ConfigurationError("cluster_secret", "", expected)
+        expected = settings_of(ServerConfig)["cluster_secret"].kind.expected
+        raise PlainRefusal("cluster_secret", problem, f"{expected}; the same on all nodes")
     ignored = [name for name in sorted(environ) if name.startswith(PREFIX) and is_service_link(name, environ[name])]
     return Settings(config, origin, tuple(ignored))
+
+
+def _check_order(given: Iterable[Given]) -> None:
+    """Raises ConfigurationError for a setting of the daemon that was read as a field of a table, because it stands
+    behind the table's header."""
+    known = settings_of(ServerConfig)
+    for table, raw, source in given:
+        for each in raw if isinstance(raw, list) else ():
+            for name in each if table in known and isinstance(each, dict) else ():
+                if name in known:
+                    problem = f"the setting {name!r} stands in a table [[{table}]] ({source})"
+                    raise PlainRefusal(name, problem, f"settings of the daemon come before the first [[{table}]]")
 
 
 def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], uid: int) -> None:

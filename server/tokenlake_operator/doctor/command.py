@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from tokenlake.config import ServerConfig, Settings, load_config
-from tokenlake.config.setting import settings_of
+from tokenlake.config.setting import PlainRefusal, settings_of
 from tokenlake.errors import ConfigurationError, CredentialRefused, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake_operator.doctor.base import Finding, print_findings
 from tokenlake_operator.doctor.certificates import check_certificates
@@ -177,12 +177,18 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
             flags = {"node": target.node}
             return load_config(toml_text=text, environ=environ, flags=flags, uid=os.geteuid(), file=str(file))
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings", error.field, _before(error), f"set {error.expected}"))
+            findings.append(Finding("error", "settings", error.field, *_problem_and_cure(error)))
             # A variable with a wrong name or value: the settings without it are checked too.
             variable = f"TOKENLAKE_{error.field.upper()}"
             if variable not in environ:
                 return None
             del environ[variable]
+
+
+def _problem_and_cure(error: ConfigurationError) -> tuple[str, str]:
+    if isinstance(error, PlainRefusal):
+        return error.problem, error.cure
+    return _before(error), f"set {error.expected}"
 
 
 def _before(error: ConfigurationError) -> str:
