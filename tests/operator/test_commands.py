@@ -33,6 +33,7 @@ from tests.robustness.live import (
     wait_told,
     wait_until,
 )
+from tests.server.certified import encrypted
 from tokenlake_client import MatchOptions
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
@@ -70,6 +71,20 @@ def test_the_status_of_a_cluster(two: Cluster) -> None:
         row = next(line for line in lines if line.startswith("node0"))
         assert re.search(r"up\s+8\.0 MiB\s+\d", row), row
         assert lines[-1] == "no problem was found"
+
+
+def test_nodes_that_listen_on_all_interfaces_and_advertise_one() -> None:
+    """With static peers: the entry of a node in `peers` is the address that it advertises."""
+    cluster = encrypted(2, memory="8MiB")
+    for node, port in zip(cluster.nodes, cluster.ports.values(), strict=True):
+        node.settings |= {"listen": f"0.0.0.0:{port}", "advertise": f"127.0.0.1:{port}"}
+    prompt = Prompt(3, 4)
+    with cluster, cluster.connect(0, LAYOUT) as pool, cluster.connect(1, LAYOUT) as other:
+        store(pool, prompt)
+        wait_told(cluster)
+        assert read(other, prompt) == 4
+        report = told(status, "--socket", control_of(cluster.nodes[0]))
+        assert (sorted(report["nodes"]), report["findings"]) == (["node0", "node1"], [])
 
 
 def test_problems_have_cures() -> None:

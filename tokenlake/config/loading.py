@@ -17,7 +17,7 @@ from tokenlake.config.kinds import HUGE_PAGE, is_loopback, is_own_address
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
-from tokenlake.config.values import format_size, parse_address
+from tokenlake.config.values import Address, format_size, parse_address
 from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
@@ -208,23 +208,28 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
 
 
 def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
-    """Remove the entry of this node from `peers`, which all nodes may share. The entry must agree with `listen` and
-    `memory`."""
-    own = parse_address(config.listen)
+    """Remove the entry of this node from `peers`, which all nodes may share. The entry must agree with `memory` and
+    with `advertise`, or with `listen` where `advertise` is empty."""
+    own = parse_address(config.advertise or config.listen)
+    setting = "advertise" if config.advertise else "listen"
     for peer in config.peers:
-        expected = f"{config.node}={own}, as listen says, for the entry of this node"
-        if peer.name == config.node and (peer.host, peer.port) != own:
-            raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
+        address = Address(peer.host, peer.port)
+        if peer.name == config.node and address != own:
+            raise PlainRefusal(
+                "peers",
+                f"'peers' says that other nodes reach this node, '{config.node}', at {address} "
+                f"(set by {origin['peers']}), and '{setting}' is {own}",
+                f"set 'advertise' to {address}, or correct 'peers' or '{setting}'",
+            )
         if peer.name == config.node and peer.memory not in (None, config.memory):
             expected = f"/{format_size(config.memory)}, as memory says, for the entry of this node"
             raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
-        if peer.name != config.node and (peer.host, peer.port) == own:
-            raise refusal(
-                ServerConfig,
+        if peer.name != config.node and address == own:
+            raise PlainRefusal(
                 "peers",
-                str(peer),
-                f"the name {config.node} at {own}, which is the address of this node",
-                origin["peers"],
+                f"'peers' gives {address} to node '{peer.name}' (set by {origin['peers']}), and it is the '{setting}' "
+                f"of this node, '{config.node}'",
+                f"correct '{setting}', 'node' or 'peers'",
             )
     others = tuple(peer for peer in config.peers if peer.name != config.node)
     return msgspec.structs.replace(config, peers=others)

@@ -40,7 +40,8 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "give each node a certificate (`tokenlake ca init`, `tokenlake ca issue NODE`), and remove the setting",
         )
     own, listen = parse_address(config.advertise or config.listen), parse_address(config.listen)
-    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host):
+    elsewhere = not config.peers or not all(kinds.is_loopback(peer.host) for peer in config.peers)
+    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host) and elsewhere:
         yield Finding(
             "error",
             "advertise-loopback",
