@@ -126,7 +126,9 @@ def test_without_the_benchmarks_their_commands_name_the_package(
 ) -> None:
     offer(monkeypatch, "serve", f"{__name__}:accept")
     assert run(monkeypatch, name, "--help") == 2
-    assert "pip install tokenlake-bench" in capsys.readouterr().err
+    advice = capsys.readouterr().err
+    assert "pip install tokenlake-bench" in advice
+    assert "(in a clone of the repository: pip install . ./bench)" in advice
     assert run(monkeypatch) == 0
     assert "More commands (demo, bench, workload): pip install tokenlake-bench" in capsys.readouterr().out
 
@@ -138,6 +140,10 @@ def test_without_the_benchmarks_their_commands_name_the_package(
         ("tokenlake_server.cli:serve", "prometheus_client", "'tokenlake[server]'"),
         ("tokenlake_server.cli:serve", "torch", "'tokenlake[server,transformers]'"),
         ("tokenlake_server.cli:serve", "unheard_of", "'tokenlake[server]'"),
+        ("tokenlake_server.cli:serve", "zmq", "'tokenlake[server,kv-events]'"),
+        ("tokenlake_operator.status:status", "grpc", "'tokenlake[server,control]'"),
+        ("tokenlake_operator.status:status", "google", "'tokenlake[server,control]'"),
+        ("tokenlake_operator.explain:explain", "rich", "'tokenlake[server,control]'"),
         ("tokenlake_bench.cli:demo", "click", "'tokenlake[server]'"),
         ("tokenlake_bench.cli:demo", "scipy", "'tokenlake[scheduler]'"),
         ("tokenlake_bench.cli:demo", "torch", "'tokenlake[transformers]'"),
@@ -157,6 +163,7 @@ def test_an_extra_missed_while_running_is_named(
     error = capsys.readouterr().err
     assert "needs the module 'torch'" in error
     assert "pip install 'tokenlake[transformers]'" in error
+    assert "(in a clone of the repository: pip install '.[transformers]')" in error
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
