@@ -3,11 +3,12 @@
 Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
 
+import difflib
 import os
 import re
 import sys
 from collections.abc import Callable, Collection
-from importlib.metadata import EntryPoint, entry_points, requires
+from importlib.metadata import EntryPoint, entry_points, requires, version
 from typing import NoReturn
 
 GROUP = "tokenlake.commands"
@@ -55,6 +56,9 @@ def main() -> NoReturn:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_listing(commands))
         sys.exit(0)
+    if sys.argv[1] == "--version":
+        print(f"tokenlake {version('tokenlake')}")
+        sys.exit(0)
     name, arguments = sys.argv[1], sys.argv[2:]
     entry = commands.get(name)
     if entry is None and name in BENCH_COMMANDS:
@@ -62,7 +66,9 @@ def main() -> NoReturn:
             f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}\n{IN_A_CLONE_BENCH}"
         )
     if entry is None:
-        _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
+        near = difflib.get_close_matches(name, _ordered(commands), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        _fail(f"unknown command {name!r}; {meant}known: {', '.join(_ordered(commands))}")
     try:
         command: Callable[..., object] = entry.load()
         # Commands are click commands, which end the process. Some import modules of an extra only when they run.
@@ -83,7 +89,7 @@ def main() -> NoReturn:
 def _listing(commands: dict[str, EntryPoint]) -> str:
     lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<10} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
-    lines += ["", "`tokenlake COMMAND --help` lists the options of a command."]
+    lines += ["", "`tokenlake COMMAND --help` lists the options of a command, `tokenlake --version` shows the version."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
         lines.append(IN_A_CLONE_BENCH)

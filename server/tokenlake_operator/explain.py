@@ -104,6 +104,8 @@ def explain(target: Target, request_id: str | None, last: int | None, tenant: st
     """
     if (request_id is None) == (last is None):
         raise click.UsageError("expected either REQUEST_ID or --last N")
+    if request_id == "":
+        raise click.UsageError("REQUEST_ID is empty; --last N shows the newest requests")
     if tenant or target.remote is not None:
         with target.connect() as control:
             funnels = _funnels(lambda name: _explained(control.explain(name, tenant)), request_id, last, "this node")

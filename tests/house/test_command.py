@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
@@ -94,8 +95,16 @@ def test_an_unknown_command_names_the_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
+    assert run(monkeypatch, "xyz") == 2
+    assert capsys.readouterr().err == f"tokenlake: unknown command 'xyz'; known: {', '.join(COMMANDS)}\n"
     assert run(monkeypatch, "sevre") == 2
-    assert capsys.readouterr().err == f"tokenlake: unknown command 'sevre'; known: {', '.join(COMMANDS)}\n"
+    assert "unknown command 'sevre'; did you mean 'serve'? known: " in capsys.readouterr().err
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:accept")
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"tokenlake {metadata.version('tokenlake')}\n"
 
 
 def test_the_rest_of_the_line_goes_to_the_command(

@@ -275,6 +275,8 @@ def test_explain_as_the_operator(two: Cluster) -> None:
     assert by_operator == by_user
     assert by_operator["ideal"] == 2 * SEGMENT_TOKENS
     assert run(explain, "nothing", "--tenant", "default", *at(two)).exit_code == 1
+    empty = run(explain, "", *at(two))
+    assert (empty.exit_code, "REQUEST_ID is empty" in empty.stderr) == (2, True)
 
 
 def test_names_control_no_terminal(two: Cluster) -> None:
