@@ -39,7 +39,7 @@ SUMMARIES = {
 }
 BENCH = "tokenlake-bench"
 """Name of the Python distribution with the benchmarks, which a node does not need."""
-IN_A_CLONE_BENCH = "(in a clone of the repository: pip install . ./bench)"
+IN_A_CLONE = "(in a clone of the repository: pip install . ./bench)"
 BENCH_COMMANDS = ("demo", "bench", "workload")
 DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "zmq": "pyzmq"}
 """By module, the distribution that has it, where the names differ."""
@@ -62,9 +62,7 @@ def main() -> NoReturn:
     name, arguments = sys.argv[1], sys.argv[2:]
     entry = commands.get(name)
     if entry is None and name in BENCH_COMMANDS:
-        _fail(
-            f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}\n{IN_A_CLONE_BENCH}"
-        )
+        _fail(f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}\n{IN_A_CLONE}")
     if entry is None:
         near = difflib.get_close_matches(name, _ordered(commands), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
@@ -92,7 +90,7 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
     lines += ["", "`tokenlake COMMAND --help` lists the options of a command, `tokenlake --version` shows the version."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
-        lines.append(IN_A_CLONE_BENCH)
+        lines.append(IN_A_CLONE)
     return "\n".join(lines)
 
 
