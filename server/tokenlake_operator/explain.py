@@ -16,14 +16,13 @@ import click
 import msgspec
 
 from tokenlake import errors
-from tokenlake.config import DEFAULT
-from tokenlake.errors import DeadlinePassed, ProtocolRefused, Unreachable
-from tokenlake.local_socket import first_reachable, sockets_to_try
+from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, Unreachable
+from tokenlake.local_socket import first_reachable
 from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
-from tokenlake_operator.reaching import Target, operates, settings_file
+from tokenlake_operator.reaching import Target, operates
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.local_socket import dial
 from tokenlake_server.tables import print_rows, printable
@@ -59,16 +58,27 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
             body = read_frame(sock, MAX_ANSWER)
     except TimeoutError:
         raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
+    except PermissionError as error:
+        raise Unreachable(
+            f"this user, uid {os.geteuid()}, may not use the socket {path}: run the command as the user of the engine, "
+            "or as the daemon's user or root"
+        ) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise Unreachable(f"no daemon at {path}: {reason}; is it running, and is this its socket?") from error
     reply = decode(engine.reply_decoder, body)
     if isinstance(reply, engine.Failed):
-        kind = getattr(errors, reply.kind, ProtocolRefused)
-        raise kind(reply.reason)
+        raise _as_error(reply)
     if not isinstance(reply, engine.Explained):
         raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}; expected Explained")
     return Explanation(reply.funnel, reply.names)
+
+
+def _as_error(failed: engine.Failed) -> Refused | Unreachable:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, Refused | Unreachable):
+        return kind(failed.reason)
+    return ProtocolRefused(failed.reason)
 
 
 def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
@@ -129,14 +139,7 @@ def _funnels(ask_daemon: Ask, request_id: str | None, last: int | None, place: s
 
 def _engine_socket(target: Target) -> tuple[str, Ask]:
     """The path of the daemon's socket of engines, and the function that asks there."""
-    places: tuple[str, ...]
-    if target.path is not None:
-        places = (target.path,)
-    else:
-        settings = settings_file(target.file, target.node)
-        places = (settings.config.socket,)
-        if settings.origin["socket"] == DEFAULT:
-            places = sockets_to_try(os.environ, settings.config.node, os.geteuid())
+    places = target.engine_sockets()
 
     def ask_at(place: str, name: str) -> Explanation:
         return ask(Path(place), name, target.token, target.daemon_uid)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Reached", "Target", "one_line", "operates", "settings_file"]
 
 SUFFIX = ".control"
+ENGINES_SUFFIX = ".sock"
 CALL_S = 5.0
 """Limit of the seconds of a call."""
 DIAL_S = 3.0
@@ -130,18 +131,19 @@ class Target:
         if self.path is not None:
             return [self.path]
         settings = settings_file(self.file, self.node)
-        config, origin = settings.config, settings.origin
-        if origin["control_socket"] != DEFAULT or origin["socket"] != DEFAULT:
-            return [config.control_socket]
-        found = [each.removesuffix(".sock") + SUFFIX for each in sockets_to_try(os.environ, config.node, os.geteuid())]
-        if origin["node"] != DEFAULT:
-            return found
-        # No node is named: that of the only daemon here.
-        listening = [each for each in _beside(found) if _listens(each)]
-        if len(listening) > 1:
-            names = ", ".join(PurePosixPath(each).stem.removeprefix(PREFIX) for each in listening)
-            raise Unreachable(f"several daemons run here: name one with --node ({names})")
-        return listening or found
+        if settings.origin["control_socket"] != DEFAULT or settings.origin["socket"] != DEFAULT:
+            return [settings.config.control_socket]
+        return _of_node(settings, SUFFIX)
+
+    def engine_sockets(self) -> list[str]:
+        """The paths at which the socket of engines may be, for a daemon of this machine. Raises `Unreachable` where
+        several daemons run and none is named, `ConfigurationError`."""
+        if self.path is not None:
+            return [self.path]
+        settings = settings_file(self.file, self.node)
+        if settings.origin["socket"] != DEFAULT:
+            return [settings.config.socket]
+        return _of_node(settings, ENGINES_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -239,15 +241,30 @@ def one_line(error: TokenLakeError) -> str:
 # -- sockets of this machine
 
 
-def _beside(places: Sequence[str]) -> list[str]:
-    """The control sockets of daemons with default paths in the directories of `places`."""
+def _of_node(settings: Settings, suffix: str) -> list[str]:
+    """The default paths of a socket of the node in the settings; where no node is named, the socket of the only daemon
+    that runs here. Raises `Unreachable` where several daemons run."""
+    paths = sockets_to_try(os.environ, settings.config.node, os.geteuid())
+    found = [each.removesuffix(ENGINES_SUFFIX) + suffix for each in paths]
+    if settings.origin["node"] != DEFAULT:
+        return found
+    listening = [each for each in _beside(found, suffix) if _listens(each)]
+    if len(listening) > 1:
+        names = ", ".join(PurePosixPath(each).stem.removeprefix(PREFIX) for each in listening)
+        raise Unreachable(f"several daemons run here: name one with --node ({names})")
+    return listening or found
+
+
+def _beside(places: Sequence[str], suffix: str = SUFFIX) -> list[str]:
+    """The sockets of daemons with default paths in the directories of `places`: with this suffix, those of the control
+    plane or of engines."""
     found = []
     for directory in dict.fromkeys(str(PurePosixPath(place).parent) for place in places):
         try:
             names = sorted(os.listdir(directory))
         except OSError:
             continue
-        found += [f"{directory}/{name}" for name in names if name.startswith(PREFIX) and name.endswith(SUFFIX)]
+        found += [f"{directory}/{name}" for name in names if name.startswith(PREFIX) and name.endswith(suffix)]
     return found
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -18,9 +22,13 @@ pytest.importorskip("grpc")
 import grpc
 
 from tests.operator.scene import control_of, run, told
-from tests.robustness.live import daemons
+from tests.robustness.live import LAYOUT, Prompt, daemons
 from tests.server import certified
 from tests.server.control.scene import served
+from tokenlake.errors import ProtocolRefused
+from tokenlake.wire import engine
+from tokenlake_client import MatchOptions
+from tokenlake_operator import explain as explaining
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
@@ -104,6 +112,30 @@ def test_the_socket_of_another_user(tmp_path: Path) -> None:
         os.chown(path, 65534, 65534)
         line = refused("status", "--socket", path)
     assert "belongs to uid 65534" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+def test_explain_by_a_user_who_may_not_use_the_socket(remote: tuple[Cluster, Any, Path]) -> None:
+    program = (
+        "import os, sys; from tokenlake_operator.explain import explain; os.setegid(65534); os.seteuid(65534)\n"
+        "explain(['x', '--daemon-uid', '0', '--socket', sys.argv[1]])"
+    )
+    node = remote[0].nodes[0]
+    remote[0].directory.chmod(0o755)
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(node.socket)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith(f"Error: this user, uid 65534, may not use the socket {node.socket}: run the")
+
+
+@pytest.mark.parametrize("kind", ["ConfigurationError", "annotations", "Nothing"])
+def test_explain_is_refused_for_a_reason_of_another_version(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "dial", lambda *_: contextlib.nullcontext(Mock()))
+    monkeypatch.setattr(explaining, "read_frame", lambda *_: b"")
+    monkeypatch.setattr(explaining, "decode", lambda *_: engine.Failed(1, kind, "the reason"))
+    with pytest.raises(ProtocolRefused, match="the reason"):
+        explaining.ask(Path("x.sock"), "x")
 
 
 # -- daemons that do not answer as they should
@@ -222,16 +254,23 @@ def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path, mo
     monkeypatch.setattr("tokenlake_operator.reaching.sockets_to_try", places)
     cluster = Cluster(2, "4MiB", "1MiB")
     for node in cluster.nodes:
-        node.settings["socket"] = str(runtime / f"tokenlake-{node.name}.sock")
+        node.socket = runtime / f"tokenlake-{node.name}.sock"
+        node.settings["socket"] = str(node.socket)
     with cluster:
         line = refused("status")
         assert line == "Error: several daemons run here: name one with --node (node0, node1)"
+        several = run(explain, "--last", "1")
+        assert (several.exit_code, several.stderr.strip()) == (1, line)
+        with cluster.connect(1, LAYOUT) as pool:
+            pool.match(pool.prefix(Prompt(1, 1).tokens).keys, MatchOptions(request="asked")).release()
+        assert told(explain, "asked", "--node", "node1")["node"] == "node1"
         answer = told(status, "--node", "node1")
         assert sorted(answer["nodes"]) == ["node0", "node1"]
         assert "there are daemons here with --node node0" in refused("status", "--node", "node2")
         # The socket of a daemon that was killed stays, and is no daemon.
         cluster.nodes[0].kill()
         assert list(told(status)["nodes"]) == ["node1"]
+        assert told(explain, "--last", "1")["request"] == "asked"
         assert "has ended" in refused("status", "--node", "node0")
 
 
