@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,7 @@ from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
-from tokenlake_operator.reaching import Target, operates
+from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.local_socket import dial
 from tokenlake_server.tables import print_rows, printable
@@ -55,7 +56,10 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
     try:
         with dial(str(path), daemon_uid, ANSWER_S) as sock:
             sock.sendall(pack_frame(engine.Explain(1, request[:MAX_REQUEST_NAME], token)))
-            body = read_frame(sock, MAX_ANSWER)
+            try:
+                body = read_frame(sock, MAX_ANSWER)
+            except ProtocolRefused as error:
+                raise ProtocolRefused(_not_of_engines(path)) from error
     except TimeoutError:
         raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
     except PermissionError as error:
@@ -72,6 +76,16 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
     if not isinstance(reply, engine.Explained):
         raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}; expected Explained")
     return Explanation(reply.funnel, reply.names)
+
+
+def _not_of_engines(path: Path) -> str:
+    if path.suffix == SUFFIX:
+        engines = path.with_suffix(ENGINES_SUFFIX)
+        return (
+            f"{path} is the control socket; this command takes the socket of engines, by default {engines}, or also "
+            "--tenant"
+        )
+    return f"{path} is not the socket of engines of a daemon"
 
 
 def _as_error(failed: engine.Failed) -> Refused | Unreachable:
@@ -103,14 +117,14 @@ Ask = Callable[[str], Explanation]
 @click.argument("request_id", required=False)
 @click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain the N newest requests.")
 @click.option("--tenant", default="", help="The tenant of the request, for an operator of the daemon.")
-@operates
+@partial(operates, socket_help="Path of the socket of engines; with --tenant that of the control socket.")
 def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
     """Show how many tokens of a request were found, and why the others were missed.
 
     REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
     return a shorter id than the engine uses: that beginning is enough. Ask the node whose daemon the engine used. Only
     requests of your own tenant are shown: by your uid, by the token in TOKENLAKE_ENGINE_CREDENTIAL, or by your
-    certificate. --socket is the socket of engines, with --tenant the control socket.
+    certificate.
     """
     if (request_id is None) == (last is None):
         raise click.UsageError("expected either REQUEST_ID or --last N")

@@ -59,6 +59,8 @@ ENGINES_SUFFIX = ".sock"
 CALL_S = 5.0
 """Limit of the seconds of a call."""
 DIAL_S = 3.0
+HTTP_2 = "h2"
+"""The protocol of gRPC, which client and server agree on in the TLS handshake."""
 
 
 class Files(NamedTuple):
@@ -163,9 +165,9 @@ class Reached:
         self.control.close()
 
 
-def operates(command: Callable[..., Any]) -> Callable[..., Any]:
+def operates(command: Callable[..., Any], socket_help: str = "Path of the control socket.") -> Callable[..., Any]:
     """Add to a command the options by which it reaches a daemon, as its argument `target`, and `--json` as `as_json`.
-    An error of TokenLake is one line, and exit status 1."""
+    An error of TokenLake is one line, and exit status 1. `socket_help`: the help of `--socket`."""
 
     @functools.wraps(command)
     def run(
@@ -198,7 +200,7 @@ def operates(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Name of a daemon of this machine, or the HOST:PORT of the control plane of another one.",
         ),
         click.option("--config", "file", type=readable, help="The TOML file of the daemon of this machine."),
-        click.option("--socket", "path", help="Path of the control socket."),
+        click.option("--socket", "path", help=socket_help),
         click.option(
             "--certificate", type=readable, envvar=f"{OPERATOR_PREFIX}CERTIFICATE", help="Yours, with a role."
         ),
@@ -228,6 +230,12 @@ def settings_file(file: Path | None, node: str | None = None) -> Settings:
 def one_line(error: TokenLakeError) -> str:
     """The text of an error for an operator: one line."""
     text = " ".join(str(error).split())
+    if "Failed parsing HTTP/2" in text:
+        place = text.partition(": ")[0]
+        if place.endswith(ENGINES_SUFFIX):
+            control = place.removesuffix(ENGINES_SUFFIX) + SUFFIX
+            return f"{place} is the socket of engines; this command takes the control socket, by default {control}"
+        return f"{place} is not the control socket of a daemon"
     if isinstance(error, DeadlinePassed):
         text += f": the daemon did not answer within {CALL_S:g} s; it is stopped, or its machine is overloaded"
     elif isinstance(error, ProtocolRefused) and "Method not found" in text:
@@ -325,7 +333,7 @@ def _prove(address: Address, files: Files, node: str) -> str:
     the node in its certificate. Raises `Unreachable`, `ConfigurationError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([HTTP_2])
     try:
         context.load_verify_locations(files.ca)
     except (OSError, ssl.SSLError) as error:
@@ -341,6 +349,9 @@ def _prove(address: Address, files: Files, node: str) -> str:
             context.wrap_socket(sock) as tls,
         ):
             certificate = tls.getpeercert(binary_form=True)
+            if tls.selected_alpn_protocol() != HTTP_2:
+                # The port of a daemon for its peers speaks TLS too.
+                raise Unreachable(_no_control_plane(address))
             # A daemon that refuses this certificate says so behind its own handshake, or just ends the connection.
             tls.settimeout(DIAL_S)
             try:
@@ -350,7 +361,7 @@ def _prove(address: Address, files: Files, node: str) -> str:
             if not greeting:
                 raise Unreachable(f"the daemon at {address} refuses this certificate (--certificate)")
     except ssl.SSLError as error:
-        raise Unreachable(f"no connection with {address}: {_refusal(error)}") from error
+        raise Unreachable(_refusal(error, address)) from error
     except OSError as error:
         what = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise Unreachable(
@@ -364,13 +375,24 @@ def _prove(address: Address, files: Files, node: str) -> str:
     return name
 
 
-def _refusal(error: ssl.SSLError) -> str:
+def _no_control_plane(address: Address) -> str:
+    return (
+        f"{address} is not the control plane of a daemon: --node takes the address in its setting 'control' (often "
+        "port 7442)"
+    )
+
+
+def _refusal(error: ssl.SSLError, address: Address) -> str:
+    """Why the TLS handshake with an address failed."""
+    failed = f"no connection with {address}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused by this side: {error.verify_message} (--ca)"
+        return f"{failed}: its certificate is refused by this side: {error.verify_message} (--ca)"
     reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "wrong version" in reason or "record layer" in reason:
+        return _no_control_plane(address)  # it does not speak TLS
     if "alert" in reason:
-        return f"the daemon refuses this certificate: {reason} (--certificate)"
-    return reason
+        return f"{failed}: the daemon refuses this certificate: {reason} (--certificate)"
+    return f"{failed}: {reason}"
 
 
 def _reason(error: OSError) -> str:

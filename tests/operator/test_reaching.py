@@ -241,6 +241,25 @@ def test_addresses_where_no_daemon_is(remote: tuple[Cluster, dict[str, str], Pat
     assert (result.exit_code, "belong together" in result.stderr) == (2, True)
 
 
+def test_an_address_that_is_not_the_control_plane(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    cluster, _, ca = remote
+    port = cluster.ports["node0"]
+    for address in (f"127.0.0.1:{port}", f"node0=127.0.0.1:{port}", f"127.0.0.1:{cluster.nodes[0].metrics_port}"):
+        line = refused("status", "--node", address, *files(ca, "alice"))
+        assert f"{address.rpartition('=')[2]} is not the control plane of a daemon: --node takes the address" in line
+
+
+def test_one_socket_in_place_of_the_other(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    node = remote[0].nodes[0]
+    line = refused("status", "--socket", node.socket)
+    expected = f"is the socket of engines; this command takes the control socket, by default {control_of(node)}"
+    assert line == f"Error: {node.socket} {expected}"
+    other = run(explain, "x", "--socket", control_of(node))
+    assert f"is the control socket; this command takes the socket of engines, by default {node.socket}" in other.stderr
+    assert "Path of the socket of engines; with --tenant" in run(explain, "--help").stdout
+    assert "Path of the control socket." in run(status, "--help").stdout
+
+
 # -- the daemons of this machine
 
 
