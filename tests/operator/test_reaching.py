@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -127,6 +128,53 @@ def test_explain_by_a_user_who_may_not_use_the_socket(remote: tuple[Cluster, Any
     )
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.startswith(f"Error: this user, uid 65534, may not use the socket {node.socket}: run the")
+
+
+ENGINE = """
+import os, sys
+from tests.robustness.live import LAYOUT
+from tokenlake.errors import Unreachable
+from tokenlake_client import Pool
+if len(sys.argv) > 2:
+    os.setegid(65534), os.seteuid(65534)
+try:
+    Pool.connect(sys.argv[1], LAYOUT, daemon_uid=0)
+except Unreachable as error:
+    print(error)
+"""
+
+
+def of_engine(*arguments: object) -> str:
+    """The error with which an engine does not connect."""
+    command = [sys.executable, "-c", ENGINE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+def test_an_engine_that_may_not_use_the_socket() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="tokenlake-"))
+    directory.chmod(0o755)
+    path = directory / "n.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        path.chmod(0o660)
+        assert of_engine(path, 65534) == (
+            f"this user, uid 65534, may not connect to {path}, which belongs to root:root with mode 0660. Run the "
+            "engine as that user, or run the daemon as a service of a group that the engine's user is in, and add uid "
+            "65534 to 'allow_uids'"
+        )
+        directory.chmod(0o700)
+        assert "a directory on the way to it is closed to this user" in of_engine(path, 65534)
+    shutil.rmtree(directory)
+
+
+def test_an_engine_without_a_socket(tmp_path: Path) -> None:
+    text = of_engine(tmp_path / "nothing.sock")
+    assert text.startswith(f"no daemon listens at {tmp_path}/nothing.sock (No such file or directory); start one")
+    file = tmp_path / "file.sock"
+    file.touch()
+    assert of_engine(file) == f"{file} is no socket"
 
 
 @pytest.mark.parametrize("kind", ["ConfigurationError", "annotations", "Nothing"])
