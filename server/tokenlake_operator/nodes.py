@@ -80,10 +80,10 @@ def _other(
     if member.control and target.certificates is not None:
         attempts.append(lambda: target.over_tls(member.control, member.node))
     if not attempts:
-        if member.control:
-            return None, "no certificate was given (--certificate, --key, --ca)"
         if member.node not in connected:
             return None, f"it is not connected with '{own}'"
+        if member.control:
+            return None, "no certificate was given (--certificate, --key, --ca)"
         return None, "it serves no control plane to other machines (its setting 'control')"
     reason = ""
     for attempt in attempts:
