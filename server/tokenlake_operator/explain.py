@@ -110,13 +110,16 @@ def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
 
 
 Ask = Callable[[str], Explanation]
-"""Asks one daemon about a request, by its name or the beginning; raises `TokenLakeError`."""
+"""A function that asks one daemon about a request: its argument is the name of the request or the beginning of the
+name. Raises `TokenLakeError`."""
 
 
 @click.command()
 @click.argument("request_id", required=False)
-@click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain the N newest requests.")
-@click.option("--tenant", default="", help="The tenant of the request, for an operator of the daemon.")
+@click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain this many of the newest requests.")
+@click.option(
+    "--tenant", default="", help="Name of the tenant of the request. Only an operator of the daemon may give it."
+)
 @partial(operates, socket_help="Path of the socket of engines; with --tenant that of the control socket.")
 def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
     """Show how many tokens of a request were found, and why the others were missed.

@@ -1,4 +1,4 @@
-"""How a command reaches the control plane of a daemon.
+"""The options by which a command chooses a daemon, and the connection with the daemon's control plane.
 
 ::
 
@@ -199,18 +199,25 @@ def operates(command: Callable[..., Any], socket_help: str = "Path of the contro
             shell_complete=_complete_node,
             help="Name of a daemon of this machine, or the HOST:PORT of the control plane of another one.",
         ),
-        click.option("--config", "file", type=readable, help="The TOML file of the daemon of this machine."),
+        click.option(
+            "--config", "file", type=readable, help="TOML file with the settings of the daemon of this machine."
+        ),
         click.option("--socket", "path", help=socket_help),
         click.option(
-            "--certificate", type=readable, envvar=f"{OPERATOR_PREFIX}CERTIFICATE", help="Yours, with a role."
+            "--certificate",
+            type=readable,
+            envvar=f"{OPERATOR_PREFIX}CERTIFICATE",
+            help="Your certificate (PEM), with a role.",
         ),
-        click.option("--key", type=readable, envvar=f"{OPERATOR_PREFIX}KEY", help="The key of the certificate."),
-        click.option("--ca", type=readable, envvar=f"{OPERATOR_PREFIX}CA", help="The CA of the daemons."),
+        click.option("--key", type=readable, envvar=f"{OPERATOR_PREFIX}KEY", help="Key (PEM) of your certificate."),
+        click.option(
+            "--ca", type=readable, envvar=f"{OPERATOR_PREFIX}CA", help="Certificates (PEM) of the CA of the daemons."
+        ),
         click.option(
             "--daemon-uid",
             type=int,
             envvar=f"{ENGINE_PREFIX}DAEMON_UID",
-            help="The user that the daemon runs as, where that is neither root nor you.",
+            help="User id of the daemon, where the daemon runs as neither root nor your own user.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]

@@ -220,6 +220,14 @@ def test_evictions(two: Cluster) -> None:
         assert (result.exit_code, "--yes" in result.stderr) == (1, True)
         assert told(evict, "--all", "--everywhere", "--yes", *at(two))["evicted"].keys() == {"node0", "node1"}
         assert read(pool, second) == 0
+        store(pool, first)
+        lines = run(evict, "--segment", keys[2].hex(), *at(two)).stdout
+        assert lines == "node0: 1 segment evicted\n"
+        size = f"{LAYOUT.segment_bytes // 1024}KiB"
+        assert told(evict, "--segment-bytes", size, "--yes", *at(two))["evicted"] == {"node0": 2}
+        unknown = run(evict, "--all", "--tenant", "rde", *at(two))
+        assert unknown.stderr == "Error: there is no tenant 'rde'; expected one of default\n"
+        assert "is no size; expected a size such as" in run(evict, "--segment-bytes", "x", *at(two)).stderr
     for words in ((), ("--all", "--segment-bytes", "1"), ("--segment", "zz"), ("--segment", "ab")):
         assert run(evict, *words, *at(two)).exit_code == 2
 
