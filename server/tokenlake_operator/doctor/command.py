@@ -167,7 +167,8 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
         try:
             text = read_config_file(file)
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings-file", str(file), _before(error), error.expected))
+            problem = "the daemon does not start with this file"
+            findings.append(Finding("error", "settings-file", str(file), problem, f"give {error.expected}"))
             try:
                 text = read_foreign_file(file)
             except ConfigurationError:
