@@ -129,7 +129,7 @@ class _Given:
 
     @property
     def runs(self) -> bool:
-        """Whether a process accepts connections at one of the daemon's sockets, as far as this user can see."""
+        """True if a process accepts connections at one of the daemon's sockets, as far as this user can see."""
         config = self._settings.config if self._settings is not None else None
         paths = [self._target.path] if self._target.path else [config.control_socket, config.socket] if config else []
         return any(accepts(path) for path in paths if path)

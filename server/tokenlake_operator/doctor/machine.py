@@ -68,7 +68,7 @@ class Machine:
         return 0
 
     def has_sealed_memory(self) -> bool:
-        """Whether the kernel has sealed anonymous files (memfd)."""
+        """True if the kernel has sealed anonymous files (memfd)."""
         try:
             os.close(os.memfd_create("tokenlake-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except (OSError, AttributeError):
@@ -76,7 +76,7 @@ class Machine:
         return True
 
     def has_populate(self) -> bool:
-        """Whether madvise allocates pages at once."""
+        """True if madvise allocates pages at once."""
         with mmap.mmap(-1, mmap.PAGESIZE) as memory:
             anchor = ctypes.c_char.from_buffer(memory)
             address = ctypes.c_void_p(ctypes.addressof(anchor))
@@ -85,7 +85,7 @@ class Machine:
         return done == 0
 
     def has_pidfds(self) -> bool:
-        """Whether the kernel shows the end of every engine, in any PID namespace."""
+        """True if the kernel shows the end of every engine, in any PID namespace."""
         return kernel_has_pidfds()
 
 
