@@ -3,11 +3,12 @@
 Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
 
+import difflib
 import os
 import re
 import sys
 from collections.abc import Callable, Collection
-from importlib.metadata import EntryPoint, entry_points, requires
+from importlib.metadata import EntryPoint, entry_points, requires, version
 from typing import NoReturn
 
 GROUP = "tokenlake.commands"
@@ -38,7 +39,12 @@ SUMMARIES = {
 }
 BENCH = "tokenlake-bench"
 """Name of the Python distribution with the benchmarks, which a node does not need."""
+IN_A_CLONE = "(in a clone of the repository: pip install . ./bench)"
 BENCH_COMMANDS = ("demo", "bench", "workload")
+DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "zmq": "pyzmq"}
+"""By module, the distribution that has it, where the names differ."""
+EXTRAS_OF_PACKAGES = {"tokenlake_server": ("server",), "tokenlake_operator": ("server", "control")}
+"""By package, the extras of `tokenlake` that its commands need."""
 
 
 def main() -> NoReturn:
@@ -50,12 +56,17 @@ def main() -> NoReturn:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_listing(commands))
         sys.exit(0)
+    if sys.argv[1] == "--version":
+        print(f"tokenlake {version('tokenlake')}")
+        sys.exit(0)
     name, arguments = sys.argv[1], sys.argv[2:]
     entry = commands.get(name)
     if entry is None and name in BENCH_COMMANDS:
-        _fail(f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}")
+        _fail(f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}\n{IN_A_CLONE}")
     if entry is None:
-        _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
+        near = difflib.get_close_matches(name, _ordered(commands), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        _fail(f"unknown command {name!r}; {meant}known: {', '.join(_ordered(commands))}")
     try:
         command: Callable[..., object] = entry.load()
         # Commands are click commands, which end the process. Some import modules of an extra only when they run.
@@ -64,9 +75,11 @@ def main() -> NoReturn:
         missing = (error.name or "").partition(".")[0]
         if not missing or missing.startswith("tokenlake"):
             raise
+        requirement = requirement_of(entry, missing)
+        in_a_clone = requirement.replace("tokenlake[", ".[") if "[" in requirement else ". ./bench"
         _fail(
             f"`tokenlake {name}` needs the module {missing!r}, which is not installed; install it with\n"
-            f"    pip install {requirement_of(entry, missing)}"
+            f"    pip install {requirement}\n(in a clone of the repository: pip install {in_a_clone})"
         )
     sys.exit(0)
 
@@ -74,9 +87,10 @@ def main() -> NoReturn:
 def _listing(commands: dict[str, EntryPoint]) -> str:
     lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<10} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
-    lines += ["", "`tokenlake COMMAND --help` lists the options of a command."]
+    lines += ["", "`tokenlake COMMAND --help` lists the options of a command, `tokenlake --version` shows the version."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
+        lines.append(IN_A_CLONE)
     return "\n".join(lines)
 
 
@@ -88,14 +102,14 @@ def _ordered(commands: Collection[str]) -> list[str]:
 
 def requirement_of(entry: EntryPoint, missing: str) -> str:
     """The argument of `pip install`, quoted for a shell, that brings the module `missing` to the command `entry`. For a
-    command of the distribution `tokenlake` that is the extra of the command's package and, if that extra lacks the
+    command of the distribution `tokenlake` that is the extras of the command's package and, if these lack the
     module, also the smallest extra that has it (an extra that includes another lists its modules too). For any other
     command it is the command's distribution, whose installation is incomplete."""
-    own = entry.module.partition(".")[0].removeprefix("tokenlake_")
+    distribution = DISTRIBUTIONS.get(missing, missing).replace("_", "-").lower()
     modules = _modules_of_extras()
-    owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
-    needed = [own] if own in modules else []
-    if owners and own not in owners:
+    owners = [extra for extra, brought in modules.items() if distribution in brought]
+    needed = list(EXTRAS_OF_PACKAGES.get(entry.module.partition(".")[0], ()))
+    if owners and not set(owners) & set(needed):
         needed.append(min(owners, key=lambda extra: len(modules[extra])))
     if needed:
         return f"'tokenlake[{','.join(needed)}]'"

@@ -7,9 +7,13 @@ regions. A pool has one link at a time and gets another when the connection brea
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import grp
 import os
+import pwd
 import socket
+import stat
 import struct
 import weakref
 from collections.abc import Callable
@@ -271,13 +275,44 @@ def _dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
         check_listener(absolute, uid, trusted)
     except PermissionError as error:
         sock.close()
-        raise Unreachable(
-            f"this user may not connect to {path} ({error}); the socket's mode is 0660: join its group"
-        ) from error
+        raise Unreachable(_not_permitted(path)) from error
     except (OSError, ValueError) as error:
         sock.close()
-        raise Unreachable(no_daemon([path], os.listdir, str(error))) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"{path} is no socket" if _is_other_file(path) else no_daemon([path], os.listdir, reason)
+        raise Unreachable(text) from error
     except Unreachable:
         sock.close()
         raise
     return sock
+
+
+def _is_other_file(path: str) -> bool:
+    """True for a file that is no socket."""
+    try:
+        return not stat.S_ISSOCK(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _not_permitted(path: str) -> str:
+    uid = os.geteuid()
+    try:
+        found = os.stat(path)
+    except OSError:
+        return f"this user, uid {uid}, may not open {path}: a directory on the way to it is closed to this user"
+    return (
+        f"this user, uid {uid}, may not connect to {path}, which belongs to {_names(found)} with mode "
+        f"{stat.S_IMODE(found.st_mode):04o}. Run the engine as that user, or run the daemon as a service of a group "
+        f"that the engine's user is in, and add uid {uid} to 'allow_uids'"
+    )
+
+
+def _names(found: os.stat_result) -> str:
+    """Names of the owner and the group of a file, or their numbers where they have no names."""
+    owner, group = str(found.st_uid), str(found.st_gid)
+    with contextlib.suppress(KeyError):
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(found.st_gid).gr_name
+    return f"{owner}:{group}"

@@ -1,4 +1,4 @@
-"""`tokenlake events`: the segments that are stored at and leave a node, and the changes of the ring."""
+"""`tokenlake events` prints the segments that are stored at a node or leave it, and the changes of the ring."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["events"]
 
 
 @click.command()
-@click.option("--snapshot", is_flag=True, help="Print the segments that are there, and end.")
-@click.option("--after", help="Begin behind this cursor, which each line of --json has.")
-@click.option("--count", type=click.IntRange(1), help="End after so many changes.")
+@click.option("--snapshot", is_flag=True, help="Print the segments that the node has now, and end.")
+@click.option("--after", help="Print the changes behind this cursor. Each line of --json has the cursor of its change.")
+@click.option("--count", type=click.IntRange(1), help="End after this number of changes.")
 @operates
 def events(target: Target, snapshot: bool, after: str | None, count: int | None, as_json: bool) -> None:
     """Print each change at one node as it happens: segments that were stored or are gone, and changes of the ring.

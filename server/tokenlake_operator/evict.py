@@ -8,23 +8,51 @@ from collections.abc import Iterable
 
 import click
 
+from tokenlake.config import parse_size
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake_operator.nodes import Node, reach_all
 from tokenlake_operator.reaching import Target, one_line, operates
+from tokenlake_server.tables import printable
 
 __all__ = ["evict"]
+
+ONLY_TENANT = "default"
+"""Name of the tenant of a daemon without the setting `tenants`."""
+
+
+class _Size(click.ParamType[int]):
+    """A number of bytes above 0, with or without a unit."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            nbytes = parse_size(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is no size; expected {error}", param, ctx)
+        if not nbytes:
+            self.fail("a segment has at least one byte", param, ctx)
+        return nbytes
 
 
 @click.command()
 @click.option("--tenant", default="", help="Name of the tenant; needed where the daemon has several.")
-@click.option("--all", "everything", is_flag=True, help="All segments of the tenant.")
-@click.option("--segment", "keys", multiple=True, help="Key of a segment in hexadecimal; repeatable; - reads them.")
-@click.option("--layout", help="Beginning of the fingerprint of a layout of engines that are connected.")
-@click.option("--segment-bytes", type=click.IntRange(1), help="Segments of this size.")
-@click.option("--everywhere", is_flag=True, help="At every node that can be asked, and not only at one.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--all", "everything", is_flag=True, help="Evict all segments of the tenant.")
+@click.option(
+    "--segment",
+    "keys",
+    multiple=True,
+    help="Evict the segment with this key (hexadecimal). May be repeated; - reads keys from standard input.",
+)
+@click.option(
+    "--layout",
+    help="Evict the segments of the layout whose fingerprint begins so; an engine with the layout must be connected.",
+)
+@click.option("--segment-bytes", type=_Size(), help="Evict the segments of this size, such as 1MiB or 1048576.")
+@click.option("--everywhere", is_flag=True, help="Evict at every node that can be asked; default: only at one.")
+@click.option("--yes", is_flag=True, help="Evict without the question; needed where there is no terminal.")
 @operates
 def evict(
     target: Target,
@@ -46,6 +74,7 @@ def evict(
         raise click.UsageError("expected one of --all, --segment, --layout and --segment-bytes")
     wanted = _keys(keys)
     with reach_all(target, alone=not everywhere) as (nodes, silent):
+        _check_tenant(nodes, tenant)
         size = _size(nodes, layout) if layout else segment_bytes or 0
         if not keys and not yes:
             what = f"all segments of {size} bytes" if size else "all segments"
@@ -65,9 +94,24 @@ def evict(
         click.echo(json.dumps({"evicted": evicted, "failed": failed}))
     else:
         for name, count in evicted.items():
-            click.echo(f"{name}: {count} segments evicted")
+            click.echo(f"{name}: {count} {'segment' if count == 1 else 'segments'} evicted")
     if failed:
         raise click.ClickException("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+def _check_tenant(nodes: Iterable[Node], tenant: str) -> None:
+    """Raises `click.ClickException` where no node has the tenant, before the question is asked."""
+    if not tenant:
+        return
+    known = sorted({name for node in nodes for name in _tenants(node)})
+    if tenant not in known:
+        raise click.ClickException(f"there is no tenant {tenant!r}; expected one of {', '.join(map(printable, known))}")
+
+
+def _tenants(node: Node) -> Iterable[str]:
+    """The names of the tenants of a node. Raises `TokenLakeError`."""
+    (setting,) = (each for each in node.control.config() if each.name == "tenants")
+    return setting.digests or (ONLY_TENANT,)
 
 
 def _confirm(question: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,14 +17,13 @@ import click
 import msgspec
 
 from tokenlake import errors
-from tokenlake.config import DEFAULT
-from tokenlake.errors import DeadlinePassed, ProtocolRefused, Unreachable
-from tokenlake.local_socket import first_reachable, sockets_to_try
+from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, Unreachable
+from tokenlake.local_socket import first_reachable
 from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
-from tokenlake_operator.reaching import Target, operates, settings_file
+from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.local_socket import dial
 from tokenlake_server.tables import print_rows, printable
@@ -56,19 +56,43 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
     try:
         with dial(str(path), daemon_uid, ANSWER_S) as sock:
             sock.sendall(pack_frame(engine.Explain(1, request[:MAX_REQUEST_NAME], token)))
-            body = read_frame(sock, MAX_ANSWER)
+            try:
+                body = read_frame(sock, MAX_ANSWER)
+            except ProtocolRefused as error:
+                raise ProtocolRefused(_not_of_engines(path)) from error
     except TimeoutError:
         raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
+    except PermissionError as error:
+        raise Unreachable(
+            f"this user, uid {os.geteuid()}, may not use the socket {path}: run the command as the user of the engine, "
+            "or as the daemon's user or root"
+        ) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise Unreachable(f"no daemon at {path}: {reason}; is it running, and is this its socket?") from error
     reply = decode(engine.reply_decoder, body)
     if isinstance(reply, engine.Failed):
-        kind = getattr(errors, reply.kind, ProtocolRefused)
-        raise kind(reply.reason)
+        raise _as_error(reply)
     if not isinstance(reply, engine.Explained):
         raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}; expected Explained")
     return Explanation(reply.funnel, reply.names)
+
+
+def _not_of_engines(path: Path) -> str:
+    if path.suffix == SUFFIX:
+        engines = path.with_suffix(ENGINES_SUFFIX)
+        return (
+            f"{path} is the control socket; this command takes the socket of engines, by default {engines}, or also "
+            "--tenant"
+        )
+    return f"{path} is not the socket of engines of a daemon"
+
+
+def _as_error(failed: engine.Failed) -> Refused | Unreachable:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, Refused | Unreachable):
+        return kind(failed.reason)
+    return ProtocolRefused(failed.reason)
 
 
 def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
@@ -86,24 +110,29 @@ def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
 
 
 Ask = Callable[[str], Explanation]
-"""Asks one daemon about a request, by its name or the beginning; raises `TokenLakeError`."""
+"""A function that asks one daemon about a request: its argument is the name of the request or the beginning of the
+name. Raises `TokenLakeError`."""
 
 
 @click.command()
 @click.argument("request_id", required=False)
-@click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain the N newest requests.")
-@click.option("--tenant", default="", help="The tenant of the request, for an operator of the daemon.")
-@operates
+@click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain this many of the newest requests.")
+@click.option(
+    "--tenant", default="", help="Name of the tenant of the request. Only an operator of the daemon may give it."
+)
+@partial(operates, socket_help="Path of the socket of engines; with --tenant that of the control socket.")
 def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
     """Show how many tokens of a request were found, and why the others were missed.
 
     REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
     return a shorter id than the engine uses: that beginning is enough. Ask the node whose daemon the engine used. Only
     requests of your own tenant are shown: by your uid, by the token in TOKENLAKE_ENGINE_CREDENTIAL, or by your
-    certificate. --socket is the socket of engines, with --tenant the control socket.
+    certificate.
     """
     if (request_id is None) == (last is None):
         raise click.UsageError("expected either REQUEST_ID or --last N")
+    if request_id == "":
+        raise click.UsageError("REQUEST_ID is empty; --last N shows the newest requests")
     if tenant or target.remote is not None:
         with target.connect() as control:
             funnels = _funnels(lambda name: _explained(control.explain(name, tenant)), request_id, last, "this node")
@@ -127,14 +156,7 @@ def _funnels(ask_daemon: Ask, request_id: str | None, last: int | None, place: s
 
 def _engine_socket(target: Target) -> tuple[str, Ask]:
     """The path of the daemon's socket of engines, and the function that asks there."""
-    places: tuple[str, ...]
-    if target.path is not None:
-        places = (target.path,)
-    else:
-        settings = settings_file(target.file, target.node)
-        places = (settings.config.socket,)
-        if settings.origin["socket"] == DEFAULT:
-            places = sockets_to_try(os.environ, settings.config.node, os.geteuid())
+    places = target.engine_sockets()
 
     def ask_at(place: str, name: str) -> Explanation:
         return ask(Path(place), name, target.token, target.daemon_uid)

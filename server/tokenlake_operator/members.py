@@ -105,7 +105,7 @@ def remove(target: Target, name: str, as_json: bool) -> None:
 
 
 def _member(control: Control, node: str, own: str) -> bool:
-    """Whether the node is a member still. A daemon that drained has ended, so that it cannot be asked."""
+    """True if the node is still a member of the cluster. A daemon that drained has ended and answers no call."""
     try:
         return node in {each.node for each in control.cluster().members}
     except Unreachable:

@@ -33,13 +33,13 @@ class Node:
     status: pb.GetStatusResponse
     cluster: pb.GetClusterResponse
     clock_offset_s: float
-    """Its clock less that of this machine."""
+    """Seconds by which the clock of the node is ahead of the clock of this machine."""
     uncertainty_s: float
-    """Half of the time that the question took: the offset may be wrong by so much."""
+    """Maximum error of `clock_offset_s` in seconds: half of the time in which the node answered."""
     settings: dict[str, pb.Setting] = field(default_factory=dict)
-    """Empty for a caller without the role admin."""
+    """The settings of the node by name. Empty for a caller without the role admin."""
     engines: list[pb.Engines] = field(default_factory=list)
-    """As `settings`."""
+    """The connected engines by layout. Empty for a caller without the role admin."""
     paths: dict[str, list[pb.Path]] = field(default_factory=dict)
     """By node: the measured paths from it to this node."""
 
@@ -80,10 +80,10 @@ def _other(
     if member.control and target.certificates is not None:
         attempts.append(lambda: target.over_tls(member.control, member.node))
     if not attempts:
-        if member.control:
-            return None, "no certificate was given (--certificate, --key, --ca)"
         if member.node not in connected:
             return None, f"it is not connected with '{own}'"
+        if member.control:
+            return None, "no certificate was given (--certificate, --key, --ca)"
         return None, "it serves no control plane to other machines (its setting 'control')"
     reason = ""
     for attempt in attempts:

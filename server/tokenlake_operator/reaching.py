@@ -1,4 +1,4 @@
-"""How a command reaches the control plane of a daemon.
+"""The options by which a command chooses a daemon, and the connection with the daemon's control plane.
 
 ::
 
@@ -55,9 +55,12 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Reached", "Target", "one_line", "operates", "settings_file"]
 
 SUFFIX = ".control"
+ENGINES_SUFFIX = ".sock"
 CALL_S = 5.0
 """Limit of the seconds of a call."""
 DIAL_S = 3.0
+HTTP_2 = "h2"
+"""The protocol of gRPC, which client and server agree on in the TLS handshake."""
 
 
 class Files(NamedTuple):
@@ -130,18 +133,19 @@ class Target:
         if self.path is not None:
             return [self.path]
         settings = settings_file(self.file, self.node)
-        config, origin = settings.config, settings.origin
-        if origin["control_socket"] != DEFAULT or origin["socket"] != DEFAULT:
-            return [config.control_socket]
-        found = [each.removesuffix(".sock") + SUFFIX for each in sockets_to_try(os.environ, config.node, os.geteuid())]
-        if origin["node"] != DEFAULT:
-            return found
-        # No node is named: that of the only daemon here.
-        listening = [each for each in _beside(found) if _listens(each)]
-        if len(listening) > 1:
-            names = ", ".join(PurePosixPath(each).stem.removeprefix(PREFIX) for each in listening)
-            raise Unreachable(f"several daemons run here: name one with --node ({names})")
-        return listening or found
+        if settings.origin["control_socket"] != DEFAULT or settings.origin["socket"] != DEFAULT:
+            return [settings.config.control_socket]
+        return _of_node(settings, SUFFIX)
+
+    def engine_sockets(self) -> list[str]:
+        """The paths at which the socket of engines may be, for a daemon of this machine. Raises `Unreachable` where
+        several daemons run and none is named, `ConfigurationError`."""
+        if self.path is not None:
+            return [self.path]
+        settings = settings_file(self.file, self.node)
+        if settings.origin["socket"] != DEFAULT:
+            return [settings.config.socket]
+        return _of_node(settings, ENGINES_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,9 @@ class Reached:
         self.control.close()
 
 
-def operates(command: Callable[..., Any]) -> Callable[..., Any]:
+def operates(command: Callable[..., Any], socket_help: str = "Path of the control socket.") -> Callable[..., Any]:
     """Add to a command the options by which it reaches a daemon, as its argument `target`, and `--json` as `as_json`.
-    An error of TokenLake is one line, and exit status 1."""
+    An error of TokenLake is one line, and exit status 1. `socket_help`: the help of `--socket`."""
 
     @functools.wraps(command)
     def run(
@@ -195,18 +199,25 @@ def operates(command: Callable[..., Any]) -> Callable[..., Any]:
             shell_complete=_complete_node,
             help="Name of a daemon of this machine, or the HOST:PORT of the control plane of another one.",
         ),
-        click.option("--config", "file", type=readable, help="The TOML file of the daemon of this machine."),
-        click.option("--socket", "path", help="Path of the control socket."),
         click.option(
-            "--certificate", type=readable, envvar=f"{OPERATOR_PREFIX}CERTIFICATE", help="Yours, with a role."
+            "--config", "file", type=readable, help="TOML file with the settings of the daemon of this machine."
         ),
-        click.option("--key", type=readable, envvar=f"{OPERATOR_PREFIX}KEY", help="The key of the certificate."),
-        click.option("--ca", type=readable, envvar=f"{OPERATOR_PREFIX}CA", help="The CA of the daemons."),
+        click.option("--socket", "path", help=socket_help),
+        click.option(
+            "--certificate",
+            type=readable,
+            envvar=f"{OPERATOR_PREFIX}CERTIFICATE",
+            help="Your certificate (PEM), with a role.",
+        ),
+        click.option("--key", type=readable, envvar=f"{OPERATOR_PREFIX}KEY", help="Key (PEM) of your certificate."),
+        click.option(
+            "--ca", type=readable, envvar=f"{OPERATOR_PREFIX}CA", help="Certificates (PEM) of the CA of the daemons."
+        ),
         click.option(
             "--daemon-uid",
             type=int,
             envvar=f"{ENGINE_PREFIX}DAEMON_UID",
-            help="The user that the daemon runs as, where that is neither root nor you.",
+            help="User id of the daemon, where the daemon runs as neither root nor your own user.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -226,6 +237,12 @@ def settings_file(file: Path | None, node: str | None = None) -> Settings:
 def one_line(error: TokenLakeError) -> str:
     """The text of an error for an operator: one line."""
     text = " ".join(str(error).split())
+    if "Failed parsing HTTP/2" in text:
+        place = text.partition(": ")[0]
+        if place.endswith(ENGINES_SUFFIX):
+            control = place.removesuffix(ENGINES_SUFFIX) + SUFFIX
+            return f"{place} is the socket of engines; this command takes the control socket, by default {control}"
+        return f"{place} is not the control socket of a daemon"
     if isinstance(error, DeadlinePassed):
         text += f": the daemon did not answer within {CALL_S:g} s; it is stopped, or its machine is overloaded"
     elif isinstance(error, ProtocolRefused) and "Method not found" in text:
@@ -239,15 +256,30 @@ def one_line(error: TokenLakeError) -> str:
 # -- sockets of this machine
 
 
-def _beside(places: Sequence[str]) -> list[str]:
-    """The control sockets of daemons with default paths in the directories of `places`."""
+def _of_node(settings: Settings, suffix: str) -> list[str]:
+    """The default paths of a socket of the node in the settings; where no node is named, the socket of the only daemon
+    that runs here. Raises `Unreachable` where several daemons run."""
+    paths = sockets_to_try(os.environ, settings.config.node, os.geteuid())
+    found = [each.removesuffix(ENGINES_SUFFIX) + suffix for each in paths]
+    if settings.origin["node"] != DEFAULT:
+        return found
+    listening = [each for each in _beside(found, suffix) if _listens(each)]
+    if len(listening) > 1:
+        names = ", ".join(PurePosixPath(each).stem.removeprefix(PREFIX) for each in listening)
+        raise Unreachable(f"several daemons run here: name one with --node ({names})")
+    return listening or found
+
+
+def _beside(places: Sequence[str], suffix: str = SUFFIX) -> list[str]:
+    """The sockets of daemons with default paths in the directories of `places`: with this suffix, those of the control
+    plane or of engines."""
     found = []
     for directory in dict.fromkeys(str(PurePosixPath(place).parent) for place in places):
         try:
             names = sorted(os.listdir(directory))
         except OSError:
             continue
-        found += [f"{directory}/{name}" for name in names if name.startswith(PREFIX) and name.endswith(SUFFIX)]
+        found += [f"{directory}/{name}" for name in names if name.startswith(PREFIX) and name.endswith(suffix)]
     return found
 
 
@@ -308,7 +340,7 @@ def _prove(address: Address, files: Files, node: str) -> str:
     the node in its certificate. Raises `Unreachable`, `ConfigurationError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([HTTP_2])
     try:
         context.load_verify_locations(files.ca)
     except (OSError, ssl.SSLError) as error:
@@ -324,6 +356,9 @@ def _prove(address: Address, files: Files, node: str) -> str:
             context.wrap_socket(sock) as tls,
         ):
             certificate = tls.getpeercert(binary_form=True)
+            if tls.selected_alpn_protocol() != HTTP_2:
+                # The port of a daemon for its peers speaks TLS too.
+                raise Unreachable(_no_control_plane(address))
             # A daemon that refuses this certificate says so behind its own handshake, or just ends the connection.
             tls.settimeout(DIAL_S)
             try:
@@ -333,7 +368,7 @@ def _prove(address: Address, files: Files, node: str) -> str:
             if not greeting:
                 raise Unreachable(f"the daemon at {address} refuses this certificate (--certificate)")
     except ssl.SSLError as error:
-        raise Unreachable(f"no connection with {address}: {_refusal(error)}") from error
+        raise Unreachable(_refusal(error, address)) from error
     except OSError as error:
         what = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise Unreachable(
@@ -347,13 +382,24 @@ def _prove(address: Address, files: Files, node: str) -> str:
     return name
 
 
-def _refusal(error: ssl.SSLError) -> str:
+def _no_control_plane(address: Address) -> str:
+    return (
+        f"{address} is not the control plane of a daemon: --node takes the address in its setting 'control' (often "
+        "port 7442)"
+    )
+
+
+def _refusal(error: ssl.SSLError, address: Address) -> str:
+    """Why the TLS handshake with an address failed."""
+    failed = f"no connection with {address}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused by this side: {error.verify_message} (--ca)"
+        return f"{failed}: its certificate is refused by this side: {error.verify_message} (--ca)"
     reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "wrong version" in reason or "record layer" in reason:
+        return _no_control_plane(address)  # it does not speak TLS
     if "alert" in reason:
-        return f"the daemon refuses this certificate: {reason} (--certificate)"
-    return reason
+        return f"{failed}: the daemon refuses this certificate: {reason} (--certificate)"
+    return f"{failed}: {reason}"
 
 
 def _reason(error: OSError) -> str:

@@ -24,7 +24,7 @@ from tokenlake_server.tables import made_table, print_rows
 __all__ = ["top"]
 
 SHOWN = 8
-"""Prefixes, and calls, on the screen."""
+"""Maximum number of prefixes, and of calls, on one screen."""
 KEY_DIGITS = 16
 READ, WRITTEN = "tokenlake_read_bytes_total", "tokenlake_written_bytes_total"
 RATES = {
@@ -37,7 +37,7 @@ RATES = {
     "evicted_per_s": "tokenlake_evicted_segments_total",
     "refused_per_s": "tokenlake_refused_segments_total",
 }
-"""By name in JSON, the counter of a node whose growth per second it is."""
+"""By the name of a rate in JSON, the name of the counter: the rate is the growth of the counter per second."""
 
 
 class Screen(NamedTuple):
@@ -48,12 +48,14 @@ class Screen(NamedTuple):
     prefixes: list[dict[str, Any]]
     calls: list[dict[str, Any]]
     lost: dict[str, str]
-    """By node, why it did not answer."""
+    """By the name of a node that did not answer, the reason."""
 
 
 @click.command()
 @click.option("--once", is_flag=True, help="Print one screen and end.")
-@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds of a screen.")
+@click.option(
+    "--interval", default=2.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds between two screens."
+)
 @operates
 def top(target: Target, once: bool, interval: float, as_json: bool) -> None:
     """Watch the pool: rates of each node and tenant that can be asked, hot prefixes, and the slowest calls.

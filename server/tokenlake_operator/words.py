@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Texts for people of amounts of bytes, rates, shares and times."""
 
 from __future__ import annotations
 

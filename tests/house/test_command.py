@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
@@ -94,8 +95,16 @@ def test_an_unknown_command_names_the_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
+    assert run(monkeypatch, "xyz") == 2
+    assert capsys.readouterr().err == f"tokenlake: unknown command 'xyz'; known: {', '.join(COMMANDS)}\n"
     assert run(monkeypatch, "sevre") == 2
-    assert capsys.readouterr().err == f"tokenlake: unknown command 'sevre'; known: {', '.join(COMMANDS)}\n"
+    assert "unknown command 'sevre'; did you mean 'serve'? known: " in capsys.readouterr().err
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:accept")
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"tokenlake {metadata.version('tokenlake')}\n"
 
 
 def test_the_rest_of_the_line_goes_to_the_command(
@@ -126,7 +135,9 @@ def test_without_the_benchmarks_their_commands_name_the_package(
 ) -> None:
     offer(monkeypatch, "serve", f"{__name__}:accept")
     assert run(monkeypatch, name, "--help") == 2
-    assert "pip install tokenlake-bench" in capsys.readouterr().err
+    advice = capsys.readouterr().err
+    assert "pip install tokenlake-bench" in advice
+    assert "(in a clone of the repository: pip install . ./bench)" in advice
     assert run(monkeypatch) == 0
     assert "More commands (demo, bench, workload): pip install tokenlake-bench" in capsys.readouterr().out
 
@@ -138,6 +149,10 @@ def test_without_the_benchmarks_their_commands_name_the_package(
         ("tokenlake_server.cli:serve", "prometheus_client", "'tokenlake[server]'"),
         ("tokenlake_server.cli:serve", "torch", "'tokenlake[server,transformers]'"),
         ("tokenlake_server.cli:serve", "unheard_of", "'tokenlake[server]'"),
+        ("tokenlake_server.cli:serve", "zmq", "'tokenlake[server,kv-events]'"),
+        ("tokenlake_operator.status:status", "grpc", "'tokenlake[server,control]'"),
+        ("tokenlake_operator.status:status", "google", "'tokenlake[server,control]'"),
+        ("tokenlake_operator.explain:explain", "rich", "'tokenlake[server,control]'"),
         ("tokenlake_bench.cli:demo", "click", "'tokenlake[server]'"),
         ("tokenlake_bench.cli:demo", "scipy", "'tokenlake[scheduler]'"),
         ("tokenlake_bench.cli:demo", "torch", "'tokenlake[transformers]'"),
@@ -157,6 +172,7 @@ def test_an_extra_missed_while_running_is_named(
     error = capsys.readouterr().err
     assert "needs the module 'torch'" in error
     assert "pip install 'tokenlake[transformers]'" in error
+    assert "(in a clone of the repository: pip install '.[transformers]')" in error
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

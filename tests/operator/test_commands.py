@@ -33,6 +33,7 @@ from tests.robustness.live import (
     wait_told,
     wait_until,
 )
+from tests.server.certified import encrypted
 from tokenlake_client import MatchOptions
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
@@ -70,6 +71,20 @@ def test_the_status_of_a_cluster(two: Cluster) -> None:
         row = next(line for line in lines if line.startswith("node0"))
         assert re.search(r"up\s+8\.0 MiB\s+\d", row), row
         assert lines[-1] == "no problem was found"
+
+
+def test_nodes_that_listen_on_all_interfaces_and_advertise_one() -> None:
+    """With static peers: the entry of a node in `peers` is the address that it advertises."""
+    cluster = encrypted(2, memory="8MiB")
+    for node, port in zip(cluster.nodes, cluster.ports.values(), strict=True):
+        node.settings |= {"listen": f"0.0.0.0:{port}", "advertise": f"127.0.0.1:{port}"}
+    prompt = Prompt(3, 4)
+    with cluster, cluster.connect(0, LAYOUT) as pool, cluster.connect(1, LAYOUT) as other:
+        store(pool, prompt)
+        wait_told(cluster)
+        assert read(other, prompt) == 4
+        report = told(status, "--socket", control_of(cluster.nodes[0]))
+        assert (sorted(report["nodes"]), report["findings"]) == (["node0", "node1"], [])
 
 
 def test_problems_have_cures() -> None:
@@ -205,6 +220,14 @@ def test_evictions(two: Cluster) -> None:
         assert (result.exit_code, "--yes" in result.stderr) == (1, True)
         assert told(evict, "--all", "--everywhere", "--yes", *at(two))["evicted"].keys() == {"node0", "node1"}
         assert read(pool, second) == 0
+        store(pool, first)
+        lines = run(evict, "--segment", keys[2].hex(), *at(two)).stdout
+        assert lines == "node0: 1 segment evicted\n"
+        size = f"{LAYOUT.segment_bytes // 1024}KiB"
+        assert told(evict, "--segment-bytes", size, "--yes", *at(two))["evicted"] == {"node0": 2}
+        unknown = run(evict, "--all", "--tenant", "rde", *at(two))
+        assert unknown.stderr == "Error: there is no tenant 'rde'; expected one of default\n"
+        assert "is no size; expected a size such as" in run(evict, "--segment-bytes", "x", *at(two)).stderr
     for words in ((), ("--all", "--segment-bytes", "1"), ("--segment", "zz"), ("--segment", "ab")):
         assert run(evict, *words, *at(two)).exit_code == 2
 
@@ -260,6 +283,8 @@ def test_explain_as_the_operator(two: Cluster) -> None:
     assert by_operator == by_user
     assert by_operator["ideal"] == 2 * SEGMENT_TOKENS
     assert run(explain, "nothing", "--tenant", "default", *at(two)).exit_code == 1
+    empty = run(explain, "", *at(two))
+    assert (empty.exit_code, "REQUEST_ID is empty" in empty.stderr) == (2, True)
 
 
 def test_names_control_no_terminal(two: Cluster) -> None:

@@ -9,7 +9,9 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from tests.operator.scene import GivenNode, checks, run
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.doctor.machine import Machine
+from tokenlake_operator.doctor.places import DIAL_S, accepts
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.ports import reserve_port
 
@@ -97,6 +100,7 @@ def unencrypted_by_accident(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
 
 @plant("quotas", "at most 1")
 def quotas_beyond_memory(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings["allow_uids"] = [5001]
     node.more = tenants("name = 'red'\nquota = 0.7\nuids = [5001]", "name = 'blue'\nquota = 0.6\nuids = [5002]")
 
 
@@ -107,13 +111,18 @@ def quota_below_a_region(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
 
 @plant("regions", "region_size")
 def fewer_regions_than_tenants(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.settings["memory"] = "1MiB"
+    node.settings |= {"memory": "1MiB", "allow_uids": [5001]}
     node.more = tenants("name = 'red'\nuids = [5001]", "name = 'blue'\nuids = [5002]")
 
 
 @plant("tenants-uid", "allow_uids")
 def engines_as_the_daemons_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["allow_uids"] = [os.geteuid()]
+    node.more = tenants("name = 'red'\nuids = [5001]", "name = 'blue'\nuids = [5002]")
+
+
+@plant("tenants-uid", "allow_uids")
+def engines_as_the_daemons_user_by_default(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.more = tenants("name = 'red'\nuids = [5001]", "name = 'blue'\nuids = [5002]")
 
 
@@ -133,7 +142,7 @@ def events_without_their_module(node: GivenNode, patch: pytest.MonkeyPatch) -> N
     patch.setitem(sys.modules, "zmq", None)
 
 
-@plant("advertise-loopback", "nothing where that is 'listen'")
+@plant("advertise-loopback", "unset it where that is 'listen'")
 def advertised_at_loopback(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node)
     node.settings |= {"listen": f"0.0.0.0:{reserve_port()}", "advertise": "127.0.0.1:7440"}
@@ -147,12 +156,12 @@ class NoMemory(Machine):
         return 70 << 20, "MemAvailable of /proc/meminfo"
 
 
-@plant("memory", "more memory for the machine")
+@plant("memory", "give the machine or its cgroup more memory")
 def memory_beyond_the_machine(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["memory"] = "512TiB"
 
 
-@plant("memory", "of at most 36MiB")
+@plant("memory", "to at most 36MiB")
 def memory_beyond_the_cgroup(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["memory"] = "64MiB"
     node.machine = Machine(
@@ -323,7 +332,7 @@ def certificate_of_another_ca(node: GivenNode, patch: pytest.MonkeyPatch) -> Non
     node.settings["ca"] = str(node.directory / "other" / "ca.pem")
 
 
-@plant("certificate-name", "the right 'node'")
+@plant("certificate-name", "correct 'node'")
 def certificate_of_another_node(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node, name="n2")
 
@@ -350,7 +359,7 @@ def key_that_others_read(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     Path(str(node.settings["key"])).chmod(0o644)
 
 
-@plant("key-pair", "both of one issue")
+@plant("key-pair", "both files of one issue")
 def key_of_another_certificate(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     ca = certified(node)
     node.settings["key"] = str(issue(ca, "n2")[1])
@@ -392,6 +401,7 @@ def test_a_sound_node_has_no_finding(node: GivenNode) -> None:
         "control": f"127.0.0.1:{reserve_port()}",
         "state_directory": str(node.directory / "state"),
         "peers": [f"n2=127.0.0.1:{reserve_port()}"],
+        "allow_uids": [5001],
     }
     node.more = tenants("name = 'red'\nuids = [5001]", "name = 'blue'\nuids = [5002]\nquota = 0.5")
     assert node.examine()["findings"] == []
@@ -399,7 +409,8 @@ def test_a_sound_node_has_no_finding(node: GivenNode) -> None:
 
 def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     sound = run(doctor, "--config", node.write())
-    assert (sound.exit_code, "no problem was found" in sound.stdout) == (0, True), sound.output
+    text = "The settings and this machine have no problem; the daemon does not run."
+    assert (sound.exit_code, text in sound.stdout) == (0, True), sound.output
     stale_socket(node, pytest.MonkeyPatch())
     found = run(doctor, "--config", node.file)
     assert found.exit_code == 1
@@ -411,7 +422,24 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     unread.chmod(0o600)
     lines = run(doctor, "--config", unread).stdout
     assert "the settings cannot be read" in lines
-    assert "set a known setting (did you mean 'metrics'?)" in lines
+    assert "did you mean 'metrics'?" in lines
+
+
+def test_a_daemon_that_accepts_no_connection_holds_up_no_check(node: GivenNode) -> None:
+    """As a stopped daemon does, whose queue of connections is full."""
+    path = node.settings["socket"]
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            waiting.setblocking(False)
+            with suppress(BlockingIOError):
+                waiting.connect(str(path))
+        began = time.monotonic()
+        assert accepts(str(path))
+        assert time.monotonic() - began < 10 * DIAL_S
 
 
 def test_without_a_daemon_and_a_file_the_settings_of_a_node_are_not_checked() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -18,14 +23,20 @@ pytest.importorskip("grpc")
 import grpc
 
 from tests.operator.scene import control_of, run, told
-from tests.robustness.live import daemons
+from tests.robustness.live import LAYOUT, Prompt, daemons
 from tests.server import certified
 from tests.server.control.scene import served
+from tokenlake.errors import ProtocolRefused
+from tokenlake.wire import engine
+from tokenlake_client import MatchOptions
+from tokenlake_operator import explain as explaining
+from tokenlake_operator import nodes
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
 from tokenlake_operator.explain import explain
 from tokenlake_operator.members import drain, remove
+from tokenlake_operator.reaching import Reached, Target
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2
@@ -104,6 +115,77 @@ def test_the_socket_of_another_user(tmp_path: Path) -> None:
         os.chown(path, 65534, 65534)
         line = refused("status", "--socket", path)
     assert "belongs to uid 65534" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+def test_explain_by_a_user_who_may_not_use_the_socket(remote: tuple[Cluster, Any, Path]) -> None:
+    program = (
+        "import os, sys; from tokenlake_operator.explain import explain; os.setegid(65534); os.seteuid(65534)\n"
+        "explain(['x', '--daemon-uid', '0', '--socket', sys.argv[1]])"
+    )
+    node = remote[0].nodes[0]
+    remote[0].directory.chmod(0o755)
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(node.socket)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith(f"Error: this user, uid 65534, may not use the socket {node.socket}: run the")
+
+
+ENGINE = """
+import os, sys
+from tests.robustness.live import LAYOUT
+from tokenlake.errors import Unreachable
+from tokenlake_client import Pool
+if len(sys.argv) > 2:
+    os.setegid(65534), os.seteuid(65534)
+try:
+    Pool.connect(sys.argv[1], LAYOUT, daemon_uid=0)
+except Unreachable as error:
+    print(error)
+"""
+
+
+def of_engine(*arguments: object) -> str:
+    """The error with which an engine does not connect."""
+    command = [sys.executable, "-c", ENGINE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+def test_an_engine_that_may_not_use_the_socket() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="tokenlake-"))
+    directory.chmod(0o755)
+    path = directory / "n.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        path.chmod(0o660)
+        assert of_engine(path, 65534) == (
+            f"this user, uid 65534, may not connect to {path}, which belongs to root:root with mode 0660. Run the "
+            "engine as that user, or run the daemon as a service of a group that the engine's user is in, and add uid "
+            "65534 to 'allow_uids'"
+        )
+        directory.chmod(0o700)
+        assert "a directory on the way to it is closed to this user" in of_engine(path, 65534)
+    shutil.rmtree(directory)
+
+
+def test_an_engine_without_a_socket(tmp_path: Path) -> None:
+    text = of_engine(tmp_path / "nothing.sock")
+    assert text.startswith(f"no daemon listens at {tmp_path}/nothing.sock (No such file or directory); start one")
+    file = tmp_path / "file.sock"
+    file.touch()
+    assert of_engine(file) == f"{file} is no socket"
+
+
+@pytest.mark.parametrize("kind", ["ConfigurationError", "annotations", "Nothing"])
+def test_explain_is_refused_for_a_reason_of_another_version(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "dial", lambda *_: contextlib.nullcontext(Mock()))
+    monkeypatch.setattr(explaining, "read_frame", lambda *_: b"")
+    monkeypatch.setattr(explaining, "decode", lambda *_: engine.Failed(1, kind, "the reason"))
+    with pytest.raises(ProtocolRefused, match="the reason"):
+        explaining.ask(Path("x.sock"), "x")
 
 
 # -- daemons that do not answer as they should
@@ -209,6 +291,35 @@ def test_addresses_where_no_daemon_is(remote: tuple[Cluster, dict[str, str], Pat
     assert (result.exit_code, "belong together" in result.stderr) == (2, True)
 
 
+def test_an_address_that_is_not_the_control_plane(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    cluster, _, ca = remote
+    port = cluster.ports["node0"]
+    for address in (f"127.0.0.1:{port}", f"node0=127.0.0.1:{port}", f"127.0.0.1:{cluster.nodes[0].metrics_port}"):
+        line = refused("status", "--node", address, *files(ca, "alice"))
+        assert f"{address.rpartition('=')[2]} is not the control plane of a daemon: --node takes the address" in line
+
+
+def test_one_socket_in_place_of_the_other(remote: tuple[Cluster, dict[str, str], Path]) -> None:
+    node = remote[0].nodes[0]
+    line = refused("status", "--socket", node.socket)
+    expected = f"is the socket of engines; this command takes the control socket, by default {control_of(node)}"
+    assert line == f"Error: {node.socket} {expected}"
+    other = run(explain, "x", "--socket", control_of(node))
+    assert f"is the control socket; this command takes the socket of engines, by default {node.socket}" in other.stderr
+    assert "Path of the socket of engines; with --tenant" in run(explain, "--help").stdout
+    assert "Path of the control socket." in run(status, "--help").stdout
+
+
+def test_a_peer_that_is_not_connected_is_not_asked_for_that_reason() -> None:
+    """Whether a certificate was given or not."""
+    first = Reached(Mock(), "a.control", None)
+    member = admin_pb2.Member(node="b", control="127.0.0.1:7442")
+    assert nodes._other(Target(), first, "a", member, ()) == (None, "it is not connected with 'a'")
+    assert nodes._other(Target(), first, "a", member, ("b",))[1] == (
+        "no certificate was given (--certificate, --key, --ca)"
+    )
+
+
 # -- the daemons of this machine
 
 
@@ -222,16 +333,23 @@ def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path, mo
     monkeypatch.setattr("tokenlake_operator.reaching.sockets_to_try", places)
     cluster = Cluster(2, "4MiB", "1MiB")
     for node in cluster.nodes:
-        node.settings["socket"] = str(runtime / f"tokenlake-{node.name}.sock")
+        node.socket = runtime / f"tokenlake-{node.name}.sock"
+        node.settings["socket"] = str(node.socket)
     with cluster:
         line = refused("status")
         assert line == "Error: several daemons run here: name one with --node (node0, node1)"
+        several = run(explain, "--last", "1")
+        assert (several.exit_code, several.stderr.strip()) == (1, line)
+        with cluster.connect(1, LAYOUT) as pool:
+            pool.match(pool.prefix(Prompt(1, 1).tokens).keys, MatchOptions(request="asked")).release()
+        assert told(explain, "asked", "--node", "node1")["node"] == "node1"
         answer = told(status, "--node", "node1")
         assert sorted(answer["nodes"]) == ["node0", "node1"]
         assert "there are daemons here with --node node0" in refused("status", "--node", "node2")
         # The socket of a daemon that was killed stays, and is no daemon.
         cluster.nodes[0].kill()
         assert list(told(status)["nodes"]) == ["node1"]
+        assert told(explain, "--last", "1")["request"] == "asked"
         assert "has ended" in refused("status", "--node", "node0")
 
 

@@ -7,10 +7,12 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from tests.rules.settings import FIELDS, SECRET, load
+from tests.rules.settings import CERTIFICATE, FIELDS, SECRET, load
 from tokenlake.config import Peer, ServerConfig, kinds, load_config
+from tokenlake.config.loading import ENGINE_SETTINGS
 from tokenlake.config.setting import Setting, describe, read, settings_of, table_of
 from tokenlake.errors import ConfigurationError
+from tokenlake_client.engines.vllm.settings import EngineSettings
 
 UID = 1000
 
@@ -120,7 +122,7 @@ def test_an_invalid_value_names_field_value_expectation_and_source(
 def test_an_unknown_setting_is_refused_with_the_closest_known(
     toml: str | None, environ: dict[str, str], flags: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"'sokcet'.*did you mean 'socket'") as caught:
+    with pytest.raises(ConfigurationError, match=r"['\[]sokcet['\]].*did you mean 'socket'") as caught:
         load(toml, environ, **flags)
     assert caught.value.field == "sokcet"
 
@@ -155,14 +157,61 @@ def test_other_variables_are_taken_for_misspelt_settings(variable: str, value: s
         load(None, {variable: value})
 
 
-def test_an_unknown_setting_close_to_none_lists_the_known() -> None:
-    with pytest.raises(ConfigurationError, match=", ".join(FIELDS[:3])):
-        load("zzz = 1")
+def message(toml: str | None = None, environ: dict[str, str] | None = None, /, **flags: object) -> str:
+    """The text of the error that refuses these settings."""
+    with pytest.raises(ConfigurationError) as caught:
+        load(toml, environ, **flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["zzz", "eviction", "port"])
+def test_an_unknown_setting_close_to_none_says_where_all_are_listed(name: str) -> None:
+    expected = f"unknown setting '{name}' (set by file, line 1): `tokenlake config show` lists the settings"
+    assert message(f"{name} = 1") == expected
+
+
+def test_a_short_table_lists_its_settings() -> None:
+    class Table(msgspec.Struct, frozen=True):
+        size: Annotated[int, Setting(kinds.whole(1, 9), "number of things", why="small")] = 3
+        colour: Annotated[str, Setting(kinds.text(), "colour", why="nice")] = "red"
+
+    with pytest.raises(
+        ConfigurationError, match=r"unknown setting 'zzz' \(set by here\): expected one of size, colour"
+    ):
+        read(Table, [("zzz", 1, "here")])
+
+
+def test_an_unknown_table_is_called_a_table() -> None:
+    assert message("[section]\nmemory = '1GiB'").startswith("unknown table [section] (set by file, line 1)")
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_SETTINGS))
+def test_a_setting_of_engines_is_sent_to_the_engines(name: str) -> None:
+    text = message(f"node = 'a'\n{name} = 100")
+    assert text.startswith(f"unknown setting '{name}' (set by file, line 2): it is a setting of engines")
+    assert "100" not in text
+
+
+def test_the_settings_of_engines_are_those_of_the_connector() -> None:
+    assert set(settings_of(EngineSettings)) - set(FIELDS) == ENGINE_SETTINGS
+
+
+@pytest.mark.parametrize("table", ["tenants", "kv_events"])
+def test_a_setting_behind_a_table_is_sent_before_it(table: str) -> None:
+    text = message(f"[[{table}]]\nname = 'a'\nmemory = '1GiB'\n")
+    assert text.startswith(f"the setting 'memory' stands in a table [[{table}]] (file, line 1): settings of the daemon")
+
+
+@pytest.mark.parametrize("unit", ["GB", "G", "gib", " MiBs"])
+def test_an_unknown_unit_is_named(unit: str) -> None:
+    assert f"the unit '{unit.strip()}' is not known, write KiB, MiB, GiB or TiB" in message(memory=f"1{unit}")
 
 
 def test_a_file_that_is_not_toml_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"configuration file.*valid TOML.*\(at line 1, column 10\)"):
         load("memory = \n")
+    assert "texts and sizes need quotes" in message("huge_pages = yes")
+    assert "a setting is given twice" in message("memory = '1GiB'\nmemory = '2GiB'\n")
 
 
 def test_an_error_in_a_file_names_file_and_line() -> None:
@@ -239,14 +288,23 @@ def test_one_list_of_peers_serves_all_nodes() -> None:
 @pytest.mark.parametrize(
     ("peers", "reason"),
     [
-        ("a=127.0.0.1:9", "a=127.0.0.1:1, as listen says"),
+        ("a=127.0.0.1:9", "at 127.0.0.1:9 .set by flag --peers., and 'listen' is 127.0.0.1:1: set 'advertise' to"),
         ("a=127.0.0.1:1/2GiB", "/1GiB, as memory says"),
-        ("b=127.0.0.1:1", "the name a at 127.0.0.1:1"),
+        ("b=127.0.0.1:1", "gives 127.0.0.1:1 to node 'b' .*it is the 'listen' of this node, 'a': correct 'listen'"),
     ],
 )
 def test_an_entry_that_contradicts_this_node_is_refused(peers: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=f"peers.*{reason}"):
         load(node="a", listen="127.0.0.1:1", peers=peers)
+
+
+def test_the_entry_of_this_node_is_the_address_that_it_advertises() -> None:
+    peers = "a=127.0.0.1:1,b=127.0.0.1:2"
+    everywhere = {"node": "a", "listen": "0.0.0.0:1", **CERTIFICATE}
+    assert load(**everywhere, peers=peers, advertise="127.0.0.1:1").config.peers == (Peer("b", "127.0.0.1", 2),)
+    assert "set 'advertise' to 127.0.0.1:1" in message(**everywhere, peers=peers)
+    assert "'advertise' is 127.0.0.1:3" in message(**everywhere, peers=peers, advertise="127.0.0.1:3")
+    assert "it is the 'advertise' of this node" in message(**everywhere, peers=peers[14:], advertise="127.0.0.1:2")
 
 
 def test_a_configuration_does_not_change() -> None:

@@ -20,9 +20,9 @@ def test_tenants_come_from_the_file() -> None:
     ("toml", "reason"),
     [
         (tenant(secret=None), "with a name and a secret"),
-        (tenant(secret="00" * 15), "16 to 64 bytes in hexadecimal as the secret of tenant 'a'"),
-        (tenant(secret="00" * 65), "16 to 64 bytes"),
-        (tenant(secret="0g" * 16), "16 to 64 bytes"),
+        (tenant(secret="00" * 15), "32 to 128 hexadecimal digits .openssl rand -hex 32. as the secret of tenant 'a'"),
+        (tenant(secret="00" * 65), "32 to 128 hexadecimal digits"),
+        (tenant(secret="0g" * 16), "32 to 128 hexadecimal digits"),
         (tenant("a b"), "a tenant's name of"),
         (tenant(uids=["x"]), "a list of user ids"),
         (tenant(tokens="t"), "a list of non-empty texts"),
@@ -80,7 +80,9 @@ def test_cluster_secrets_come_from_file_or_environment_and_are_masked(secrets: l
 
 @pytest.mark.parametrize("value", ["00" * 15, "00" * 65, "0g" * 16, "0" * 33, 16, ["00" * 16, "0"], [16]])
 def test_a_cluster_secret_that_is_refused(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"cluster_secret.*\*\*\*.*16 to 64 bytes in hexadecimal"):
+    with pytest.raises(
+        ConfigurationError, match=r"cluster_secret.*\*\*\*.*one secret or a list, each of 32 to 128 hexadecimal digits"
+    ):
         load(f"cluster_secret = {value!r}")
 
 
@@ -100,6 +102,7 @@ def test_tenants_on_several_nodes_need_a_cluster_secret() -> None:
         with pytest.raises(ConfigurationError, match="TOKENLAKE_CLUSTER_SECRET") as caught:
             load(tenants, node="a", listen="127.0.0.1:1", peers=peers)
         assert caught.value.field == "cluster_secret"
+        assert str(caught.value).startswith("set 'cluster_secret'")
         load(tenants, {"TOKENLAKE_CLUSTER_SECRET": SECRET}, node="a", listen="127.0.0.1:1", peers=peers)
         load(tenants, node="a", listen="127.0.0.1:1", peers="a=127.0.0.1:1")
         load(tenants, node="a", listen="127.0.0.1:1", peers=peers, **CERTIFICATE)

@@ -69,7 +69,7 @@ KV_EVENT_MEDIA = ("CPU", "EXTERNAL")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME_EXPECTED = "1 to 64 letters, digits, dots, underscores or hyphens"
 _CLUSTER = re.compile(r"[a-z0-9._-]{1,64}")
-_SECRET_EXPECTED = "16 to 64 bytes in hexadecimal"
+_SECRET_EXPECTED = "32 to 128 hexadecimal digits (openssl rand -hex 32)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,8 +405,8 @@ def password() -> Kind:
 
 
 def secrets() -> Kind:
-    """A list of secrets of 16 to 64 bytes in hexadecimal, shown masked."""
-    expected = f"a list of secrets of {_SECRET_EXPECTED}"
+    """One secret of 16 to 64 bytes in hexadecimal or a list of them, shown masked."""
+    expected = f"one secret or a list, each of {_SECRET_EXPECTED}"
 
     def parse(value: object) -> tuple[Secret, ...]:
         return tuple(Secret(_secret(item, expected)) for item in _items(value, expected))

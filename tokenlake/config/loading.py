@@ -8,16 +8,16 @@ Service named `tokenlake`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from tokenlake.config.kinds import HUGE_PAGE, is_loopback, is_own_address
 from tokenlake.config.server import ServerConfig
-from tokenlake.config.setting import DEFAULT, describe, read, refusal, settings_of
+from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
-from tokenlake.config.values import format_size, parse_address
+from tokenlake.config.values import Address, format_size, parse_address
 from tokenlake.errors import ConfigurationError
 from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
@@ -33,6 +33,31 @@ OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 """Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
 ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
 """Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
+ENGINE_SETTINGS = frozenset(
+    {
+        "call_ms",
+        "credential",
+        "daemon_uid",
+        "fetch_ms",
+        "load",
+        "match_ms",
+        "salt",
+        "save",
+        "segment_tokens",
+        "serve_inexact",
+        "verify",
+        "weigh_loads",
+        "weights_digest",
+        "write_patience_s",
+        "write_queue",
+    }
+)
+"""The settings of engines that a daemon does not have."""
+OF_ENGINES = (
+    "it is a setting of engines; give it in kv_connector_extra_config of vLLM or in EngineOptions of transformers "
+    "(docs/vllm.md#settings)"
+)
+LISTING = "`tokenlake config show` lists the settings"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -64,20 +89,34 @@ def load_config(
         *of_environment(environ, PREFIX, (ENGINE_PREFIX, OPERATOR_PREFIX, ROUTER_PREFIX)),
         *of_flags(flags),
     ]
-    values, origin = read(ServerConfig, given)
+    _check_order(given)
+    values, origin = read(ServerConfig, given, dict.fromkeys(ENGINE_SETTINGS, OF_ENGINES), LISTING)
     _fill_computed_defaults(values, environ, uid)
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
     if (config.peers or config.etcd) and config.tenants and not config.cluster_secret and not config.certificate:
-        expected = (
-            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' (or 'etcd') and "
-            "'tenants': without it any process of this machine could pose as a node and obtain a tenant's cache; set "
-            f"it in the configuration file or as {PREFIX}CLUSTER_SECRET"
+        problem = (
+            f"set 'cluster_secret', in the configuration file or as {PREFIX}CLUSTER_SECRET, because there are 'peers' "
+            "(or 'etcd') and 'tenants', and no 'certificate'; without it any process of this machine could pose as a "
+            "node and obtain a tenant's cache"
         )
-        raise ConfigurationError("cluster_secret", "", expected)
+        expected = settings_of(ServerConfig)["cluster_secret"].kind.expected
+        raise PlainRefusal("cluster_secret", problem, f"{expected}; the same on all nodes")
     ignored = [name for name in sorted(environ) if name.startswith(PREFIX) and is_service_link(name, environ[name])]
     return Settings(config, origin, tuple(ignored))
+
+
+def _check_order(given: Iterable[Given]) -> None:
+    """Raises ConfigurationError for a setting of the daemon that was read as a field of a table, because it stands
+    behind the table's header."""
+    known = settings_of(ServerConfig)
+    for table, raw, source in given:
+        for each in raw if isinstance(raw, list) else ():
+            for name in each if table in known and isinstance(each, dict) else ():
+                if name in known:
+                    problem = f"the setting {name!r} stands in a table [[{table}]] ({source})"
+                    raise PlainRefusal(name, problem, f"settings of the daemon come before the first [[{table}]]")
 
 
 def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], uid: int) -> None:
@@ -169,23 +208,28 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
 
 
 def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
-    """Remove the entry of this node from `peers`, which all nodes may share. The entry must agree with `listen` and
-    `memory`."""
-    own = parse_address(config.listen)
+    """Remove the entry of this node from `peers`, which all nodes may share. The entry must agree with `memory` and
+    with `advertise`, or with `listen` where `advertise` is empty."""
+    own = parse_address(config.advertise or config.listen)
+    setting = "advertise" if config.advertise else "listen"
     for peer in config.peers:
-        expected = f"{config.node}={own}, as listen says, for the entry of this node"
-        if peer.name == config.node and (peer.host, peer.port) != own:
-            raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
+        address = Address(peer.host, peer.port)
+        if peer.name == config.node and address != own:
+            raise PlainRefusal(
+                "peers",
+                f"'peers' says that other nodes reach this node, '{config.node}', at {address} "
+                f"(set by {origin['peers']}), and '{setting}' is {own}",
+                f"set 'advertise' to {address}, or correct 'peers' or '{setting}'",
+            )
         if peer.name == config.node and peer.memory not in (None, config.memory):
             expected = f"/{format_size(config.memory)}, as memory says, for the entry of this node"
             raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
-        if peer.name != config.node and (peer.host, peer.port) == own:
-            raise refusal(
-                ServerConfig,
+        if peer.name != config.node and address == own:
+            raise PlainRefusal(
                 "peers",
-                str(peer),
-                f"the name {config.node} at {own}, which is the address of this node",
-                origin["peers"],
+                f"'peers' gives {address} to node '{peer.name}' (set by {origin['peers']}), and it is the '{setting}' "
+                f"of this node, '{config.node}'",
+                f"correct '{setting}', 'node' or 'peers'",
             )
     others = tuple(peer for peer in config.peers if peer.name != config.node)
     return msgspec.structs.replace(config, peers=others)

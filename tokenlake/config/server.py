@@ -67,7 +67,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             kinds.address(optional=True),
             "address at which other nodes reach this one, where it differs from `listen` (NAT, containers); other "
-            "nodes read it from etcd",
+            "nodes read it from etcd or from `peers`, where the entry of this node must have it",
             why="most nodes are reached where they listen",
             default="`listen`",
         ),

@@ -16,6 +16,7 @@ import inspect
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,14 +25,29 @@ from tokenlake.config.kinds import Kind
 from tokenlake.config.values import MASK
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["DEFAULT", "Given", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
+__all__ = ["DEFAULT", "Given", "PlainRefusal", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
 
 DEFAULT = "default"
 """The origin that is shown for a setting that no source gives."""
 Given = tuple[str, object, str]
 """(name, raw value, origin) of a setting in one source."""
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 _SECRETIVE = ("tenant", "secret", "token", "credential")
+LEAST_LIKENESS = 0.7
+"""Least ratio of `difflib` from which on an unknown name is taken for a misspelt one: `memroy` has 0.83 with `memory`,
+`eviction` 0.63 with `location`."""
+
+
+class PlainRefusal(ConfigurationError):
+    """A `ConfigurationError` with a text of its own, for what "setting 'X' is 'Y'; expected Z" would not describe: a
+    setting that is missing, or a name that is no setting. Its `value` is masked and its `expected` is `cure`."""
+
+    def __init__(self, field: str, problem: str, cure: str) -> None:
+        super().__init__(field, MASK, cure)
+        self.args = (f"{problem}: {cure}",)
+        self.problem = problem
+        self.cure = cure
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +81,17 @@ def settings_of(table: type[msgspec.Struct]) -> Mapping[str, Setting]:
     return found
 
 
-def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, str]]:
+def read(
+    table: type[msgspec.Struct],
+    given: Iterable[Given],
+    elsewhere: Mapping[str, str] = NOTHING,
+    listing: str = "",
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Check the settings of all sources, the weakest source first. A later value replaces an earlier one, which is
     checked too. Returns the values of the settings that were given, and the origin of every setting.
+
+    `elsewhere`: by the name of a setting that is not of this table, a phrase that says where it belongs. `listing`: the
+    place where the settings of a long table are listed; empty: the error for an unknown setting lists them.
 
     Raises ConfigurationError for the first setting that is unknown or invalid.
     """
@@ -76,10 +100,17 @@ def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str,
     origin = dict.fromkeys(settings, DEFAULT)
     for name, raw, source in given:
         if name not in settings:
-            near = difflib.get_close_matches(name, settings, n=1)
-            known = f"a known setting (did you mean {near[0]!r}?)" if near else f"one of {', '.join(settings)}"
-            shown = MASK if near and settings[near[0]].secret else raw
-            raise refusal(table, name, shown, known, source)
+            # The value is not shown: it may be a secret with a misspelt name.
+            what = "table" if _is_table(raw) else "setting"
+            shown = f"[{name}]" if what == "table" else repr(name)
+            near = difflib.get_close_matches(name, settings, n=1, cutoff=LEAST_LIKENESS)
+            if name in elsewhere:
+                cure = elsewhere[name]
+            elif near:
+                cure = f"did you mean {near[0]!r}?"
+            else:
+                cure = listing or f"expected one of {', '.join(settings)}"
+            raise PlainRefusal(name, f"unknown {what} {shown} (set by {source})", cure)
         try:
             values[name] = settings[name].kind.parse(raw)
         except ValueError as error:
@@ -98,10 +129,14 @@ def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str
     """Returns the error that refuses the value of one setting. A value that may be a secret is masked."""
     setting = settings_of(table).get(name)
     # Tables are masked because those of tenants hold secrets; unknown names, because one may be a misspelt secret.
-    tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
-    if tables or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
+    if _is_table(value) or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
         value = MASK
     return ConfigurationError(name, value, f"{expected} (set by {source})")
+
+
+def _is_table(value: object) -> bool:
+    """True for a table of TOML, and for an array with a table in it."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value))
 
 
 def table_of(table: type[msgspec.Struct]) -> str:

@@ -9,8 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 
-from tokenlake.config.setting import Given
-from tokenlake.errors import ConfigurationError
+from tokenlake.config.setting import Given, PlainRefusal
 
 __all__ = ["is_service_link", "of_environment", "of_flags", "of_toml"]
 
@@ -35,9 +34,19 @@ def of_toml(text: str, file: str) -> Iterator[Given]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError("configuration file", file, f"valid TOML; {error}") from None
+        problem = f"the configuration file {file} is not valid TOML"
+        raise PlainRefusal("configuration file", problem, _of_toml_error(str(error))) from None
     for name, raw in table.items():
         yield name, raw, f"{file}{_line(name, text)}"
+
+
+def _of_toml_error(text: str) -> str:
+    """The parser's message, with the usual cause of it."""
+    if "Cannot overwrite" in text:
+        return f"{text}: a setting is given twice"
+    if "Invalid value" in text:
+        return f'{text}: texts and sizes need quotes ("1GiB"); numbers, true and false have none'
+    return text
 
 
 def of_environment(environ: Mapping[str, str], prefix: str, others: tuple[str, ...] = ()) -> Iterator[Given]:

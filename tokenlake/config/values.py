@@ -115,6 +115,9 @@ def parse_size(value: object) -> int:
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,18})([KMGT]iB)?", value)):
         return int(match[1]) * (_UNITS[match[2]] if match[2] else 1)
+    other = re.fullmatch(r"[0-9.]{1,18}\s*([A-Za-z]{1,8})", value) if isinstance(value, str) else None
+    if other is not None and other[1] not in _UNITS:
+        raise ValueError(f"{SIZE_EXPECTED}: the unit {other[1]!r} is not known, write KiB, MiB, GiB or TiB")
     raise ValueError(SIZE_EXPECTED)
 
 

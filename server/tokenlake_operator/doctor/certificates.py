@@ -29,34 +29,36 @@ def check_certificates(config: ServerConfig, now: datetime.datetime) -> Iterator
     """`now`: with its time zone."""
     if not config.certificate:
         return
-    issue = f"`tokenlake ca issue {config.node} --renew` where the CA is, and copy both files here"
+    issue = f"run `tokenlake ca issue {config.node} --renew` where the CA is, and copy both files here"
     try:
         [own, *intermediates] = read_certificates("certificate", Path(config.certificate))
         authorities = read_certificates("ca", Path(config.ca))
     except ConfigurationError as error:
         where = f"{error.field} = {error.value}"
-        yield Finding("error", "certificate-file", where, "it cannot be used", error.expected)
+        yield Finding("error", "certificate-file", where, "it cannot be used", f"give {error.expected}")
         return
     yield from _key(config, own, issue)
     where = f"certificate = {config.certificate}"
     uri, expected = certificate_of(own).uri, node_uri(config.cluster, config.node)
     if uri != expected:
         problem = f"it is for {uri or 'no single SPIFFE URI'}, and this node is {expected}"
-        cure = f"the certificate of this node ({issue}), or the right 'node' and 'cluster'"
+        cure = f"correct 'node' and 'cluster'; or {issue}"
         yield Finding("error", "certificate-name", where, problem, cure)
     yield from _times("certificate", where, own, now, issue)
     if not signed(own, intermediates, authorities):
         problem = f"its issuer, {own.issuer.rfc4514_string()}, is not in {config.ca}: nodes with this 'ca' refuse it"
-        cure = "the CA that issued it, in 'ca' of all nodes, or a certificate of the CA that is there"
+        cure = "put the CA that issued it into 'ca' of all nodes, or issue a certificate of the CA that is there"
         yield Finding("error", "certificate-ca", where, problem, cure)
     yield from _usages(own, where, issue)
     names = [str(each.value) for each in own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if config.control and config.node not in names + _dns_names(own):
         problem = f"its common name is {names[0] if names else 'empty'}: callers of the control plane refuse it"
-        yield Finding("warning", "certificate-common-name", where, problem, f"the common name {config.node}: {issue}")
+        yield Finding(
+            "warning", "certificate-common-name", where, problem, f"give it the common name {config.node}: {issue}"
+        )
     for each in authorities:
         subject = each.subject.rfc4514_string()
-        cure = f"a new CA: add it to 'ca' of all nodes, issue new certificates, then remove {subject}"
+        cure = f"make a new CA, add it to 'ca' of all nodes, issue new certificates, then remove {subject}"
         yield from _times("ca", f"ca = {config.ca}, {subject}", each, now, cure)
 
 
@@ -65,7 +67,9 @@ def _key(config: ServerConfig, own: x509.Certificate, issue: str) -> Iterator[Fi
     try:
         require_private(path)
     except ConfigurationError as error:
-        yield Finding("error", "key-file", where, "other users can read it, or it cannot be read", error.expected)
+        yield Finding(
+            "error", "key-file", where, "other users can read it, or it cannot be read", f"give {error.expected}"
+        )
         if not path.exists():
             return
     try:
@@ -74,7 +78,9 @@ def _key(config: ServerConfig, own: x509.Certificate, issue: str) -> Iterator[Fi
         yield Finding("error", "key-file", where, f"it is no unencrypted private key in PEM ({error})", issue)
         return
     if key.public_key() != own.public_key():
-        yield Finding("error", "key-pair", where, "it is the key of another certificate", f"both of one issue: {issue}")
+        yield Finding(
+            "error", "key-pair", where, "it is the key of another certificate", f"use both files of one issue: {issue}"
+        )
 
 
 def _times(
@@ -85,7 +91,7 @@ def _times(
         yield Finding("error", f"{setting}-expired", where, f"it expired at {shown(end)}", cure)
     elif now < begin:
         problem = f"it is valid from {shown(begin)} on, and the clock of this machine says {shown(now)}"
-        yield Finding("error", f"{setting}-early", where, problem, f"the right clock (`timedatectl`), or {cure}")
+        yield Finding("error", f"{setting}-early", where, problem, f"set the clock right (`timedatectl`), or {cure}")
     elif end - now < SOON:
         yield Finding("warning", f"{setting}-expires", where, f"it expires at {shown(end)}", cure)
 

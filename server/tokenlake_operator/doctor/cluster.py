@@ -14,7 +14,8 @@ from tokenlake_proto.v1 import admin_pb2 as pb
 __all__ = ["compare"]
 
 SKEW_S = 1.0
-"""Difference of two clocks that is reported: certificates, logs and etcd suffer from larger ones."""
+"""Seconds of difference between two clocks from which on it is reported. Larger differences make certificates look
+expired and mix up the times in logs."""
 LEAST_RATE = 50e6
 """Bytes per second below which a path is reported: computing a segment is about as fast as fetching it then."""
 LEAST_MEASURED_S = 0.2
@@ -27,7 +28,8 @@ AGREE = (
     "query_engine",
     *(name for name in RuleSettings.__struct_fields__ if name not in ("max_sessions", "location")),
 )
-"""Settings that may differ in principle, and in a pool of equal nodes do not by intention."""
+"""Names of settings that may differ between nodes. A difference is reported, because in a pool of equal nodes it is
+usually a mistake."""
 MUST_AGREE = ("cluster", "etcd", "unencrypted_beyond_loopback")
 
 
@@ -69,7 +71,7 @@ def _members(one: Node, other: Node) -> Iterator[Finding]:
             "members-differ",
             f"{one.name} - {other.name}",
             f"{one.name} has {other.name} as a member, and {other.name} has only {', '.join(sorted(names))}",
-            f"add {one.name} to 'peers' of {other.name} and restart it; with etcd, the same 'etcd' on both",
+            f"add {one.name} to 'peers' of {other.name} and restart it; with etcd, set the same 'etcd' on both",
         )
 
 
@@ -88,7 +90,7 @@ def _settings(first: Node, other: Node, where: str) -> Iterator[Finding]:
                 for name in different
             )
             severity = "error" if check == "settings-must-agree" else "warning"
-            cure = "one value on all nodes; restart the daemons one at a time"
+            cure = "set one value on all nodes, and restart the daemons one at a time"
             yield Finding("error" if severity == "error" else "warning", check, where, listed, cure)
 
 
@@ -99,19 +101,18 @@ def _secrets(first: Node, other: Node, where: str) -> Iterator[Finding]:
             continue
         lacking = [node.name for node, known in ((first, mine), (other, theirs)) if tenant not in known]
         problem = f"{lacking[0]} has no tenant '{tenant}'" if lacking else f"other secrets of tenant '{tenant}'"
-        cure = "the same [[tenants]] with the same secrets on all nodes: other secrets make other keys"
+        cure = "give all nodes the same [[tenants]] with the same secrets: other secrets make other keys"
         yield Finding("error", "tenant-secrets", where, problem, cure)
     if first.settings and other.settings and not first.settings["certificate"].value:
         known = [set(_digests(each, "cluster_secret").values()) for each in (first, other)]
         if known[0] != known[1] and not known[0] & known[1]:
             problem = "they have no 'cluster_secret' in common"
-            yield Finding("error", "cluster-secret", where, problem, "the same 'cluster_secret' on all nodes")
+            yield Finding("error", "cluster-secret", where, problem, "set the same 'cluster_secret' on all nodes")
 
 
 def _locations(node: Node) -> Iterator[Finding]:
     """Locations of which the nodes can make no use: only some of the members have one, they differ in the number of
-    their
-    labels, or no two members are in one domain."""
+    their labels, or no two members are in one domain."""
     locations = {
         each.node: each.location
         for each in node.cluster.members
@@ -126,10 +127,12 @@ def _locations(node: Node) -> Iterator[Finding]:
         cure = "set 'location' on all nodes: nodes without one count as far from all others"
     elif len({location.count("/") for location in labelled.values()}) > 1:
         problem = f"locations of different lengths: {', '.join(sorted(set(labelled.values())))}"
-        cure = "the same number of labels in 'location' on all nodes"
+        cure = "give 'location' the same number of labels on all nodes"
     elif len({location.split("/")[0] for location in labelled.values()}) == len(labelled):
         problem = "each member is in a domain of its own, so that no node is nearer than another"
-        cure = "the same first label in 'location' for nodes with fast links to each other; without such nodes, none"
+        cure = (
+            "give nodes with fast links between them the same first label in 'location'; without such nodes, unset it"
+        )
     if problem:
         yield Finding("warning", "locations", node.name, problem, cure)
 
@@ -155,12 +158,13 @@ def _path(node: Node, source: str, path: pb.Path) -> Iterator[Finding]:
     if limit_s and path.round_trip_s > limit_s:
         waits = deadline.value if deadline is not None else ""
         problem = f"a round trip takes {span(path.round_trip_s)}, and matches wait for {waits} ms"
-        cure = "nodes in one data centre; else a 'match_deadline_ms' of four round trips on all nodes"
+        cure = "use nodes of one data centre; else set 'match_deadline_ms' to four round trips on all nodes"
         yield Finding("warning", "path-far", where, problem, cure)
     rate = path.bytes / path.seconds if path.seconds else 0.0
     if path.seconds >= LEAST_MEASURED_S and rate < LEAST_RATE:
         problem = f"{path.address} delivers {per_second(rate)}"
         cure = (
-            "a faster network for 'listen' or 'bulk_listen'; look for other traffic, and for a wrong interface or MTU"
+            "look for other traffic, and for a wrong interface or MTU; use a faster network for 'listen' or "
+            "'bulk_listen'"
         )
         yield Finding("warning", "path-slow", where, problem, cure)

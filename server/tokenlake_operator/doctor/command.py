@@ -12,14 +12,14 @@ from typing import Any
 import click
 
 from tokenlake.config import ServerConfig, Settings, load_config
-from tokenlake.config.setting import settings_of
+from tokenlake.config.setting import PlainRefusal, settings_of
 from tokenlake.errors import ConfigurationError, CredentialRefused, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake_operator.doctor.base import Finding, print_findings
 from tokenlake_operator.doctor.certificates import check_certificates
 from tokenlake_operator.doctor.cluster import compare
 from tokenlake_operator.doctor.machine import Machine, check_machine
 from tokenlake_operator.doctor.membership import check_membership
-from tokenlake_operator.doctor.places import check_directories, check_ports, check_sockets
+from tokenlake_operator.doctor.places import DIAL_S, accepts, check_directories, check_ports, check_sockets
 from tokenlake_operator.doctor.running import check_changed, check_node
 from tokenlake_operator.doctor.settings import check_settings
 from tokenlake_operator.nodes import Node, reach_all
@@ -82,8 +82,9 @@ def examine(target: Target, machine: Machine | None = None, *, measure: bool = T
             else:
                 not_checked.append(f"the work of the daemon: {one_line(error)}")
     if given is not None:
-        if not nodes and target.file is None:
-            not_checked.append("the file of the settings: give --config; the environment and the defaults were checked")
+        if target.file is None:
+            checked = "the settings of the daemon" if nodes else "the environment and the defaults"
+            not_checked.append(f"the file of the settings: give --config; {checked} were checked")
         findings += given.check(nodes, machine)
     for node in nodes:
         findings += check_node(node)
@@ -128,10 +129,10 @@ class _Given:
 
     @property
     def runs(self) -> bool:
-        """Whether a process accepts connections at one of the daemon's sockets, as far as this user can see."""
+        """True if a process accepts connections at one of the daemon's sockets, as far as this user can see."""
         config = self._settings.config if self._settings is not None else None
         paths = [self._target.path] if self._target.path else [config.control_socket, config.socket] if config else []
-        return any(_accepts(path) for path in paths if path)
+        return any(accepts(path) for path in paths if path)
 
     def check(self, nodes: Sequence[Node], machine: Machine | None) -> Iterator[Finding]:
         """Check the settings, and this machine for them. `nodes`: those that answer, this one first."""
@@ -166,7 +167,8 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
         try:
             text = read_config_file(file)
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings-file", str(file), _before(error), error.expected))
+            problem = "the daemon does not start with this file"
+            findings.append(Finding("error", "settings-file", str(file), problem, f"give {error.expected}"))
             try:
                 text = read_foreign_file(file)
             except ConfigurationError:
@@ -177,7 +179,7 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
             flags = {"node": target.node}
             return load_config(toml_text=text, environ=environ, flags=flags, uid=os.geteuid(), file=str(file))
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings", error.field, _before(error), f"set {error.expected}"))
+            findings.append(Finding("error", "settings", error.field, *_problem_and_cure(error)))
             # A variable with a wrong name or value: the settings without it are checked too.
             variable = f"TOKENLAKE_{error.field.upper()}"
             if variable not in environ:
@@ -185,26 +187,21 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
             del environ[variable]
 
 
+def _problem_and_cure(error: ConfigurationError) -> tuple[str, str]:
+    if isinstance(error, PlainRefusal):
+        return error.problem, error.cure
+    return _before(error), f"set {error.expected}"
+
+
 def _before(error: ConfigurationError) -> str:
     """The problem in an error whose `expected` is the cure."""
     return f"{error.field} is {error.value!r}"
 
 
-def _accepts(path: str) -> bool:
-    """Whether a process accepts connections at the path, or may do so: this user may be refused."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.connect(path)
-        except PermissionError:
-            return True
-        except OSError:
-            return False
-    return True
-
-
 def _pid(path: str) -> int | None:
-    """The process that listens at the path."""
+    """The number of the process that listens at the path; None where it accepts no connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(DIAL_S)
         try:
             sock.connect(path)
             return credentials(sock).pid or None
@@ -271,6 +268,9 @@ def _print(report: Mapping[str, Any]) -> None:
     ]
     if rows:
         print_rows(("from", "to", "address", "round trip", "bandwidth"), rows)
-    print_findings([Finding(**each) for each in report["findings"]])
+    if report["findings"] or report["running"]:
+        print_findings([Finding(**each) for each in report["findings"]])
+    else:
+        click.echo("The settings and this machine have no problem; the daemon does not run.")
     for each in report["not_checked"]:
         click.echo(f"not checked: {each}")

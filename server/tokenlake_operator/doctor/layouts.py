@@ -13,15 +13,15 @@ from tokenlake_operator.nodes import Node
 __all__ = ["check_layouts"]
 
 _CURES = {
-    "weights_digest": "the same weights and configuration in all engines; restart those that loaded others",
-    "dtype": "the same dtype of the cache in all engines (vLLM: --kv-cache-dtype and --dtype)",
-    "segment_tokens": "the same 'segment_tokens' in all engines (vLLM: in kv_connector_extra_config)",
-    "engine": "the same version of the engine everywhere",
-    "cache": "the same block size, attention backend and parallel sizes in all engines",
-    "position": "the same configuration of the position encoding (rope scaling, maximum length) in all engines",
-    "quantisation": "the same quantisation of the cache in all engines",
+    "weights_digest": "load the same weights and configuration in all engines, and restart those that loaded others",
+    "dtype": "set the same dtype of the cache in all engines (vLLM: --kv-cache-dtype and --dtype)",
+    "segment_tokens": "set the same 'segment_tokens' in all engines (vLLM: in kv_connector_extra_config)",
+    "engine": "run the same version of the engine everywhere",
+    "cache": "set the same block size, attention backend and parallel sizes in all engines",
+    "position": "set the same configuration of the position encoding (rope scaling, maximum length) in all engines",
+    "quantisation": "set the same quantisation of the cache in all engines",
 }
-_OTHER = "the same model configuration in all engines"
+_OTHER = "use the same model configuration in all engines"
 
 
 def check_layouts(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -45,7 +45,9 @@ def _difference(
 ) -> Finding:
     if type(one) is not type(other):
         problem = "some engines store opaque segments, others segments whose layout the pool knows"
-        return Finding("warning", "layouts", where, problem, "the same version and settings of the engine everywhere")
+        return Finding(
+            "warning", "layouts", where, problem, "use the same version and settings of the engine everywhere"
+        )
     fields = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
     listed = ", ".join(f"{name} {getattr(one, name)!s:.40} and {getattr(other, name)!s:.40}" for name in fields)
     problem = f"engines at {', '.join(sorted(places))} and at {', '.join(sorted(other_places))} share nothing: {listed}"

@@ -20,11 +20,11 @@ from tokenlake_server.connected_process import kernel_has_pidfds
 __all__ = ["Machine", "check_machine"]
 
 PER_PROCESS, OWN = 2, 512
-"""Descriptors that the daemon needs for each process of an engine, and for itself."""
+"""Numbers of descriptors that the daemon needs for each process of an engine, and for itself."""
 RANKS = 8
-"""Processes of an engine that are counted on."""
+"""Number of processes of one engine for which the check of open files makes room."""
 THREADS = 128
-"""Processes and threads that a daemon needs at most, without its query engine."""
+"""Maximum number of processes and threads of a daemon, without its query engine."""
 
 
 class Machine:
@@ -68,7 +68,7 @@ class Machine:
         return 0
 
     def has_sealed_memory(self) -> bool:
-        """Whether the kernel has sealed anonymous files (memfd)."""
+        """True if the kernel has sealed anonymous files (memfd)."""
         try:
             os.close(os.memfd_create("tokenlake-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except (OSError, AttributeError):
@@ -76,7 +76,7 @@ class Machine:
         return True
 
     def has_populate(self) -> bool:
-        """Whether madvise allocates pages at once."""
+        """True if madvise allocates pages at once."""
         with mmap.mmap(-1, mmap.PAGESIZE) as memory:
             anchor = ctypes.c_char.from_buffer(memory)
             address = ctypes.c_void_p(ctypes.addressof(anchor))
@@ -85,12 +85,13 @@ class Machine:
         return done == 0
 
     def has_pidfds(self) -> bool:
-        """Whether the kernel shows the end of every engine, in any PID namespace."""
+        """True if the kernel shows the end of every engine, in any PID namespace."""
         return kernel_has_pidfds()
 
 
 def check_machine(config: ServerConfig, machine: Machine, *, running: bool) -> Iterator[Finding]:
-    """`running`: the daemon has its memory already."""
+    """Yield findings about the kernel, the limits and the memory of the machine. `running`: True if the daemon runs and
+    has its memory already."""
     yield from _kernel(machine)
     yield from _limits(config, machine)
     if not running:
@@ -135,8 +136,8 @@ def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
                 "huge-pages",
                 "huge_pages",
                 f"'memory' takes {needed} huge pages of 2 MiB, and {free} are free",
-                f"`sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), or "
-                "'huge_pages' = false",
+                f"run `sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), or "
+                "set 'huge_pages' to false",
             )
         return
     room, source = machine.available()
@@ -147,7 +148,7 @@ def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
             "memory",
             f"memory = {format_size(config.memory)}",
             f"{amount(room)} are available ({source}), of which the daemon itself needs {RESERVE_BYTES >> 20} MiB",
-            f"'memory' of at most {most}MiB, or more memory for the machine or its cgroup",
+            f"set 'memory' to at most {most}MiB, or give the machine or its cgroup more memory",
         )
 
 
@@ -161,7 +162,7 @@ def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
             "RLIMIT_NOFILE",
             f"the hard limit is {files} open files; {config.max_sessions} engines (max_sessions) of {RANKS} ranks need "
             f"{needed}",
-            f"LimitNOFILE={needed} in the unit of systemd, `ulimit -Hn {needed}`, or a lower 'max_sessions'",
+            f"set LimitNOFILE={needed} in the unit of systemd, run `ulimit -Hn {needed}`, or lower 'max_sessions'",
         )
     for name, kind in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_FSIZE", resource.RLIMIT_FSIZE)):
         limit = machine.limit(kind)
@@ -172,7 +173,7 @@ def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
                 "limit-memory",
                 name,
                 f"the hard limit is {amount(limit)}; 'memory' = {format_size(config.memory)} needs more",
-                f"no such limit: {'LimitAS' if kind == resource.RLIMIT_AS else 'LimitFSIZE'}=infinity in the unit",
+                f"set {'LimitAS' if kind == resource.RLIMIT_AS else 'LimitFSIZE'}=infinity in the unit",
             )
     left = machine.threads_left()
     if left is not None and left < THREADS:
@@ -181,5 +182,5 @@ def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
             "limit-threads",
             "pids.max of the cgroup",
             f"{left} more threads may start; a daemon needs up to {THREADS}",
-            "a higher pids.max (TasksMax in the unit, pids_limit of the container)",
+            "raise pids.max (TasksMax in the unit, pids_limit of the container)",
         )

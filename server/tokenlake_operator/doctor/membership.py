@@ -38,20 +38,24 @@ def _etcd(config: ServerConfig, *, running: bool) -> Iterator[Finding]:
         found = asyncio.run(on_any(Access.of(config), lambda etcd: etcd.read(prefix), ETCD_S))
         stored = parse(config.cluster, found)
     except CredentialRefused as error:
-        cure = f"'etcd_user' and 'etcd_password' of a user with the keys below {prefix.decode()}, or its certificate"
+        cure = (
+            f"give 'etcd_user' and 'etcd_password', or the certificate, of a user with the keys below {prefix.decode()}"
+        )
         yield Finding("error", "etcd-refused", where, str(error), cure)
         return
     except MembershipRefused as error:
-        cure = "another 'cluster', or remove the keys of the other application"
+        cure = "choose another 'cluster', or remove the keys of the other application"
         yield Finding("error", "etcd-keys", where, str(error), cure)
         return
     except ConfigurationError as error:
-        yield Finding("error", "etcd-file", f"{error.field} = {error.value}", "it cannot be used", error.expected)
+        yield Finding(
+            "error", "etcd-file", f"{error.field} = {error.value}", "it cannot be used", f"give {error.expected}"
+        )
         return
     except TokenLakeError as error:
         cure = (
             "start etcd, correct the endpoints (`etcdctl --endpoints HOST:PORT endpoint health`), and let the firewall "
-            "pass them; 'etcd_ca' where etcd uses TLS, nothing where it does not"
+            "pass them; set 'etcd_ca' where etcd uses TLS, and unset it where etcd does not"
         )
         yield Finding("error", "etcd", where, str(error), cure)
         return
@@ -63,7 +67,7 @@ def _etcd(config: ServerConfig, *, running: bool) -> Iterator[Finding]:
             "name-taken",
             f"node = {config.node}",
             f"a daemon of this name is registered at {other.address}, of version {other.version}",
-            "another 'node'; or wait 5 s, if that daemon has just ended",
+            "choose another 'node'; or wait 5 s, if that daemon has just ended",
         )
     own = other.at() if running and other is not None else None
     others = {name: each.at() for name, each in nodes.items() if name != config.node}
@@ -73,7 +77,7 @@ def _etcd(config: ServerConfig, *, running: bool) -> Iterator[Finding]:
             "advertise-loopback",
             f"advertise = {config.advertise or config.listen}",
             f"this node is registered at {own}, where other machines reach themselves",
-            "the address of this machine in 'listen' or 'advertise'",
+            "set 'listen' or 'advertise' to an address at which other machines reach this one",
         )
     if not running:
         yield from _reachable(others)
@@ -94,7 +98,11 @@ def _problem(address: Address) -> tuple[str, str, str] | None:
     try:
         socket.create_connection((address.host, address.port), DIAL_S).close()
     except socket.gaierror as error:
-        return "peer-name", f"the name cannot be resolved ({error.strerror})", "a name that DNS knows, or an IP address"
+        return (
+            "peer-name",
+            f"the name cannot be resolved ({error.strerror})",
+            "use a name that DNS knows, or an IP address",
+        )
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:
             return None

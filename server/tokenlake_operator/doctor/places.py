@@ -16,11 +16,15 @@ from tokenlake.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_server.disk.device import RESERVE_BYTES
 
-__all__ = ["check_directories", "check_ports", "check_sockets"]
+__all__ = ["DIAL_S", "accepts", "check_directories", "check_ports", "check_sockets"]
+
+DIAL_S = 1.0
+"""Limit of the seconds in which a connection to a socket of this machine is made: a stopped daemon accepts none."""
 
 
 def check_ports(config: ServerConfig) -> Iterator[Finding]:
-    """For a daemon that does not run: each port is free, and its address is one of this machine."""
+    """Yield a finding for each port that another process has, and for each address that is none of this machine. To be
+    called while the daemon does not run."""
     wanted = [("listen", parse_address(config.listen)), *(("bulk_listen", each) for each in config.bulk_listen)]
     for setting in ("metrics", "control"):
         if text := getattr(config, setting):
@@ -30,7 +34,7 @@ def check_ports(config: ServerConfig) -> Iterator[Finding]:
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            cure = "an IP address of this machine, or a name of one"
+            cure = "use an IP address of this machine, or a name of one"
             yield Finding("error", "address", where, f"the name cannot be resolved ({error.strerror})", cure)
             continue
         yield from _bind(setting, address, where, found[0], found[4])
@@ -51,17 +55,20 @@ def _bind(setting: str, address: Address, where: str, family: int, sockaddr: obj
                 )
                 yield Finding("error", "port-in-use", where, "another process listens there", cure)
             elif error.errno == errno.EADDRNOTAVAIL:
-                cure = "an address that `ip address` shows; behind NAT that of an interface here, and 'advertise'"
+                cure = (
+                    "use an address that `ip address` shows; behind NAT set 'advertise' to the address that others use"
+                )
                 yield Finding("error", "address", where, "no interface of this machine has this address", cure)
             elif error.errno == errno.EACCES:
-                cure = "a port of 1024 or more"
+                cure = "use a port of 1024 or more"
                 yield Finding("error", "address", where, "ports below 1024 are for root", cure)
             else:
-                yield Finding("error", "address", where, error.strerror or str(error), "another address")
+                yield Finding("error", "address", where, error.strerror or str(error), "use another address")
 
 
 def check_sockets(config: ServerConfig) -> Iterator[Finding]:
-    """For a daemon that does not run: the paths of its sockets."""
+    """Yield a finding for each socket that the daemon could not make, or that another daemon has. To be called while
+    the daemon does not run."""
     for setting in ("socket", "control_socket"):
         path = Path(os.path.abspath(getattr(config, setting)))
         if not getattr(config, setting):
@@ -77,7 +84,8 @@ def check_sockets(config: ServerConfig) -> Iterator[Finding]:
                 check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
             except ListenerUntrusted as error:
                 cure = (
-                    f"`chmod go-w` and `chown` that directory, or a path that no other user can change, for '{setting}'"
+                    f"run `chmod go-w` and `chown` on that directory, or set '{setting}' to a path that no other user "
+                    "can change"
                 )
                 yield Finding("error", "socket-directory", where, str(error), cure)
                 continue
@@ -95,36 +103,44 @@ def _left(path: Path, where: str, user: int) -> Iterator[Finding]:
         problem = f"the socket of another user, uid {found.st_uid}, lies there"
         cure = f"run the daemon as that user, remove {path} as that user or root, or choose another path"
         yield Finding("error", "socket-owner", where, problem, cure)
+    elif accepts(str(path)):
+        problem = "another daemon listens there"
+        yield Finding("error", "socket-in-use", where, problem, "give each daemon of a machine its own 'node'")
     else:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            try:
-                sock.connect(str(path))
-            except ConnectionRefusedError:
-                problem = "a daemon that ended by force left its socket there: engines find no daemon"
-                yield Finding("warning", "socket-stale", where, problem, "start the daemon; it replaces the socket")
-            except OSError:
-                return
-            else:
-                problem = "another daemon listens there"
-                yield Finding("error", "socket-in-use", where, problem, "give each daemon of a machine its own 'node'")
+        problem = "a daemon that ended by force left its socket there: engines find no daemon"
+        yield Finding("warning", "socket-stale", where, problem, "start the daemon; it replaces the socket")
+
+
+def accepts(path: str) -> bool:
+    """True if a process accepts connections at the path, or may do so: this user may be refused, and a daemon that is
+    stopped answers no connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(DIAL_S)
+        try:
+            sock.connect(path)
+        except (PermissionError, BlockingIOError, TimeoutError):
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def check_directories(config: ServerConfig) -> Iterator[Finding]:
-    """The directories of the statistics, of the disk tier and of the event log."""
+    """Yield findings about the directories of the statistics, of the disk tier and of the event log."""
     if config.state_directory:
         directory, where = Path(config.state_directory), f"state_directory = {config.state_directory}"
         if not directory.is_dir():
-            cure = f"`install -d -o USER {directory}` with the daemon's user (StateDirectory= in the unit does it)"
+            cure = f"run `install -d -o USER {directory}` with the daemon's user (StateDirectory= in the unit does it)"
             yield Finding("error", "state-directory", where, "there is no such directory", cure)
         elif reason := _unwritable(directory):
-            cure = f"`chown` {directory} to the daemon's user, on a file system that can be written"
+            cure = f"run `chown` on {directory}: the daemon's user must be able to write there"
             yield Finding("error", "state-directory", where, f"no file can be made there ({reason})", cure)
     for disk in config.disk:
         yield from _disk(disk)
     if config.record:
         directory, where = Path(config.record).absolute().parent, f"record = {config.record}"
         if not directory.is_dir() or _unwritable(directory):
-            cure = f"a path in a directory that the daemon's user can write, in place of {directory}"
+            cure = f"give a path in a directory that the daemon's user can write, in place of {directory}"
             yield Finding("error", "record", where, "no file can be made there", cure)
         else:
             problem = "each event of the daemon is written there, without an end"
@@ -137,7 +153,7 @@ def _disk(disk: Disk) -> Iterator[Finding]:
         cure = f"mount the device, and `install -d -m 700 -o USER {directory}` with the daemon's user"
         yield Finding("error", "disk", where, "there is no such directory", cure)
     elif reason := _unwritable(directory):
-        cure = f"`chown` {directory} to the daemon's user, on a file system that can be written"
+        cure = f"run `chown` on {directory}: the daemon's user must be able to write there"
         yield Finding("error", "disk", where, f"no file can be made there ({reason})", cure)
     elif disk.nbytes is not None:
         status = os.statvfs(directory)
@@ -145,7 +161,7 @@ def _disk(disk: Disk) -> Iterator[Finding]:
         room = used + status.f_bavail * status.f_frsize - RESERVE_BYTES
         if room < disk.nbytes:
             problem = f"the tier will take {max(0, room) >> 20} MiB, because no more is free there"
-            yield Finding("warning", "disk-size", where, problem, "a lower size, or a larger device")
+            yield Finding("warning", "disk-size", where, problem, "give a lower size, or use a larger device")
 
 
 def _unwritable(directory: Path) -> str:

@@ -14,26 +14,27 @@ __all__ = ["check_changed", "check_node"]
 REFUSED_SHARE = 0.01
 """Share of the segments that engines wanted to store from which on refusals are a warning."""
 _CURES = (
-    ("cluster secret", "peer-secret", "the same 'cluster_secret' on all nodes"),
-    ("belongs to the cluster", "peer-cluster", "the right address, or the same 'cluster' on all nodes"),
-    ("two daemons are called", "peer-name-twice", "a name of its own for each node"),
-    ("calls itself", "peer-name", "the name under which 'peers' lists that address"),
-    ("not a member", "peer-not-member", "the same 'peers' on all nodes; with etcd, etcd that both nodes reach"),
+    ("cluster secret", "peer-secret", "set the same 'cluster_secret' on all nodes"),
+    ("belongs to the cluster", "peer-cluster", "correct the address, or set the same 'cluster' on all nodes"),
+    ("two daemons are called", "peer-name-twice", "give each node a name of its own"),
+    ("calls itself", "peer-name", "give the node the name under which 'peers' lists that address"),
+    ("not a member", "peer-not-member", "set the same 'peers' on all nodes; with etcd, let both nodes reach it"),
     ("expired", "peer-certificate-expired", "renew the certificate that is named; synchronise the clocks"),
     ("not valid yet", "peer-certificate-early", "synchronise the clocks of both machines"),
-    ("another node was dialled", "peer-certificate-name", "the right address of that node in 'peers'"),
-    ("certificate is for", "peer-certificate-name", "a certificate of that node for this cluster"),
-    ("signed by a ca", "peer-certificate-ca", "the CAs of all nodes in 'ca' of each"),
-    ("unknown ca", "peer-certificate-ca", "the CAs of all nodes in 'ca' of each"),
-    ("plain", "peer-encryption", "'certificate', 'key' and 'ca' on all nodes, or on none"),
-    ("without tls", "peer-encryption", "'certificate', 'key' and 'ca' on all nodes, or on none"),
-    ("version", "peer-version", "versions of TokenLake with a common protocol on all nodes"),
+    ("another node was dialled", "peer-certificate-name", "correct the address of that node in 'peers'"),
+    ("certificate is for", "peer-certificate-name", "give that node a certificate for its name and this cluster"),
+    ("signed by a ca", "peer-certificate-ca", "put the CAs of all nodes into 'ca' of each"),
+    ("unknown ca", "peer-certificate-ca", "put the CAs of all nodes into 'ca' of each"),
+    ("plain", "peer-encryption", "set 'certificate', 'key' and 'ca' on all nodes, or on none"),
+    ("without tls", "peer-encryption", "set 'certificate', 'key' and 'ca' on all nodes, or on none"),
+    ("version", "peer-version", "install versions of TokenLake with a common protocol on all nodes"),
 )
-"""(part of the reason of a refusal, check, cure)."""
+"""(text in the reason of a refusal, in small letters; name of the check; cure). The first that matches counts."""
 
 
 def check_node(node: Node) -> Iterator[Finding]:
-    """Its membership, its connections, its disks, and counters that should be 0."""
+    """Yield findings about the membership of the node, its connections with peers, its disks, and counters that should
+    be 0."""
     status = node.status
     yield from _membership(node.name, status.membership)
     for peer in status.peers:
@@ -44,8 +45,8 @@ def check_node(node: Node) -> Iterator[Finding]:
 
 
 def check_changed(node: Node, expected: dict[str, str], file: str) -> Iterator[Finding]:
-    """`expected`: settings by their file and environment now, as they are shown; those that the daemon started without
-    are reported."""
+    """Yield a finding where the daemon runs with other settings than its file gives now. `expected`: by name, the value
+    that the file and the environment give now, as `tokenlake config show` prints it. `file`: its name."""
     running = {name: each.value for name, each in node.settings.items()}
     changed = [name for name, value in expected.items() if name in running and running[name] != value]
     if changed:
@@ -85,12 +86,12 @@ def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
         return
     where, lasted = f"{name} - {peer.node}", f"for {span(peer.for_s)}"
     if peer.state == "other ring":
-        cure = "the same 'peers' with the same sizes on all nodes; restart the daemons one at a time"
+        cure = "set the same 'peers' with the same sizes on all nodes, and restart the daemons one at a time"
         yield Finding("error", "other-ring", where, f"other ring {lasted}: {peer.reason}", cure)
     elif peer.state == "refused":
         text = peer.reason.lower()
         check, cure = next(
-            ((check, cure) for part, check, cure in _CURES if part in text), ("peer-refused", "as the reason says")
+            ((check, cure) for part, check, cure in _CURES if part in text), ("peer-refused", "do as the reason says")
         )
         yield Finding("error", check, where, f"refused {lasted}: {peer.reason}", cure)
     else:
@@ -108,12 +109,12 @@ def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
     where = f"{name}, {disk.path}"
     if not disk.serving and disk.problem:
         cure = (
-            "for errors `dmesg` and `smartctl -a`, for slow answers `iostat -x 1`; mount a missing path; give missing "
-            "keys in 'disk_keys'; the daemon checks the device by itself and uses it again"
+            "look at `dmesg` and `smartctl -a` for errors, at `iostat -x 1` for slow answers; mount a missing path; "
+            "give missing keys in 'disk_keys'; the daemon checks the device by itself and uses it again"
         )
         yield Finding("error", "disk-set-aside", where, f"the device is set aside: {disk.problem}", cure)
     elif disk.problem:
-        cure = "free space of its file system, or a lower size in 'disk'"
+        cure = "free space of its file system, or give a lower size in 'disk'"
         yield Finding("warning", "disk-full", where, disk.problem, cure)
 
 
@@ -135,7 +136,7 @@ def _counters(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
             "stores-refused",
             name,
             f"{refused} segments got no slot, beside {stored} that were stored",
-            "more 'memory'; a larger 'dirty_share' or quota, where the log of the engine names that code",
+            "give more 'memory'; or a larger 'dirty_share' or quota, where the log of the engine names that code",
         )
     unanswered = counters["tokenlake_unanswered_fetches_total"]
     if unanswered >= 10 and unanswered > REFUSED_SHARE * counters["tokenlake_received_segments_total"]:
@@ -144,5 +145,5 @@ def _counters(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
             "fetches-unanswered",
             name,
             f"{unanswered} transfers from other nodes brought no bytes in time",
-            "the paths below that are slow or closed; the limits and the log of the other nodes",
+            "look at the paths that are reported as slow or closed, and at the limits and the log of the other nodes",
         )

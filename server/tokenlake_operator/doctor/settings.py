@@ -1,4 +1,4 @@
-"""Settings that a daemon accepts and that are unwise."""
+"""Checks for settings that a daemon accepts although they are unwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MODULES = (
 
 
 def check_settings(config: ServerConfig) -> Iterator[Finding]:
-    """Tenants, open pages, missing modules."""
+    """Yield findings about tenants, pages and connections that other machines can read, and modules that are not
+    installed."""
     yield from _tenants(config)
     if config.metrics_tenants and config.metrics and not kinds.is_loopback(parse_address(config.metrics).host):
         yield Finding(
@@ -29,7 +30,7 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "metrics-open",
             f"metrics = {config.metrics}",
             "all who reach this address read the names of tenants, because 'metrics_tenants' is true",
-            "'metrics_tenants' = false (tenants are numbers then), or 'metrics' at 127.0.0.1",
+            "set 'metrics_tenants' to false (tenants are numbers then), or 'metrics' to an address at 127.0.0.1",
         )
     if config.unencrypted_beyond_loopback and not config.certificate:
         yield Finding(
@@ -40,18 +41,19 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "give each node a certificate (`tokenlake ca init`, `tokenlake ca issue NODE`), and remove the setting",
         )
     own, listen = parse_address(config.advertise or config.listen), parse_address(config.listen)
-    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host):
+    elsewhere = not config.peers or not all(kinds.is_loopback(peer.host) for peer in config.peers)
+    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host) and elsewhere:
         yield Finding(
             "error",
             "advertise-loopback",
             f"advertise = {config.advertise}",
             f"other machines are told to reach this node at their own loopback; it listens at {listen}",
-            "the address at which the other nodes reach this one; nothing where that is 'listen'",
+            "set 'advertise' to the address at which the other nodes reach this one; unset it where that is 'listen'",
         )
     for setting, module, extra in MODULES:
         if getattr(config, setting) and find_spec(module) is None:
             problem = f"the module '{module}' is not installed"
-            yield Finding("error", "module", setting, problem, f"pip install {extra}")
+            yield Finding("error", "module", setting, problem, f"run `pip install {extra}`")
 
 
 def _tenants(config: ServerConfig) -> Iterator[Finding]:
@@ -64,7 +66,7 @@ def _tenants(config: ServerConfig) -> Iterator[Finding]:
             "quotas",
             "tenants",
             f"the quotas ({listed}) are {quotas:g} times the memory: when all tenants need it, none gets its quota",
-            "quotas whose sum is at most 1",
+            "give quotas whose sum is at most 1",
         )
     regions = config.memory // config.region_size
     for tenant in config.tenants:
@@ -74,7 +76,7 @@ def _tenants(config: ServerConfig) -> Iterator[Finding]:
                 "quota-small",
                 f"tenant {tenant.name}",
                 f"its quota of {tenant.quota:g} is below one region ({format_size(config.region_size)}); it gets one",
-                "a larger quota, or a smaller 'region_size' of at least one segment",
+                "give a larger quota, or a smaller 'region_size' of at least one segment",
             )
     if len(config.tenants) > regions:
         yield Finding(
@@ -82,15 +84,16 @@ def _tenants(config: ServerConfig) -> Iterator[Finding]:
             "regions",
             "region_size",
             f"{len(config.tenants)} tenants share {regions} regions: some have no memory at times",
-            "a smaller 'region_size' of at least one segment, or more 'memory'",
+            "give a smaller 'region_size' of at least one segment, or more 'memory'",
         )
     allowed = {*(config.allow_uids or (os.geteuid(),)), *(uid for tenant in config.tenants for uid in tenant.uids)}
-    if len(config.tenants) > 1 and os.geteuid() in allowed and config.allow_uids:
+    if len(config.tenants) > 1 and os.geteuid() in allowed:
         yield Finding(
             "warning",
             "tenants-uid",
             "allow_uids",
             f"engines may run as the daemon's own user, uid {os.geteuid()}: through /proc they can read the memory of "
             "every tenant",
-            "run engines as other users, and leave the daemon's uid out of 'allow_uids' and of 'uids' of tenants",
+            "run engines as other users, list these in 'allow_uids' (without it the daemon's own uid is allowed), and "
+            "leave the daemon's uid out of it and of 'uids' of tenants",
         )
