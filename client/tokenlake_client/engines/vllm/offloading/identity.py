@@ -140,9 +140,9 @@ def rank_facts(
 ) -> RankFacts:
     """The report of a rank. `pages`: for each cache group, the bytes of the pages of its layers. Never raises: an error
     is the report's refusal."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
     try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
         name = vllm_config.cache_config.kv_cache_layout
         if name is None or not KVCacheLayout[name].is_block_compact:
             return RankFacts(rank, shard_bytes, "", f"a page of vLLM's cache layout {name} is not contiguous")
