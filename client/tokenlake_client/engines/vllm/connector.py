@@ -137,13 +137,18 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
             check_failure_policy()
-            self._block = block_tokens_of(kv_cache_config)
-            self._blocks = kv_cache_config.num_blocks
-            if role == KVConnectorRole.SCHEDULER:
-                try:
+            try:
+                self._block = block_tokens_of(kv_cache_config)
+                self._blocks = kv_cache_config.num_blocks
+                if role == KVConnectorRole.SCHEDULER:
                     self._open_scheduler(self.layout)
-                except LayoutRefused as error:
-                    self._refuse(error)
+            except LayoutRefused as error:
+                self._refuse(error)
+                self._close_scheduler()
+            except Exception as error:
+                self._reports.failure("opening the connector", error)
+                self.layout = None
+                self._close_scheduler()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -378,12 +383,21 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        for part in (self._worker, self._scheduler, self._adapters, self._connection):
-            try:
-                if part is not None:
-                    part.close()
-            except Exception as error:
-                self.hook_failed("shutdown", error)
+        self._close_part(self._worker)
+        self._close_scheduler()
+
+    def _close_scheduler(self) -> None:
+        """End the scheduler's side, also one that was opened in part: it serves no request any more."""
+        for part in (self._scheduler, self._adapters, self._connection):
+            self._close_part(part)
+        self._scheduler = self._adapters = self._connection = None
+
+    def _close_part(self, part: Any) -> None:
+        try:
+            if part is not None:
+                part.close()
+        except Exception as error:
+            self.hook_failed("shutdown", error)
 
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:

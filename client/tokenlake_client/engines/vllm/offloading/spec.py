@@ -243,6 +243,8 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         except ValueError as error:
             name = req_context.req_id[:100]
             self._reports.warn(f"request {name!r} is served without its hints: {error}", kind="hints")
+        except Exception as error:
+            self._reports.failure("reading a request's hints", error)
         self.chunks.new_request(req_context.req_id, hints)
         return RequestOffloadingContext()
 
