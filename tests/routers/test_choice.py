@@ -76,7 +76,7 @@ class Asker:
         return last[0]
 
     def close(self) -> None:
-        self.chooser.close()
+        self.run(self.chooser.close())
         self._loop.close()
 
 

@@ -114,15 +114,16 @@ class Chooser:
         call: Future[pb.GetStartResponse] | None = None
         kept = False
         try:
-            async with asyncio.timeout(self._deadline_s):
-                ids = await self._tokens.tokens(prompt, [each.instance for each in candidates])
-                message = pb.Prompt(
-                    name=name,
-                    tokens=len(ids) // 4,
-                    token_ids=ids[: 4 * MAX_TOKENS],
-                    fingerprint=place.fingerprint,
-                    salt=_joined(self._settings.salt, salt),
-                )
+            until = asyncio.get_running_loop().time() + self._deadline_s
+            ids = await self._tokens.tokens(prompt, [each.instance for each in candidates], until)
+            message = pb.Prompt(
+                name=name,
+                tokens=len(ids) // 4,
+                token_ids=ids[: 4 * MAX_TOKENS],
+                fingerprint=place.fingerprint,
+                salt=_joined(self._settings.salt, salt),
+            )
+            async with asyncio.timeout_at(until):
                 call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
                 chosen = (await asyncio.wrap_future(call)).chosen
             if chosen.instance not in instances:
@@ -173,9 +174,10 @@ class Chooser:
             self._logged.add(message)
             log.warning("TokenLake: the router's own strategy is used: %s", message)
 
-    def close(self) -> None:
-        """End the connections."""
+    async def close(self) -> None:
+        """End the connections and threads."""
         self._doors.close()
+        await self._tokens.close()
         self._calls.shutdown(wait=False)
 
     def _refusal(self, outcome: Outcome, reason: str) -> Choice:
