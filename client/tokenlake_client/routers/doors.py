@@ -3,11 +3,12 @@ engines, so that no request waits for a connection; another one sends reports.""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,7 @@ class Door:
         try:
             if self._control is None:
                 self._control = self._connect()
-            listed = self._control.layouts()
-            self.layouts = tuple((each.fingerprint, Layout.decode(each.encoded)) for each in listed if not each.opaque)
+            self.layouts = tuple(_known(self._control.layouts()))
         except TokenLakeError as error:
             self.failed(error)
         else:
@@ -240,6 +240,15 @@ class Doors:
             # For plans only.
             query_bytes=1,
         )
+
+
+def _known(listed: Sequence[pb.Layout]) -> Iterator[tuple[bytes, Layout]]:
+    """The fingerprint and layout of the engines that this version knows, whose keys follow from tokens."""
+    for each in listed:
+        # During a rolling upgrade, engines of a newer version have layouts that this version cannot decode.
+        with contextlib.suppress(LayoutRefused):
+            if not each.opaque:
+                yield each.fingerprint, Layout.decode(each.encoded)
 
 
 def _doors_of(settings: RouterSettings) -> list[Door]:
