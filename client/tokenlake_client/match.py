@@ -14,7 +14,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
 from tokenlake.wire.slots import join_keys
-from tokenlake_client.arguments import index, seconds
+from tokenlake_client.arguments import check_keys, index, seconds
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 
@@ -84,7 +84,9 @@ class PendingMatch:
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
         """Sends the match of the first keys. `request`: the name of the request, which the caller made up where
-        `options` has none. Raises `Unreachable`; `ValueError` for a `deadline_s` that is no number of seconds."""
+        `options` has none. Raises `Unreachable`; `ValueError` for keys of another length and for a `deadline_s` that is
+        no number of seconds."""
+        check_keys(keys)
         self._state = state
         self._keys = keys
         self._request = request
