@@ -24,7 +24,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
 from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.layout import Layout
@@ -38,6 +37,7 @@ from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.query_link import Expected, QueryLink
 from tokenlake_client.query_memory import QueryMemory
+from tokenlake_client.refusals import error_of
 
 __all__ = ["Answer", "Queries", "QueryBuffer", "Ticket", "View"]
 
@@ -244,7 +244,7 @@ class Queries:
         link.send(message)
         reply = link.wait(expected, deadline_s + self._grace_s)
         if isinstance(reply, wire.Refused):
-            raise _as_error(reply)
+            raise error_of(reply.kind, reply.reason)
         if not isinstance(reply, wire.Viewed):
             # The view is not closed now: the query engine would then send no answer, and only an answer ends that the
             # link is overdue. `_sweep` closes the view when the late answer has arrived.
@@ -408,13 +408,6 @@ def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
         link.send(message)
     except TokenLakeError as error:
         log.debug("a message to the query engine was not sent: %s", error)
-
-
-def _as_error(refused: wire.Refused) -> errors.Refused:
-    kind = getattr(errors, refused.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.Refused):
-        return kind(refused.reason)
-    return ProtocolRefused(refused.reason)
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,6 +14,7 @@ from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unre
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
+from tokenlake_client.salts import joined_salt
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
@@ -121,7 +122,7 @@ class Chooser:
                 tokens=len(ids) // 4,
                 token_ids=ids[: 4 * MAX_TOKENS],
                 fingerprint=place.fingerprint,
-                salt=_joined(self._settings.salt, salt),
+                salt=joined_salt(self._settings.salt, salt),
             )
             async with asyncio.timeout_at(until):
                 call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
@@ -189,10 +190,3 @@ class Chooser:
             log.warning("TokenLake: %s is asked where requests start soonest", door.name)
         else:
             log.warning("TokenLake: %s is not asked: %s", door.name, door.problem)
-
-
-def _joined(ours: str | None, theirs: str | None) -> str | None:
-    """The salt that vLLM's connector makes of its own and the request's."""
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return f"{len(ours)}:{ours}{theirs}"

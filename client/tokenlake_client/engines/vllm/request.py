@@ -18,6 +18,7 @@ from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
+from tokenlake_client.salts import joined_salt
 
 __all__ = [
     "HINTS_KEY",
@@ -172,7 +173,7 @@ class RequestState:
         if self.prefix is None or self.incarnation != pool.incarnation:
             self.prefix = pool.prefix(
                 adapter=self.adapter.digest if self.adapter is not None else None,
-                salt=_joined(salt, self.request.cache_salt),
+                salt=joined_salt(salt, self.request.cache_salt),
                 extras=self.extras,
                 weights_digest=self.weights,
             )
@@ -357,10 +358,3 @@ def hints_of(params: object) -> Hints | None:
         )
     others = {name: value for name, value in fields.items() if name != "outlook"}
     return Hints(_OUTLOOKS[outlook], **others)
-
-
-def _joined(ours: str | None, theirs: str | None) -> str | None:
-    """One salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts."""
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return f"{len(ours)}:{ours}{theirs}"
