@@ -133,8 +133,8 @@ class Channel:
         return self._begin(make)
 
     def probe(self, make: Callable[[int], EngineRequest], wait_s: float) -> None:
-        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. Any reply ends that
-        the daemon is overdue; the one that is outstanding may never come
+        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. With any
+        reply the daemon counts as overdue no longer; the outstanding reply may never come
         (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
         try:
             pending = self._begin(make)

@@ -48,7 +48,7 @@ PAGE = 4096
 Spans = Callable[[], Iterable[tuple[int, int]]]
 """Returns the bytes of a mapping that arrays cover, as (start, stop)."""
 Begin = Callable[[int, int], Callable[[], None] | None]
-"""Registers memory, given as (address, bytes). Returns the function that ends the registration; None where nothing was
+"""Registers memory, given as (address, bytes). Returns the function that ends the registration; None if no memory was
 registered."""
 
 

@@ -161,8 +161,8 @@ class Pool:
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has or, with `MatchOptions.independent`, all of `keys` that
-        it has; `hits` may be 0. `deadline_s`: how long the daemon may
-        ask other nodes (default: `Deadlines.match_s`). Raises `Unreachable`."""
+        it has; `hits` may be 0. `deadline_s`: the seconds for which the daemon may ask other nodes (default:
+        `Deadlines.match_s`). Raises `Unreachable`, and `ValueError` for keys of another length."""
         return self.begin_match(keys, options, deadline_s=deadline_s).wait()
 
     def begin_match(
@@ -181,8 +181,8 @@ class Pool:
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
         `keys`; its segments have the same indices. Its `hits` is 0 when the lease has ended, and less than in the other
-        process where a part has. `request`: as of `MatchOptions`. `deadline_s`: by default
-        `Deadlines.call_s`. Raises `Unreachable`."""
+        process where a part has ended. `request`: see `MatchOptions`. `deadline_s`: by default `Deadlines.call_s`.
+        Raises `Unreachable`."""
         if not parts:
             raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
@@ -322,7 +322,7 @@ class Pool:
         segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         check_seconds("seconds", seconds)
         with contextlib.suppress(TokenLakeError):
-            # A process has at most so many markers.
+            # The daemon keeps at most `MAX_KEYS` markers of a process.
             self.link.channel.tell(engine.Claim(packed(keys[:MAX_KEYS]), seconds))
 
     # -- attention in place (`tokenlake_client.queries`)
@@ -441,7 +441,8 @@ class Pool:
 
     @property
     def expired(self) -> int:
-        """How many times the daemon had ended this pool's session because no heartbeat had arrived in time."""
+        """The number of times that the daemon had ended this pool's session because no heartbeat had arrived in
+        time."""
         return self._heartbeat.expired
 
 

@@ -91,7 +91,7 @@ class View:
         self.number = number
         self.link = link
         self.queried = False
-        """Was a query buffer made for this view?"""
+        """True if a query buffer was made for this view."""
         self._open = True
 
     @property
@@ -258,8 +258,8 @@ class Queries:
         of heads. `dtype`: that of the queries, "float32", "bfloat16" or "float16" (default: the layout's).
 
         Raises `LayoutRefused` for parts that do not fit together or another dtype than the layout's, and `LimitReached`
-        for too many parts or tokens. Where a view is not `alive` or the query engine is
-        overdue, all queries of the buffer are LOST and nothing is raised.
+        for too many parts or tokens. Where a view is not `alive` or the query engine is overdue, all queries of the
+        buffer are LOST and no error is raised.
         """
         dtype = self.layout.dtype if dtype is None else dtype
         if dtype != self.layout.dtype:

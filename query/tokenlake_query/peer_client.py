@@ -206,7 +206,7 @@ class PeerClient:
 
 
 class _Failure(NamedTuple):
-    """The newest failed dial of a node."""
+    """The newest attempt to connect to a node's query engine that failed."""
 
     reason: str
     pause_s: float

@@ -76,10 +76,10 @@ class PeerServer:
         counters: Counters,
         keys: RecordKeys | None = None,
     ) -> None:
-        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: of its records; None
-        if it is plain. `opening`: threads that may
-        block while they open a view. `limits`, `pace`: of all tenants. The connection works for the tenant of the view
-        that was opened last."""
+        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: the keys of its
+        records; None if they are not encrypted. `opening`: threads that may block while they open a view. `limits`,
+        `pace`: those of all tenants. The processor time of the connection is counted for the tenant of the view that
+        was opened last."""
         self._pools = pools
         self._compute = compute
         self._opening = opening

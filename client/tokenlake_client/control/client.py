@@ -52,10 +52,10 @@ _OPTIONS = [
 
 
 class Certificates(NamedTuple):
-    """The files (PEM) by which a caller and a daemon prove who they are."""
+    """The files (PEM) of mutual TLS between a caller and a daemon."""
 
     certificate: Path
-    """Of the caller, for a URI with its role (`tokenlake ca issue --role`)."""
+    """The caller's certificate, whose URI states its role (`tokenlake ca issue --role`)."""
     key: Path
     ca: Path
 
@@ -107,8 +107,8 @@ class Control:
         """Connect to the Unix socket of a daemon on this machine. `daemon_uid`: the user that the daemon runs as, where
         that is neither root nor this process's user. Raises `Unreachable`; `ListenerUntrusted` where another user
         listens, or could."""
-        # gRPC does not say who listens. A listener of another user cannot take the place of the one that is checked
-        # here: `dial` also refuses a path that other users can change.
+        # gRPC does not tell the user of the listening process. A listener of another user cannot take the place of the
+        # one that is checked here: `dial` also refuses a path that other users can change.
         sock, _ = dial(Path(path), daemon_uid, call_s)
         sock.close()
         return cls(grpc.insecure_channel(f"unix:{os.path.abspath(path)}", _OPTIONS), str(path), token, call_s)
@@ -144,8 +144,8 @@ class Control:
         return list(self._ask(self._admin.GetConfig, admin_pb2.GetConfigRequest()).settings)
 
     def explain(self, request: str, tenant: str = "") -> admin_pb2.ExplainResponse:
-        """How a request used the pool. `request`: its name, or the beginning; empty lists the newest. `tenant`: for an
-        admin, where it is not the caller's own."""
+        """The account of how a request used the pool. `request`: its name, or the beginning of it; empty: the newest
+        requests are listed. `tenant`: the request's tenant; only an admin may name another tenant than its own."""
         return self._ask(self._admin.Explain, admin_pb2.ExplainRequest(request=request, tenant=tenant))
 
     def engines(self) -> list[admin_pb2.Engines]:
@@ -163,7 +163,7 @@ class Control:
         return list(self._ask(self._admin.MeasurePeer, message, CHANGE_S).paths)
 
     def health(self, service: str = "") -> bool:
-        """Whether a service of the daemon serves."""
+        """True if the service `service` of the daemon serves."""
         reply = self._ask(self._health, health_pb2.HealthCheckRequest(service=service))
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -20,11 +20,11 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 __all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
 
 MAX_TOKENS = 1 << 18
-"""Tokens of a prompt that the pool is told: the daemon's limit. The rest of a longer prompt changes no choice."""
+"""The daemon's limit of the tokens of a prompt. The rest of a longer prompt changes no choice and is not sent."""
 MAX_UNDER_WAY = 8192
-"""Limit of the requests under way that are remembered; the oldest count as finished."""
+"""Limit of the requests under way that are remembered; beyond it the oldest count as finished."""
 THREADS = 16
-"""Calls of the pool at a time. Each takes about a millisecond, and at most the deadline."""
+"""Limit of the calls of the pool at a time. Each takes about a millisecond, and at most the deadline."""
 MAX_LOGGED = 64
 """Limit of the distinct problems that are logged."""
 
@@ -37,7 +37,7 @@ class Outcome(enum.StrEnum):
     CHOSEN = "chosen"
     """The pool chose the instance."""
     NO_CHOICE = "no_choice"
-    """There was one instance to choose from."""
+    """The router offered one instance only."""
     NOT_SERVED = "not_served"
     """The request or its deployments cannot be served; the log names the reason."""
     UNREACHABLE = "unreachable"

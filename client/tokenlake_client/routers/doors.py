@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Door:
-    """One control plane."""
+    """The connection to one control plane, and the layouts that it has reported."""
 
     def __init__(self, name: str, connect: Callable[[], Control]) -> None:
         """`name`: for the log. `connect`: opens a connection, which this object then owns."""
@@ -52,7 +52,7 @@ class Door:
         self.layouts: tuple[tuple[bytes, Layout], ...] = ()
         """Fingerprint and layout of the engines whose keys follow from tokens, the newest last."""
         self.usable = False
-        """True: the last look succeeded, and no call has failed since."""
+        """True if the layouts were read with success and no call has failed since."""
         self.problem = "it was not asked yet"
 
     def look(self) -> None:
@@ -165,7 +165,7 @@ class Doors:
         self._tell(place.door)
 
     def _tell(self, door: Door) -> None:
-        """Call `changed` where the state of the door is not the one that it was told last."""
+        """Call `changed` if the control plane became usable or unusable since the last call of `changed` for it."""
         with self._lock:
             usable = door.usable
             if self._told.get(door) == usable:
@@ -174,7 +174,7 @@ class Doors:
         self._changed(door)
 
     def report(self, place: Place, happened: pb.Happened) -> None:
-        """Tell the daemon what happened, later and in the background. Never blocks."""
+        """Queue a report to the daemon, which a background thread sends. Never blocks."""
         self._reports.append(_Report(place, happened))
         self._waiting.set()
 

@@ -32,7 +32,7 @@ _TEMPLATE_FIELDS = (
 
 
 class TokenizerFailed(TokenLakeError):
-    """No tokens were had; the message names the reason."""
+    """The tokens of a prompt could not be found; the message names the reason."""
 
 
 class Instance(NamedTuple):

@@ -285,7 +285,7 @@ class LoadedAdapters:
                 self._record(number, _Loaded(files, self._clock()))
 
     def may_load(self, use: AdapterUse | None) -> bool:
-        """May segments be loaded that were computed with this adapter? True also if vLLM has not loaded it yet: it
+        """True if segments may be loaded that were computed with this adapter, also if vLLM has not loaded it yet: vLLM
         loads the adapter before the request computes. From then on vLLM's own cache has tokens of these files."""
         if use is None:
             return True
@@ -296,7 +296,7 @@ class LoadedAdapters:
         return self._agrees(loaded is not None and loaded.files == use.files, use)
 
     def may_store(self, use: AdapterUse | None) -> bool:
-        """Were all tokens of the request, up to those of this step, computed with this adapter?"""
+        """True if all tokens of the request, up to those of this step, were computed with this adapter."""
         if use is None:
             return True
         with self._lock:

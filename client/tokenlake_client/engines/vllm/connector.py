@@ -411,8 +411,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return None
 
     def _is_inner(self) -> bool:
-        """Does another connector, such as `MultiConnector`, make this one? vLLM's configuration does not tell that;
-        the callers of the constructor do."""
+        """True if another connector, such as `MultiConnector`, makes this one. vLLM's configuration does not state it,
+        so the callers of the constructor are examined."""
         frame: FrameType | None = sys._getframe(1)
         callers = []
         while frame is not None:

@@ -69,22 +69,22 @@ class Lookup:
 
     @property
     def waiting(self) -> bool:
-        """May the lookup's answer still be waiting for another engine that computes the segments?"""
+        """True if the daemon may still hold the answer back because another engine computes the segments."""
         return self.wait.total_s > 0 and self.lease is None
 
     @property
     def answered(self) -> bool:
-        """Has the answer of the lookup arrived?"""
+        """True if the answer of the lookup has arrived."""
         return self._done
 
     @property
     def marker_s(self) -> float:
-        """How long in-flight markers for the missing segments should last: as long as another engine would wait for
-        these segments."""
+        """The seconds for which in-flight markers of the missing segments should last: as long as another engine would
+        wait for these segments."""
         return self.wait.seconds(len(self.keys) - self.hits)
 
     def poll(self) -> bool:
-        """Has the answer of the lookup arrived? Raises `TokenLakeError` when it will not arrive."""
+        """True if the answer of the lookup has arrived. Raises `TokenLakeError` if it will not arrive."""
         if self.lease is None:
             answers = self._pending.answers
             self.lease = self._pending.poll()
@@ -137,7 +137,7 @@ class Lookups:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon not answered a late lookup for more than `SILENT_S`?"""
+        """True if the daemon has not answered a late lookup for more than `SILENT_S`."""
         return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
 
     def begin(
@@ -209,8 +209,8 @@ class _Heartbeat:
             self._beat = pool.begin_heartbeat()
 
     def alive(self) -> bool:
-        """Does the daemon answer heartbeats? False: the reply to a heartbeat has been outstanding for a deadline. Sends
-        the next heartbeat when it is due. Raises `TokenLakeError`."""
+        """True if the daemon answers heartbeats; False if the reply to a heartbeat has been outstanding for a deadline.
+        Sends the next heartbeat when it is due. Raises `TokenLakeError`."""
         now = self._clock()
         if self._outstanding():
             return now < self._begun + self._deadline_s
@@ -243,8 +243,8 @@ class InFlightWaits:
         """The names of the requests whose lookup may wait for another engine and was not answered yet."""
 
     def begin(self, request: str, keys: Sequence[SegmentKey], total: int, local: int) -> InFlightWait:
-        """How long a new lookup of `request` may wait. The prompt has `total` tokens and these keys; vLLM's own cache
-        has the first `local` tokens."""
+        """The wait that a new lookup of `request` may make. The prompt has `total` tokens and these keys; vLLM's own
+        cache has the first `local` tokens."""
         if len(self._waiting) >= MAX_WAITING or self.computed_here(keys):
             return NO_WAIT
         wait = self.wait(total, local)
@@ -253,7 +253,7 @@ class InFlightWaits:
         return wait
 
     def for_prefill(self, prefill: RemotePrefill, total: int) -> InFlightWait:
-        """How long a lookup may wait for a prompt of `total` tokens that another engine has computed and is storing."""
+        """The wait of a lookup for a prompt of `total` tokens that another engine has computed and is storing."""
         seconds = self._costs.prefill_s(total, 0)
         predicted_s = prefill.seconds if seconds is None else seconds
         return InFlightWait(min(max(LEAST_WAIT_S, FACTOR * predicted_s), LONGEST_S), 0.0, EXPECTED_S)
@@ -263,7 +263,7 @@ class InFlightWaits:
         self._waiting.pop(request, None)
 
     def wait(self, total: int, local: int) -> InFlightWait:
-        """How long a lookup may wait for the tokens of a prompt behind its first `local`. `NO_WAIT` until the time of a
+        """The wait of a lookup for the tokens of a prompt behind its first `local` ones. `NO_WAIT` until the time of a
         prefill is known, where a load takes longer than the prefill, and where this engine stores nothing."""
         prefill_s = self._costs.prefill_s(total, local)
         if not self._stores or prefill_s is None or prefill_s < LEAST_S or not self._costs.pays(total):
@@ -280,6 +280,6 @@ class InFlightWaits:
         self._computing.pop(request, None)
 
     def computed_here(self, keys: Sequence[SegmentKey]) -> bool:
-        """Does a request of this engine compute a segment of the prompt with these keys? That request may be the one
+        """True if a request of this engine computes a segment of the prompt with these keys. That may be the request
         that has the prompt, if it has lost its blocks."""
         return any(index < len(keys) and keys[index] == key for index, key in self._computing.values())

@@ -106,7 +106,7 @@ class ScheduledPart:
 
 @dataclass(slots=True)
 class RequestState:
-    """The scheduler side's state of one request: its keys, its lookup, and what may be loaded or stored."""
+    """The scheduler side's state of one request: its keys, its lookup, and its permissions to load and to store."""
 
     request: EngineRequest
     saved: SavedTokens
@@ -163,7 +163,7 @@ class RequestState:
 
     @property
     def identified(self) -> bool:
-        """Is everything known that the keys depend on?"""
+        """True if all values are known on which the keys depend."""
         return self.adapter is None or self.adapter.digest is not None
 
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:

@@ -1,5 +1,5 @@
-"""The manager's way to the pool: the layout is known when all ranks have reported, and the connection is made in a
-background thread. Imports no engine."""
+"""Opens the pool for a manager: the layout is known when all ranks have reported, and a background thread makes the
+connection. Imports no engine."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class Opening:
 
     @property
     def begun(self) -> bool:
-        """Was `identify` called?"""
+        """True if `identify` was called."""
         return self._identity is not None
 
     def identify(self, identity: Callable[[], EngineIdentity]) -> None:
-        """Begin to find out what the scheduler's side knows of the layout."""
+        """Call `identity` in the background thread: it returns the parts of the layout that the scheduler's side
+        knows."""
         self._identity = self._thread.submit(identity)
 
     def reported(self, facts: Mapping[int, RankFacts], ranks: int) -> None:
