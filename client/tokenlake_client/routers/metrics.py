@@ -24,14 +24,16 @@ class Metrics:
         self._seconds = Histogram(
             "tokenlake_router_seconds", "Seconds that the choice added to a request", ["outcome"], buckets=BUCKETS
         )
-        self._choices = Counter("tokenlake_router_choices", "Choices of an instance for a request, by their outcome", ["outcome"])
+        self._choices = Counter(
+            "tokenlake_router_choices", "Choices of an instance for a request, by their outcome", ["outcome"]
+        )
         self._instances = Counter(
             "tokenlake_router_requests", "Requests for which the pool chose the instance", ["instance"]
         )
         self._tokens = Counter(
             "tokenlake_router_prompt_tokens",
-            "Prompt tokens of these requests by their expected source: the instance's node, another node, or computed by "
-            "the instance",
+            "Prompt tokens of these requests by their expected source: the instance's node, another node, or the "
+            "computation",
             ["source"],
         )
         self._differ = Counter(
