@@ -38,7 +38,7 @@ from tokenlake_client.engines.vllm.blocks import PagedLayers, block_views, check
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
-from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version, set_version, version_refused
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
@@ -293,10 +293,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             return
         digest = self._epoch.named(version)
         if digest is None:
-            self._reports.warn(
-                f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of "
-                "the caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
-            )
+            self._reports.warn(version_refused(version))
             digest = self._epoch.reset(empty=False)
         self._scheduler.new_weights(digest)
 
@@ -441,7 +438,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             wait_s=0.0,
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
-        on_weight_version(_set_version)
+        on_weight_version(set_version)
         lora = self._vllm_config.lora_config
         if lora is not None and watch_loads():
             options = options_of(lora, self._vllm_config.model_config.dtype)
@@ -509,11 +506,6 @@ def _send_client_log_to_vllm() -> None:
 
 def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
     return read_settings(extra, os.environ)
-
-
-def _set_version(connector: Any, version: str) -> None:
-    if hasattr(connector, "new_weights"):
-        connector.new_weights(version)
 
 
 def _copier(layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> HostCopy | DeviceCopy:

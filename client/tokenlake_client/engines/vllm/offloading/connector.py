@@ -19,7 +19,7 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.connector import check_failure_policy
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import is_split
-from tokenlake_client.engines.vllm.epoch import on_weight_version
+from tokenlake_client.engines.vllm.epoch import on_weight_version, set_version, version_refused
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
@@ -76,7 +76,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         self._local: dict[str, int] = {}
         if manager is not None:
             begin(self)
-            on_weight_version(_set_version)
+            on_weight_version(set_version)
 
     @property
     def counts(self) -> Counts:
@@ -197,10 +197,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             return
         digest = self._manager.opening.named(version)
         if digest is None:
-            self._reports.warn(
-                f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of "
-                "the caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
-            )
+            self._reports.warn(version_refused(version))
             digest = self._manager.opening.reset(empty=False)
         self._manager.chunks.new_weights(digest)
 
@@ -227,8 +224,3 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         step; here they begin at once, because they run in the background."""
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-
-
-def _set_version(connector: Any, version: str) -> None:
-    if hasattr(connector, "new_weights"):
-        connector.new_weights(version)
