@@ -26,9 +26,10 @@ from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlig
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
+from tokenlake_client.engines.vllm.in_flight_waits import InFlightWaits
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
-from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
+from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 from tokenlake_client.engines.vllm.request import (
     EngineRequest,
