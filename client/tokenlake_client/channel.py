@@ -25,8 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenlake import errors
-from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, LimitReached, Refused, TokenLakeError, Unreachable
 from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
 from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, Welcome, reply_decoder
@@ -34,6 +33,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_client.arguments import poll_ms
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
+from tokenlake_client.refusals import error_of
 
 __all__ = ["Channel", "Pending"]
 
@@ -133,8 +133,8 @@ class Channel:
         return self._begin(make)
 
     def probe(self, make: Callable[[int], EngineRequest], wait_s: float) -> None:
-        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. Any reply ends that
-        the daemon is overdue; the one that is outstanding may never come
+        """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. With any
+        reply the daemon counts as overdue no longer; the outstanding reply may never come
         (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
         try:
             pending = self._begin(make)
@@ -346,13 +346,13 @@ class Channel:
         if isinstance(reply, Failed) and not reply.id:
             # An error of the daemon without the id of a request refuses the connection itself; the daemon closes the
             # connection afterwards.
-            raise _as_error(reply)
+            raise error_of(reply.kind, reply.reason)
         if pending is None:
             if descriptor is not None:
                 os.close(descriptor)
             self.orphans.append(reply)
         elif isinstance(reply, Failed):
-            pending.error = _as_error(reply)
+            pending.error = error_of(reply.kind, reply.reason)
         else:
             pending.descriptor = descriptor
             pending.reply = reply
@@ -399,10 +399,3 @@ class Channel:
         with self._sending:
             self._sock.close()
             self._unsent.clear()
-
-
-def _as_error(failed: Failed) -> Refused | Unreachable:
-    kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, Refused | Unreachable):
-        return kind(failed.reason)
-    return ProtocolRefused(failed.reason)

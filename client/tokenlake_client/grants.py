@@ -299,10 +299,9 @@ class Grants:
     def attaching(
         self, grant: LeaseId | WriteId, deadline_s: float, *, write: bool
     ) -> Iterator[tuple[Link, engine.EngineReply]]:
-        """Attach to a grant of another process of the session: yields the link and the reply. `deadline_s`: of the
-        reply. The caller makes the
-        object that holds the grant inside the `with` block. Items that the reply grants and that no object holds are
-        given back, also when the reply is late."""
+        """Attach to a grant of another process of the session: yields the link and the reply. `deadline_s`: the
+        deadline of the reply. The caller makes the object that holds the grant inside the `with` block. Items that the
+        reply grants and that no object holds are given back, also when the reply is late."""
         self.sweep()
         link = self._link
         number = 0

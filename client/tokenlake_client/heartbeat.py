@@ -74,7 +74,7 @@ class HeartbeatThread(threading.Thread):
         """`wake`: ends the thread's pauses; `connector` must call it when the connection breaks."""
         super().__init__(name="tokenlake", daemon=True)
         self.expired = 0
-        """How many times the daemon had ended the pool's session because no heartbeat had arrived in time."""
+        """The number of times that the daemon had ended the pool's session because no heartbeat had arrived in time."""
         self._grants = grants
         self._connector = connector
         self._wake = wake
@@ -148,5 +148,6 @@ class PendingHeartbeat:
         self._pending = link.channel.begin(engine.Heartbeat)
 
     def poll(self) -> bool:
-        """Has the daemon answered the heartbeat? Never waits. Raises `Unreachable` when the connection has ended."""
+        """True if the daemon has answered the heartbeat. Never waits. Raises `Unreachable` when the connection has
+        ended."""
         return self._link.channel.poll(self._pending) is not None

@@ -120,11 +120,11 @@ class Lease:
         """The place of each leased segment in this node's arena: `region`, `slot`, `generation`; zeros where the
         segment is not on this node."""
         self._checksums = bytearray().join(part.checksums for part in parts)
-        """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies what
-        it reads."""
+        """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies its
+        reads."""
         self._holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
         self._ends = list(itertools.accumulate(part.hits for part in parts))
-        """Where each part of the lease ends: the index of the segment after its last one."""
+        """The end of each part of the lease: the index of the segment after its last one."""
         with self._grants.lock:
             for hold in self._holds:
                 self._grants.hold_lease(hold)

@@ -54,7 +54,7 @@ ALONE_SHARE = 0.2
 """Share of `Deadlines.call_s` after which a wait without a deadline of its own sends a heartbeat: most replies arrive
 earlier."""
 _CREDENTIALS = struct.Struct("3i")
-"""pid, uid, gid."""
+"""The credentials of a process at a Unix socket: its pid, uid and gid."""
 
 
 class Link:
@@ -181,8 +181,8 @@ def _open_region(channel: Channel, deadlines: Deadlines, lock: ProcessLock | Non
 
 
 def _consistent(reply: engine.EngineReply) -> bool:
-    """Are the lengths of the reply's fields consistent? Without this check its readers could allocate memory for any
-    number of hits, or look up slots that the reply does not have."""
+    """True if the lengths of the reply's fields are consistent. Without this check its readers could allocate memory
+    for any number of hits, or look up slots that the reply does not have."""
     match reply:
         case engine.Matched():
             return reply.hits * SLOT_BYTES == len(reply.slots) <= len(reply.codes) * SLOT_BYTES

@@ -31,7 +31,6 @@ MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 """Codes of madvise that allocate or map pages at once; Python 3.11's mmap module has no names for these two."""
 
-MADV_DONTFORK = 10
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +48,7 @@ PAGE = 4096
 Spans = Callable[[], Iterable[tuple[int, int]]]
 """Returns the bytes of a mapping that arrays cover, as (start, stop)."""
 Begin = Callable[[int, int], Callable[[], None] | None]
-"""Registers memory, given as (address, bytes). Returns the function that ends the registration; None where nothing was
+"""Registers memory, given as (address, bytes). Returns the function that ends the registration; None if no memory was
 registered."""
 
 
@@ -72,7 +71,7 @@ class MappedMemory:
             raise OSError(code, os.strerror(code))
         # A forked child must not inherit the mapping: it could access the slots after the death of its parent, and the
         # daemon, which watches the parent alone, would reuse them.
-        _libc.madvise(address, nbytes, MADV_DONTFORK)
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
         self.address: int = address
         self.nbytes = nbytes
         self.write = write
@@ -113,7 +112,7 @@ class MappedMemory:
                     start, stop = first - first % PAGE, min(self.nbytes, last + -last % PAGE)
                     ctypes.memmove(own + start, self.address + start, stop - start)
             _libc.mprotect(own, self.nbytes, mmap.PROT_READ)
-            _libc.madvise(own, self.nbytes, MADV_DONTFORK)
+            _libc.madvise(own, self.nbytes, mmap.MADV_DONTFORK)
             # The kernel exchanges the mappings at once for all threads.
             moved = _libc.mremap(own, self.nbytes, self.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, self.address)
             if moved != self.address:

@@ -14,7 +14,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
 from tokenlake.wire.slots import join_keys
-from tokenlake_client.arguments import index, seconds
+from tokenlake_client.arguments import check_keys, index, seconds
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 
@@ -38,15 +38,16 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The number of tokens of the request's prompt, for `tokenlake explain`; 0: the number of tokens in the full
     segments that the keys name."""
     in_flight_wait_s: float = 0.0
-    """How long the match waits for the first missing segment while an in-flight marker says that another engine
-    computes it; at most 10 s. Where there is no marker, the match sets one for its caller, and matches of other engines
-    wait: so a prompt that arrives at many engines at once is computed once."""
+    """The seconds for which the match waits for the first missing segment while an in-flight marker says that another
+    engine computes it; at most 10. Where there is no marker, the match sets one for its caller, and matches of other
+    engines wait: so a prompt that arrives at many engines at once is computed once."""
     in_flight_wait_per_segment_s: float = 0.0
     """A second limit of the wait for another engine: this many seconds for each missing segment, and not more than
     `in_flight_wait_s`; 0: only `in_flight_wait_s` limits the wait."""
     in_flight_expected_s: float = 0.0
-    """For the first so many seconds of `in_flight_wait_s` the match waits for a missing segment also where there is no
-    marker, and sets none: another engine has said that it stores the segments, and its markers may arrive later."""
+    """During the first `in_flight_expected_s` seconds of `in_flight_wait_s` the match waits for a missing segment also
+    where there is no marker, and sets none: another engine has announced that it stores the segments, and its markers
+    may arrive later."""
     independent: bool = False
     """True: the segments are useful without those before them, and the match leases all that it finds. False: it leases
     the longest prefix. Only with an `in_flight_wait_s` of 0."""
@@ -84,7 +85,9 @@ class PendingMatch:
         self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
     ) -> None:
         """Sends the match of the first keys. `request`: the name of the request, which the caller made up where
-        `options` has none. Raises `Unreachable`; `ValueError` for a `deadline_s` that is no number of seconds."""
+        `options` has none. Raises `Unreachable`; `ValueError` for keys of another length and for a `deadline_s` that is
+        no number of seconds."""
+        check_keys(keys)
         self._state = state
         self._keys = keys
         self._request = request

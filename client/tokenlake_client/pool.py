@@ -24,8 +24,7 @@ from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
 from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
-from tokenlake.wire.slots import join_keys
-from tokenlake_client.arguments import index
+from tokenlake_client.arguments import index, packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.grants import Grants
@@ -36,7 +35,7 @@ from tokenlake_client.match import DEFAULT_MATCH, MatchOptions, PendingMatch
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.queries import Queries, QueryBuffer, Ticket, View
 from tokenlake_client.transfer import LayerCache, Transfer
-from tokenlake_client.write import Reservation, Source, Write
+from tokenlake_client.write import Reservation, Source, Write, check_source
 
 __all__ = ["Pool"]
 
@@ -162,8 +161,8 @@ class Pool:
         self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has or, with `MatchOptions.independent`, all of `keys` that
-        it has; `hits` may be 0. `deadline_s`: how long the daemon may
-        ask other nodes (default: `Deadlines.match_s`). Raises `Unreachable`."""
+        it has; `hits` may be 0. `deadline_s`: the seconds for which the daemon may ask other nodes (default:
+        `Deadlines.match_s`). Raises `Unreachable`, and `ValueError` for keys of another length."""
         return self.begin_match(keys, options, deadline_s=deadline_s).wait()
 
     def begin_match(
@@ -182,8 +181,8 @@ class Pool:
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
         `keys`; its segments have the same indices. Its `hits` is 0 when the lease has ended, and less than in the other
-        process where a part has. `request`: as of `MatchOptions`. `deadline_s`: by default
-        `Deadlines.call_s`. Raises `Unreachable`."""
+        process where a part has ended. `request`: see `MatchOptions`. `deadline_s`: by default `Deadlines.call_s`.
+        Raises `Unreachable`."""
         if not parts:
             raise ValueError("argument 'parts' is empty; expected all 'ids' of a lease")
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
@@ -224,11 +223,11 @@ class Pool:
             log.debug("request %r: store of %d segments", name, len(keys))
         pause = RETRY_S
         sent = _that_fit(keys, contents)
-        packed, told = join_keys(keys[:sent]), tuple(contents[:sent])
+        joined, told = packed(keys[:sent]), tuple(contents[:sent])
         while True:
             link = self.link
             reply = link.call(
-                lambda number: engine.Prepare(number, packed, first, name, hints, told),
+                lambda number: engine.Prepare(number, joined, first, name, hints, told),
                 engine.Prepared,
                 self.deadlines.store_s,
             )
@@ -252,11 +251,13 @@ class Pool:
         """Store consecutive segments of one prompt, the first at index `first`, `STORE_WINDOW` at a time; returns one
         `Code` per key.
 
-        `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. While the write budget
-        is used up, tries again for at most `patience` seconds without progress. `request`, `hints`, `contents`: as of
-        `store`. Raises `Unreachable` and the errors of `fill`.
+        `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key (`Source`). While the
+        write budget is used up, tries again for at most `patience` seconds without progress. `request`, `hints`,
+        `contents`: as of `store`. Raises `Unreachable`, the errors of `fill`, and `ValueError` for arrays that do not
+        fit the keys.
         """
         check_seconds("patience", patience)
+        check_source(fill, len(keys), self._state.layout.segment_bytes)
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
@@ -264,7 +265,7 @@ class Pool:
             window = keys[start : start + min(STORE_WINDOW, _that_fit(keys[start:], told))]
             told = told[: len(window)]
             with self.store(window, first + start, patience, request=request, hints=hints, contents=told) as write:
-                write.fill(_from(fill, start))
+                write.fill(_from(fill, start, len(window)))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
                 # The write budget ended within the window: the next window begins with the first segment that was not
@@ -289,10 +290,10 @@ class Pool:
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._grants.sweep()
         sent = _that_fit(keys, contents)
-        link, packed, name = self.link, join_keys(keys[:sent]), self._request_name(request)
+        link, joined, name = self.link, packed(keys[:sent]), self._request_name(request)
         told = tuple(contents[:sent])
         reply = link.call(
-            lambda number: engine.Prepare(number, packed, first, name, hints, told), engine.Prepared, deadline_s
+            lambda number: engine.Prepare(number, joined, first, name, hints, told), engine.Prepared, deadline_s
         )
         return Reservation(self._state, link, _for_all(reply, len(keys) - sent))
 
@@ -307,11 +308,13 @@ class Pool:
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """Send a hint about consecutive segments of one prompt that is known only now: the conversation goes on, or is
-        over. It reaches the owners within a second and does not count as a read. Never waits, never raises; the hint is
-        lost while there is no daemon."""
+        over. It reaches the owners within a second and does not count as a read. Never waits; the hint is lost while
+        there is no daemon. Raises `ValueError` for arguments that are not keys and hints, and no other error."""
+        if not isinstance(hints, Hints):
+            raise ValueError(f"argument 'hints' is {hints!r}; expected hints")
         with contextlib.suppress(TokenLakeError):
             for start in range(0, len(keys), MAX_KEYS):
-                self.link.channel.tell(engine.Hint(join_keys(keys[start : start + MAX_KEYS]), hints))
+                self.link.channel.tell(engine.Hint(packed(keys[start : start + MAX_KEYS]), hints))
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
@@ -319,8 +322,8 @@ class Pool:
         segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         check_seconds("seconds", seconds)
         with contextlib.suppress(TokenLakeError):
-            # A process has at most so many markers.
-            self.link.channel.tell(engine.Claim(join_keys(keys[:MAX_KEYS]), seconds))
+            # The daemon keeps at most `MAX_KEYS` markers of a process.
+            self.link.channel.tell(engine.Claim(packed(keys[:MAX_KEYS]), seconds))
 
     # -- attention in place (`tokenlake_client.queries`)
 
@@ -438,7 +441,8 @@ class Pool:
 
     @property
     def expired(self) -> int:
-        """How many times the daemon had ended this pool's session because no heartbeat had arrived in time."""
+        """The number of times that the daemon had ended this pool's session because no heartbeat had arrived in
+        time."""
         return self._heartbeat.expired
 
 
@@ -459,8 +463,8 @@ def _for_all(reply: engine.Prepared, beyond: int) -> engine.Prepared:
     return msgspec.structs.replace(reply, codes=reply.codes + _NOT_RESERVED * beyond) if beyond > 0 else reply
 
 
-def _from(source: Source, start: int) -> Source:
-    """The segments of `source` that belong to the keys from index `start` on."""
+def _from(source: Source, start: int, count: int) -> Source:
+    """The segments of `source` that belong to `count` keys from index `start` on."""
     if callable(source):
         return lambda index, slot: source(start + index, slot)
-    return source[start:]
+    return source[start : start + count]

@@ -24,7 +24,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
 from tokenlake.errors import DeadlinePassed, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.layout import Layout
@@ -38,6 +37,7 @@ from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.query_link import Expected, QueryLink
 from tokenlake_client.query_memory import QueryMemory
+from tokenlake_client.refusals import error_of
 
 __all__ = ["Answer", "Queries", "QueryBuffer", "Ticket", "View"]
 
@@ -91,7 +91,7 @@ class View:
         self.number = number
         self.link = link
         self.queried = False
-        """Was a query buffer made for this view?"""
+        """True if a query buffer was made for this view."""
         self._open = True
 
     @property
@@ -244,7 +244,7 @@ class Queries:
         link.send(message)
         reply = link.wait(expected, deadline_s + self._grace_s)
         if isinstance(reply, wire.Refused):
-            raise _as_error(reply)
+            raise error_of(reply.kind, reply.reason)
         if not isinstance(reply, wire.Viewed):
             # The view is not closed now: the query engine would then send no answer, and only an answer ends that the
             # link is overdue. `_sweep` closes the view when the late answer has arrived.
@@ -258,8 +258,8 @@ class Queries:
         of heads. `dtype`: that of the queries, "float32", "bfloat16" or "float16" (default: the layout's).
 
         Raises `LayoutRefused` for parts that do not fit together or another dtype than the layout's, and `LimitReached`
-        for too many parts or tokens. Where a view is not `alive` or the query engine is
-        overdue, all queries of the buffer are LOST and nothing is raised.
+        for too many parts or tokens. Where a view is not `alive` or the query engine is overdue, all queries of the
+        buffer are LOST and no error is raised.
         """
         dtype = self.layout.dtype if dtype is None else dtype
         if dtype != self.layout.dtype:
@@ -408,13 +408,6 @@ def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
         link.send(message)
     except TokenLakeError as error:
         log.debug("a message to the query engine was not sent: %s", error)
-
-
-def _as_error(refused: wire.Refused) -> errors.Refused:
-    kind = getattr(errors, refused.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.Refused):
-        return kind(refused.reason)
-    return ProtocolRefused(refused.reason)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,8 +1,7 @@
 """One connection to a query engine, used by several threads and without a thread of its own.
 
 A caller that waits reads the socket and delivers the other callers' answers too, and sends never block, as in
-`tokenlake_client.channel`.
-While the query engine is overdue (`tokenlake.liveness`), further calls fail at once.
+`tokenlake_client.channel`. While the query engine is overdue (`tokenlake.liveness`), further calls fail at once.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class QueryLink:
         """The reason why the connection to the query engine ended; empty while it exists."""
         self._liveness = Liveness()
         self.late_views: deque[int] = deque()
-        """Numbers of views that the query engine opened after their caller had given up."""
+        """The numbers of views that the query engine opened after their caller had given up."""
 
     def __del__(self) -> None:
         self._sock.close()

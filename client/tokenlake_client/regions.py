@@ -35,9 +35,8 @@ class Mapping:
         write: bool,
         lock: ProcessLock | None = None,
     ) -> None:
-        """`descriptor`: the region's file descriptor, which the mapping owns from now on. `lock`: as of
-        `MappedMemory`. Raises `OSError`,
-        `OverflowError` or `ValueError` where the region cannot be mapped."""
+        """`descriptor`: the region's file descriptor, which the mapping owns from now on. `lock`: see
+        `MappedMemory`. Raises `OSError`, `OverflowError` or `ValueError` where the region cannot be mapped."""
         self.shape = RegionShape(region_bytes, slot_bytes)
         try:
             self.memory = MappedMemory(descriptor, region_bytes, write=write, lock=lock)

@@ -83,7 +83,8 @@ class Transfer:
         try:
             self._copies.append(self._executor.submit(task))
         except RuntimeError:
-            # It still copies what it took before, and the daemon lends slots that it gets back to others at once.
+            # The executor still copies the layers that it accepted, and the daemon reuses slots at once that are given
+            # back.
             wait(self._copies)
             self._abort()
 

@@ -16,11 +16,25 @@ from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.link import Link
 from tokenlake_client.pool_state import PoolState
 
-__all__ = ["Reservation", "Source", "Write"]
+__all__ = ["Reservation", "Source", "Write", "check_source"]
 
 Source = Callable[[int, NDArray[np.uint8]], None] | Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
 """The segments to store: a function that is called with (index into the keys, slot) to fill a slot; or one array per
-key, of shape [segment_bytes] and contiguous."""
+key, of bytes (uint8), of shape [segment_bytes] and contiguous."""
+
+
+def check_source(source: Source, keys: int, segment_bytes: int) -> None:
+    """Raise `ValueError` if `source` has not one array of `segment_bytes` bytes for each of `keys` keys."""
+    if callable(source):
+        return
+    if len(source) != keys:
+        raise ValueError(f"the source has {len(source)} arrays for {keys} keys; expected one for each key")
+    for at, array in enumerate(source):
+        if array.dtype != np.uint8 or array.shape != (segment_bytes,):
+            raise ValueError(
+                f"array {at} of the source has dtype {array.dtype} and shape {array.shape}; expected uint8 and "
+                f"({segment_bytes},)"
+            )
 
 
 class Write:
@@ -83,7 +97,9 @@ class Write:
 
     def fill(self, source: Source) -> None:
         """Fill all slots, and compute their checksums while the bytes are in the processor's cache. Arrays are copied
-        in two threads when they are large. The slots are read-only afterwards. Raises the errors of `source`."""
+        in two threads when they are large. The slots are read-only afterwards. Raises the errors of `source`, and
+        `ValueError` for arrays that do not fit the keys."""
+        check_source(source, len(self.keys), self._state.layout.segment_bytes)
         if callable(source):
             self._checksums.clear()
             for index, array in self.slots:

@@ -69,12 +69,13 @@ SWEPT = 256
 GROUPED = 4096
 """Number of segments, counted once per task, that are grouped in one slice."""
 READING_ROWS = 8
-"""The time to read a segment from memory, as a number of query tokens: attention of so many tokens to the segment takes
-as long as reading it. An estimate."""
+"""The time to read a segment from memory, as a number of query tokens: attention of this
+many tokens to the segment is estimated to take as long as reading it."""
 FIRST_RATE = 1e10
 """Multiplications per second that are assumed of a kernel before its first slice is measured."""
 MEASURED_NS = 1_000_000
-"""The fixed costs of a call are a large part of slices below this time, so that they do not raise the estimate."""
+"""Slices that take less than this time do not raise the estimate: the fixed costs of a call are a large part of
+them."""
 
 
 class Attention(NamedTuple):

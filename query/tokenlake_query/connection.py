@@ -216,8 +216,8 @@ class Connection:
 
     def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame and the raw bytes that follow it. Never blocks: a thread sends later what the socket does not
-        take now. `payload` is borrowed: it must not change until it was sent, and the caller is not notified of that. A
-        closed connection sends nothing. Returns the number of bytes of the frame and the payload."""
+        take now. `payload` is borrowed: it must not change until it was sent, and the caller is not notified of the
+        end. A closed connection sends nothing. Returns the number of bytes of the frame and the payload."""
         buffers = deque([memoryview(pack_frame(message)), *payload])
         nbytes = sum(map(len, buffers))
         with self._changed:
@@ -278,7 +278,8 @@ class Connection:
                 self._changed.wait_for(lambda: self._unsent or not self._open)
                 if not self._open:
                     return
-                # Not all of them: a copy for each call would take the longer the more wait.
+                # At most `MAX_BUFFERS` are copied: the time for a copy of all waiting buffers would grow with their
+                # number.
                 buffers = deque(itertools.islice(self._unsent, MAX_BUFFERS))
             before = sum(map(len, buffers))
             error: OSError | None = None

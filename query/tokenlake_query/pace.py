@@ -34,8 +34,7 @@ class Pace:
         self._lock = threading.Lock()
         self._paid: dict[str, int] = {}
         """By tenant, the monotonic time in nanoseconds at which its work so far is paid for: the time of its last work
-        or later. A tenant that was idle begins at the time at which
-        its work began."""
+        or later. A tenant that was idle begins at the time at which its work began."""
 
     def spend(self, tenant: str, ns: int) -> float:
         """Count `ns` nanoseconds of processor time of a thread that works for `tenant`. Returns the seconds for which

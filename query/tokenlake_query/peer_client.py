@@ -17,14 +17,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tokenlake import errors
 from tokenlake.attention import LSE_BYTES, AttentionShape, Partial, as_float32, stored_dtype
-from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, ProtocolRefused, Unreachable
 from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
+from tokenlake_client.refusals import error_of
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
 
@@ -150,7 +150,7 @@ class PeerClient:
         if isinstance(message, wire.Refused):
             if opening is None:
                 raise Unreachable(f"{self.node} refused: {message.reason}")
-            opening.set_exception(_as_error(message))
+            opening.set_exception(error_of(message.kind, message.reason, Unreachable))
         elif opening is not None:
             opening.set_result(message.codes)
 
@@ -206,7 +206,7 @@ class PeerClient:
 
 
 class _Failure(NamedTuple):
-    """The newest failed dial of a node."""
+    """The newest attempt to connect to a node's query engine that failed."""
 
     reason: str
     pause_s: float
@@ -280,8 +280,3 @@ class PeerClients:
             future = self._dialling.pop((node, tenant), None)
         if future is not None:
             future.set_exception(Unreachable(f"no query engine of {node}: {reason}"))
-
-
-def _as_error(refused: wire.Refused) -> TokenLakeError:
-    kind = getattr(errors, refused.kind, None)
-    return kind(refused.reason) if isinstance(kind, type) and issubclass(kind, Refused) else Unreachable(refused.reason)

@@ -26,6 +26,7 @@ from tokenlake_query.compute_thread import Attention, ComputeThread, Task
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
 from tokenlake_query.pace import Pace, TenantPace
+from tokenlake_query.query_buffers import QueryBuffers
 from tokenlake_query.segments import Pools, Segments, open_local
 from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
@@ -35,9 +36,6 @@ __all__ = ["PeerServer"]
 log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16
-MAX_PENDING_BYTES = 128 << 20
-"""Maximum bytes of one connection's queries that wait to be computed, with `PART_BYTES` for each part; further queries
-are left in the socket. A single request may be larger."""
 PART_BYTES = 4 << 10
 """Bytes that are counted for the objects of one part of a request."""
 MAX_UNSENT_BYTES = 64 << 20
@@ -76,10 +74,10 @@ class PeerServer:
         counters: Counters,
         keys: RecordKeys | None = None,
     ) -> None:
-        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: of its records; None
-        if it is plain. `opening`: threads that may
-        block while they open a view. `limits`, `pace`: of all tenants. The connection works for the tenant of the view
-        that was opened last."""
+        """`sock`: the other query engine's connection, which this object owns from now on. `keys`: the keys of its
+        records; None if they are not encrypted. `opening`: threads that may block while they open a view. `limits`,
+        `pace`: those of all tenants. The processor time of the connection is counted for the tenant of the view that
+        was opened last."""
         self._pools = pools
         self._compute = compute
         self._opening = opening
@@ -89,9 +87,7 @@ class PeerServer:
         self._pace = TenantPace(pace, "")
         self._views: dict[int, _Opening | _OpenView] = {}
         """The other node's views by their number."""
-        self._room = threading.Condition()
-        self._pending_bytes = 0
-        self._spare: list[bytearray] = []
+        self._buffers = QueryBuffers()
         self._connection = Connection(
             sock,
             f"query engine of {node}",
@@ -189,7 +185,7 @@ class PeerServer:
             raise ProtocolRefused(f"{ask.nbytes} bytes of queries; expected {sum(sizes)}")
         self._connection.wait_unsent(MAX_UNSENT_BYTES)
         counted = len(opened) * PART_BYTES
-        buffer = self._take_buffer(ask.nbytes, counted)
+        buffer = self._buffers.take(ask.nbytes, counted)
         self._connection.reader.into(memoryview(buffer)[: ask.nbytes])
         collector = _ResultCollector(ask, len(opened), bind(self._send, buffer, counted))
         tasks = []
@@ -217,30 +213,10 @@ class PeerServer:
     def _wanted(self, view: int) -> bool:
         return self._connection.open and view in self._views
 
-    def _take_buffer(self, nbytes: int, counted: int) -> bytearray:
-        """A buffer of at least `nbytes` for received queries, of a request whose objects take `counted` bytes. Blocks
-        while `MAX_PENDING_BYTES` would be exceeded."""
-        most = MAX_PENDING_BYTES - nbytes - counted
-        with self._room:
-            self._room.wait_for(lambda: not self._pending_bytes or self._pending_bytes <= most)
-            for index, spare in enumerate(self._spare):
-                if len(spare) >= nbytes:
-                    buffer = self._spare.pop(index)
-                    break
-            else:
-                # The new buffer replaces a spare one that is too small, so that spare buffers do not accumulate.
-                self._spare[:1] = []
-                buffer = bytearray(nbytes)
-            self._pending_bytes += len(buffer) + counted
-            return buffer
-
     def _send(self, buffer: bytearray, counted: int, result: wire.Result, payload: list[memoryview]) -> None:
         self._counters.add(results=1, result_bytes=result.nbytes)
         self._connection.send(result, payload)
-        with self._room:
-            self._pending_bytes -= len(buffer) + counted
-            self._spare.append(buffer)
-            self._room.notify()
+        self._buffers.give_back(buffer, counted)
 
     def _ended(self) -> None:
         with self._lock:

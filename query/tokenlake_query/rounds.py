@@ -104,7 +104,7 @@ class Round:
         """Number of results of the query that are still to come, plus one while `begin` runs, so that a fast answer of
         a peer does not end the work before `begin` has counted the bytes that it sent."""
         self._begun = [False] * len(step.parts)
-        """For each part of the query: do its outputs hold a result already, with which the next one must be merged?"""
+        """For each part of the query, True if its outputs hold a result already, with which the next one is merged."""
         self._sent_bytes = 0
         self._received_bytes = 0
         self._timed: list[Timer] = []

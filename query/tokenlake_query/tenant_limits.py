@@ -22,7 +22,7 @@ process 65,530 mappings."""
 
 
 class TenantLimits:
-    """Counts what is kept for each tenant. Thread-safe."""
+    """Counts the memory, views and buffers that are kept for each tenant. Thread-safe."""
 
     def __init__(self, tenants: int) -> None:
         """`tenants`: the number of tenants that share each total."""

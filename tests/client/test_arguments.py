@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, match, store
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey
 from tokenlake_client import Deadlines, MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster
 
@@ -73,6 +75,47 @@ def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
 def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
     with shared.connect(0, LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
         pool.prefix(tokens)
+
+
+def test_keys_of_another_length_are_named(shared: Cluster) -> None:
+    with shared.connect(0, LAYOUT) as pool:
+        key, wrong = pool.prefix(Prompt(34, 1).tokens).keys[0], SegmentKey(b"12345")
+        calls: list[Callable[[list[SegmentKey]], object]] = [
+            pool.match,
+            pool.store,
+            pool.reserve,
+            lambda keys: pool.hint(keys, Hints()),
+            lambda keys: pool.claim(keys, 1.0),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="element 1 of argument 'keys' has 5 bytes; expected 32"):
+                call([key, wrong])
+        assert pool.match([key], deadline_s=PATIENT_S).hits == 0, "the session goes on"
+
+
+def test_hints_are_checked(shared: Cluster) -> None:
+    with shared.connect(0, LAYOUT) as pool:
+        with pytest.raises(ValueError, match="argument 'hints' is None; expected hints"):
+            pool.hint(pool.prefix(Prompt(34, 1).tokens).keys, None)  # type: ignore[arg-type]
+        assert pool.match([], deadline_s=PATIENT_S).hits == 0, "the session goes on"
+
+
+def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
+    size = LAYOUT.segment_bytes
+    right = np.zeros(size, np.uint8)
+    cases: list[tuple[Any, str]] = [
+        ([right], "the source has 1 arrays for 2 keys"),
+        ([right, right[1:]], rf"array 1 of the source has dtype uint8 and shape \({size - 1},\); .* \({size},\)"),
+        ([right, right.view(np.float32)], "array 1 of the source has dtype float32"),
+    ]
+    with shared.connect(0, LAYOUT) as pool:
+        keys = pool.prefix(Prompt(35, 2).tokens).keys
+        for source, message in cases:
+            with pytest.raises(ValueError, match=message):
+                pool.store_all(keys, source)
+            with pytest.raises(ValueError, match=message), pool.store(keys) as write:
+                write.fill(source)
+        assert pool.match(keys, deadline_s=PATIENT_S).hits == 0, "nothing is stored"
 
 
 def test_everything_may_be_closed_twice(cluster: Cluster) -> None:

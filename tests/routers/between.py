@@ -26,6 +26,8 @@ class Between(grpc.GenericRpcHandler):
         self.named = ""
         self.asked = 0
         """Questions that have arrived here."""
+        self.answered = 0
+        """Questions that the daemon has answered."""
         self._channel = grpc.insecure_channel(f"unix:{socket_of(node)}", [("grpc.use_local_subchannel_pool", 1)])
         self._server = grpc.server(ThreadPoolExecutor(8), [self])
         self._server.add_insecure_port(f"unix:{self.socket}")
@@ -42,6 +44,7 @@ class Between(grpc.GenericRpcHandler):
             time.sleep(self.pause_s)
         forward: Any = self._channel.unary_unary(method)
         answer: bytes = forward(message, timeout=20)
+        self.answered += question
         if question and self.named:
             changed = pb.GetStartResponse.FromString(answer)
             changed.chosen.instance = self.named

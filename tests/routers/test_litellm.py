@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_a_slow_pool_is_counted_and_leaves_no_request_under_way(
     two: Cluster, engines: list[Engine], between: Between, proxy: Proxy, settled: None
 ) -> None:
     """The tokens take a part of the deadline: the daemon answers in time for its call, and too late for the request."""
-    before = proxy.choices()
+    before, answered = proxy.choices(), between.answered
     between.pause_s = 0.6 * DEADLINE_MS / 1e3
     for engine in engines:
         engine.mode, engine.pause_s = "slow", between.pause_s
@@ -109,7 +108,7 @@ def test_a_slow_pool_is_counted_and_leaves_no_request_under_way(
         assert proxy.chat("1 2 3") in ("A", "B")
     finally:
         between.pause_s = 0.0
-    time.sleep(DEADLINE_MS / 1e3)
+    wait_until(lambda: between.answered > answered, "the daemon has counted the request")
     wait_until(lambda: under_way(two) == 0, "the daemon is told")
     grown = {name: value - before.get(name, 0) for name, value in proxy.choices().items()}
     assert {name: value for name, value in grown.items() if value} == {"late": 1}
@@ -139,9 +138,7 @@ def test_an_engine_in_cooldown_is_left_out(
 def test_without_tokens_the_router_chooses(engines: list[Engine], proxy: Proxy, settled: None, mode: str) -> None:
     for engine in engines:
         engine.mode = mode
-    begun = time.monotonic()
     assert proxy.chat("1 2 3") in ("A", "B")
-    assert time.monotonic() - begun < 20
 
 
 def test_workers_share_the_requests_under_way_over_tls(tmp_path: Path, engines: list[Engine], settled: None) -> None:

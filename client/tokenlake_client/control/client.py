@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, NamedTuple, Self, TypeVar
 
 # gRPC's core would write several lines to stderr for each refused connection. The errors of calls say as much.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from tokenlake.errors import (
+    ConfigurationError,
     CredentialRefused,
     DeadlinePassed,
     LimitReached,
@@ -34,6 +35,8 @@ from tokenlake_proto.v1.scheduling_pb2_grpc import SchedulingStub
 
 __all__ = ["CALL_S", "Certificates", "Control", "CursorLost"]
 
+Reply = TypeVar("Reply")
+
 CALL_S = 2.0
 """Default limit of the seconds of a call."""
 CHANGE_S = 15.0
@@ -49,10 +52,10 @@ _OPTIONS = [
 
 
 class Certificates(NamedTuple):
-    """The files (PEM) by which a caller and a daemon prove who they are."""
+    """The files (PEM) of mutual TLS between a caller and a daemon."""
 
     certificate: Path
-    """Of the caller, for a URI with its role (`tokenlake ca issue --role`)."""
+    """The caller's certificate, whose URI states its role (`tokenlake ca issue --role`)."""
     key: Path
     ca: Path
 
@@ -74,11 +77,6 @@ _ERRORS: dict[grpc.StatusCode, type[TokenLakeError]] = {
     grpc.StatusCode.UNKNOWN: ProtocolRefused,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolRefused,
 }
-
-
-class _Options(TypedDict):
-    timeout: float
-    metadata: tuple[tuple[str, str | bytes], ...] | None
 
 
 class Control:
@@ -109,8 +107,8 @@ class Control:
         """Connect to the Unix socket of a daemon on this machine. `daemon_uid`: the user that the daemon runs as, where
         that is neither root nor this process's user. Raises `Unreachable`; `ListenerUntrusted` where another user
         listens, or could."""
-        # gRPC does not say who listens. A listener of another user cannot take the place of the one that is checked
-        # here: `dial` also refuses a path that other users can change.
+        # gRPC does not tell the user of the listening process. A listener of another user cannot take the place of the
+        # one that is checked here: `dial` also refuses a path that other users can change.
         sock, _ = dial(Path(path), daemon_uid, call_s)
         sock.close()
         return cls(grpc.insecure_channel(f"unix:{os.path.abspath(path)}", _OPTIONS), str(path), token, call_s)
@@ -120,12 +118,14 @@ class Control:
         cls, address: str, node: str, files: Certificates, token: str | None = None, *, call_s: float = CALL_S
     ) -> Control:
         """Connect to the daemon of `node` at `address` (host:port) with mutual TLS. The name in its certificate must be
-        `node`. Raises `Unreachable` for files that cannot be read."""
-        try:
-            certificate, key, ca = (Path(each).read_bytes() for each in files)
-        except OSError as error:
-            raise Unreachable(f"{error.filename} cannot be read: {error.strerror}") from error
-        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        `node`. Raises `ConfigurationError` for a file that cannot be read."""
+        content: dict[str, bytes] = {}
+        for name, path in files._asdict().items():
+            try:
+                content[name] = Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigurationError(name, str(path), f"a file that can be read ({error.strerror})") from error
+        credentials = grpc.ssl_channel_credentials(content["ca"], content["key"], content["certificate"])
         options = [*_OPTIONS, ("grpc.ssl_target_name_override", node)]
         return cls(grpc.secure_channel(address, credentials, options), address, token, call_s)
 
@@ -133,59 +133,49 @@ class Control:
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """The state of the node."""
-        with self._errors():
-            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._call())
+        return self._ask(self._admin.GetStatus, admin_pb2.GetStatusRequest())
 
     def cluster(self) -> admin_pb2.GetClusterResponse:
         """The members of the cluster, as the node knows them."""
-        with self._errors():
-            return self._admin.GetCluster(admin_pb2.GetClusterRequest(), **self._call())
+        return self._ask(self._admin.GetCluster, admin_pb2.GetClusterRequest())
 
     def config(self) -> list[admin_pb2.Setting]:
         """Each setting of the node, its value and its source."""
-        with self._errors():
-            return list(self._admin.GetConfig(admin_pb2.GetConfigRequest(), **self._call()).settings)
+        return list(self._ask(self._admin.GetConfig, admin_pb2.GetConfigRequest()).settings)
 
     def explain(self, request: str, tenant: str = "") -> admin_pb2.ExplainResponse:
-        """How a request used the pool. `request`: its name, or the beginning; empty lists the newest. `tenant`: for an
-        admin, where it is not the caller's own."""
-        with self._errors():
-            return self._admin.Explain(admin_pb2.ExplainRequest(request=request, tenant=tenant), **self._call())
+        """The account of how a request used the pool. `request`: its name, or the beginning of it; empty: the newest
+        requests are listed. `tenant`: the request's tenant; only an admin may name another tenant than its own."""
+        return self._ask(self._admin.Explain, admin_pb2.ExplainRequest(request=request, tenant=tenant))
 
     def engines(self) -> list[admin_pb2.Engines]:
         """The connected engines of all tenants, by layout."""
-        with self._errors():
-            return list(self._admin.GetEngines(admin_pb2.GetEnginesRequest(), **self._call()).engines)
+        return list(self._ask(self._admin.GetEngines, admin_pb2.GetEnginesRequest()).engines)
 
     def activity(self, count: int = 0) -> admin_pb2.GetActivityResponse:
         """The hot prefixes and the slowest calls among the newest requests of the node; `count` of each."""
-        with self._errors():
-            return self._admin.GetActivity(admin_pb2.GetActivityRequest(count=count), **self._call())
+        return self._ask(self._admin.GetActivity, admin_pb2.GetActivityRequest(count=count))
 
     def measure(self, node: str, max_bytes: int = 0, max_s: float = 0.0) -> list[admin_pb2.Path]:
         """Measure the paths from `node` to the node that is asked, with at most `max_bytes` (0: 256 MiB) in at most
         `max_s` (0: 1 s)."""
         message = admin_pb2.MeasurePeerRequest(node=node, max_bytes=max_bytes, max_s=max_s)
-        with self._errors():
-            return list(self._admin.MeasurePeer(message, **self._call(CHANGE_S)).paths)
+        return list(self._ask(self._admin.MeasurePeer, message, CHANGE_S).paths)
 
     def health(self, service: str = "") -> bool:
-        """Whether a service of the daemon serves."""
-        with self._errors():
-            reply = self._health(health_pb2.HealthCheckRequest(service=service), **self._call())
-            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        """True if the service `service` of the daemon serves."""
+        reply = self._ask(self._health, health_pb2.HealthCheckRequest(service=service))
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     # -- changes
 
     def drain(self, node: str = "") -> None:
         """Let a node leave; empty for the one that is asked."""
-        with self._errors():
-            self._admin.Drain(admin_pb2.DrainRequest(node=node), **self._call(CHANGE_S))
+        self._ask(self._admin.Drain, admin_pb2.DrainRequest(node=node), CHANGE_S)
 
     def remove(self, node: str) -> None:
         """Remove a node that is gone for good."""
-        with self._errors():
-            self._admin.Remove(admin_pb2.RemoveRequest(node=node), **self._call(CHANGE_S))
+        self._ask(self._admin.Remove, admin_pb2.RemoveRequest(node=node), CHANGE_S)
 
     def evict(
         self,
@@ -204,20 +194,17 @@ class Control:
             message.segment_bytes = segment_bytes
         elif everything:
             message.all = True
-        with self._errors():
-            return self._admin.Evict(message, **self._call(CHANGE_S)).evicted
+        return self._ask(self._admin.Evict, message, CHANGE_S).evicted
 
     def weights_changed(self, weights_digest: str, tenant: str = "") -> admin_pb2.WeightsChangedResponse:
         """The weights that this digest names have changed in place: end the sessions of engines with it."""
         message = admin_pb2.WeightsChangedRequest(tenant=tenant, weights_digest=weights_digest)
-        with self._errors():
-            return self._admin.WeightsChanged(message, **self._call(CHANGE_S))
+        return self._ask(self._admin.WeightsChanged, message, CHANGE_S)
 
     def set_log_level(self, level: str, logger: str = "") -> str:
         """Set the least level of the messages that the node logs. Returns the level before."""
         message = admin_pb2.SetLogLevelRequest(level=level, logger=logger)
-        with self._errors():
-            return self._admin.SetLogLevel(message, **self._call()).previous
+        return self._ask(self._admin.SetLogLevel, message).previous
 
     # -- events
 
@@ -235,39 +222,31 @@ class Control:
 
     def layouts(self) -> list[scheduling_pb2.Layout]:
         """The layouts of the tenant's engines that have connected to the node, the newest last."""
-        with self._errors():
-            reply = self._scheduling.GetLayouts(scheduling_pb2.GetLayoutsRequest(), **self._call())
-            return list(reply.layouts)
+        return list(self._ask(self._scheduling.GetLayouts, scheduling_pb2.GetLayoutsRequest()).layouts)
 
     def prefix_tree(self, message: scheduling_pb2.GetPrefixTreeRequest) -> scheduling_pb2.GetPrefixTreeResponse:
         """The cached prefixes of some prompts."""
-        with self._errors():
-            return self._scheduling.GetPrefixTree(message, **self._call())
+        return self._ask(self._scheduling.GetPrefixTree, message)
 
     def cache_load(self, message: scheduling_pb2.GetCacheLoadRequest) -> dict[str, float]:
         """The share of each node's time that attention over cached segments takes."""
-        with self._errors():
-            return dict(self._scheduling.GetCacheLoad(message, **self._call()).load)
+        return dict(self._ask(self._scheduling.GetCacheLoad, message).load)
 
     def plans(self, message: scheduling_pb2.GenPlansRequest) -> list[scheduling_pb2.Plan]:
         """The plan of each batch."""
-        with self._errors():
-            return list(self._scheduling.GenPlans(message, **self._call()).plans)
+        return list(self._ask(self._scheduling.GenPlans, message).plans)
 
     def start(self, message: scheduling_pb2.GetStartRequest) -> scheduling_pb2.GetStartResponse:
         """The instance where a request starts soonest."""
-        with self._errors():
-            return self._scheduling.GetStart(message, **self._call())
+        return self._ask(self._scheduling.GetStart, message)
 
     def report(self, message: scheduling_pb2.ReportRequest) -> int:
         """Tell what happened to requests of a fleet. Returns the number of its requests under way."""
-        with self._errors():
-            return self._scheduling.Report(message, **self._call()).under_way
+        return self._ask(self._scheduling.Report, message).under_way
 
     def hint(self, message: scheduling_pb2.HintRequest) -> None:
         """Give hints about the segments of a prompt."""
-        with self._errors():
-            self._scheduling.Hint(message, **self._call())
+        self._ask(self._scheduling.Hint, message)
 
     # -- the connection
 
@@ -281,8 +260,11 @@ class Control:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(self, seconds: float = 0.0) -> _Options:
-        return _Options(timeout=max(self._call_s, seconds), metadata=self._metadata)
+    def _ask(self, method: Callable[..., Reply], message: object, seconds: float = 0.0) -> Reply:
+        """Call a method of the daemon, and return its reply. The call is given up after `seconds`, or `call_s` if that
+        is longer."""
+        with self._errors():
+            return method(message, timeout=max(self._call_s, seconds), metadata=self._metadata)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -54,19 +54,19 @@ class FleetRouter:
         return start_of(self._control.start(message).chosen)
 
     def sent(self, request: Request, start: Start) -> None:
-        """The request was sent to `start.instance`."""
+        """Record that the request was sent to `start.instance`."""
         self.report(pb.Happened(sent=pb.Sent(prompt=prompt_message(request), start=start_message(start))))
 
     def first_token(self, name: str) -> None:
-        """The prefill of a request is done."""
+        """Record that the prefill of the request `name` is done."""
         self.report(pb.Happened(first_token=name))
 
     def finished(self, name: str) -> None:
-        """A request was answered or failed."""
+        """Record that the request `name` was answered or has failed."""
         self.report(pb.Happened(finished=name))
 
     def prefilled(self, new: int, prefix: int, seconds: float) -> None:
-        """A prefill of `new` tokens behind `prefix` cached ones, that ran alone, took so long."""
+        """Record that a prefill of `new` tokens behind `prefix` cached ones, which ran alone, took `seconds`."""
         self.report(pb.Happened(prefilled=pb.Prefilled(new_tokens=new, prefix_tokens=prefix, seconds=seconds)))
 
     def join(self, instance: str, node: NodeId) -> None:

@@ -23,7 +23,7 @@ KNOWN_KEYS = 1 << 16
 KNOWN_REQUESTS = 256
 """Limit of the requests that are remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 PROMPTS_AT_ONCE = 256
-"""Requests of one call of the daemon, which has this limit."""
+"""The daemon's limit of the requests of one call."""
 
 
 class _Place(NamedTuple):

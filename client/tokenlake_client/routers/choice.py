@@ -14,16 +14,17 @@ from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unre
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
+from tokenlake_client.salts import joined_salt
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
 
 MAX_TOKENS = 1 << 18
-"""Tokens of a prompt that the pool is told: the daemon's limit. The rest of a longer prompt changes no choice."""
+"""The daemon's limit of the tokens of a prompt. The rest of a longer prompt changes no choice and is not sent."""
 MAX_UNDER_WAY = 8192
-"""Limit of the requests under way that are remembered; the oldest count as finished."""
+"""Limit of the requests under way that are remembered; beyond it the oldest count as finished."""
 THREADS = 16
-"""Calls of the pool at a time. Each takes about a millisecond, and at most the deadline."""
+"""Limit of the calls of the pool at a time. Each takes about a millisecond, and at most the deadline."""
 MAX_LOGGED = 64
 """Limit of the distinct problems that are logged."""
 
@@ -36,7 +37,7 @@ class Outcome(enum.StrEnum):
     CHOSEN = "chosen"
     """The pool chose the instance."""
     NO_CHOICE = "no_choice"
-    """There was one instance to choose from."""
+    """The router offered one instance only."""
     NOT_SERVED = "not_served"
     """The request or its deployments cannot be served; the log names the reason."""
     UNREACHABLE = "unreachable"
@@ -114,15 +115,16 @@ class Chooser:
         call: Future[pb.GetStartResponse] | None = None
         kept = False
         try:
-            async with asyncio.timeout(self._deadline_s):
-                ids = await self._tokens.tokens(prompt, [each.instance for each in candidates])
-                message = pb.Prompt(
-                    name=name,
-                    tokens=len(ids) // 4,
-                    token_ids=ids[: 4 * MAX_TOKENS],
-                    fingerprint=place.fingerprint,
-                    salt=_joined(self._settings.salt, salt),
-                )
+            until = asyncio.get_running_loop().time() + self._deadline_s
+            ids = await self._tokens.tokens(prompt, [each.instance for each in candidates], until)
+            message = pb.Prompt(
+                name=name,
+                tokens=len(ids) // 4,
+                token_ids=ids[: 4 * MAX_TOKENS],
+                fingerprint=place.fingerprint,
+                salt=joined_salt(self._settings.salt, salt),
+            )
+            async with asyncio.timeout_at(until):
                 call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
                 chosen = (await asyncio.wrap_future(call)).chosen
             if chosen.instance not in instances:
@@ -173,9 +175,10 @@ class Chooser:
             self._logged.add(message)
             log.warning("TokenLake: the router's own strategy is used: %s", message)
 
-    def close(self) -> None:
-        """End the connections."""
+    async def close(self) -> None:
+        """End the connections and threads."""
         self._doors.close()
+        await self._tokens.close()
         self._calls.shutdown(wait=False)
 
     def _refusal(self, outcome: Outcome, reason: str) -> Choice:
@@ -187,10 +190,3 @@ class Chooser:
             log.warning("TokenLake: %s is asked where requests start soonest", door.name)
         else:
             log.warning("TokenLake: %s is not asked: %s", door.name, door.problem)
-
-
-def _joined(ours: str | None, theirs: str | None) -> str | None:
-    """The salt that vLLM's connector makes of its own and the request's."""
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return f"{len(ours)}:{ours}{theirs}"

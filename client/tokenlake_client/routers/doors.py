@@ -3,11 +3,12 @@ engines, so that no request waits for a connection; another one sends reports.""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Door:
-    """One control plane."""
+    """The connection to one control plane, and the layouts that it has reported."""
 
     def __init__(self, name: str, connect: Callable[[], Control]) -> None:
         """`name`: for the log. `connect`: opens a connection, which this object then owns."""
@@ -51,7 +52,7 @@ class Door:
         self.layouts: tuple[tuple[bytes, Layout], ...] = ()
         """Fingerprint and layout of the engines whose keys follow from tokens, the newest last."""
         self.usable = False
-        """True: the last look succeeded, and no call has failed since."""
+        """True if the layouts were read with success and no call has failed since."""
         self.problem = "it was not asked yet"
 
     def look(self) -> None:
@@ -59,8 +60,7 @@ class Door:
         try:
             if self._control is None:
                 self._control = self._connect()
-            listed = self._control.layouts()
-            self.layouts = tuple((each.fingerprint, Layout.decode(each.encoded)) for each in listed if not each.opaque)
+            self.layouts = tuple(_known(self._control.layouts()))
         except TokenLakeError as error:
             self.failed(error)
         else:
@@ -165,7 +165,7 @@ class Doors:
         self._tell(place.door)
 
     def _tell(self, door: Door) -> None:
-        """Call `changed` where the state of the door is not the one that it was told last."""
+        """Call `changed` if the control plane became usable or unusable since the last call of `changed` for it."""
         with self._lock:
             usable = door.usable
             if self._told.get(door) == usable:
@@ -174,7 +174,7 @@ class Doors:
         self._changed(door)
 
     def report(self, place: Place, happened: pb.Happened) -> None:
-        """Tell the daemon what happened, later and in the background. Never blocks."""
+        """Queue a report to the daemon, which a background thread sends. Never blocks."""
         self._reports.append(_Report(place, happened))
         self._waiting.set()
 
@@ -240,6 +240,15 @@ class Doors:
             # For plans only.
             query_bytes=1,
         )
+
+
+def _known(listed: Sequence[pb.Layout]) -> Iterator[tuple[bytes, Layout]]:
+    """The fingerprint and layout of the engines that this version knows, whose keys follow from tokens."""
+    for each in listed:
+        # During a rolling upgrade, engines of a newer version have layouts that this version cannot decode.
+        with contextlib.suppress(LayoutRefused):
+            if not each.opaque:
+                yield each.fingerprint, Layout.decode(each.encoded)
 
 
 def _doors_of(settings: RouterSettings) -> list[Door]:

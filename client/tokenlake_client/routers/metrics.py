@@ -22,20 +22,23 @@ class Metrics:
         except ImportError:
             return
         self._seconds = Histogram(
-            "tokenlake_router_seconds", "Time that the choice added to a request", ["outcome"], buckets=BUCKETS
+            "tokenlake_router_seconds", "Seconds that the choice added to a request", ["outcome"], buckets=BUCKETS
         )
-        self._choices = Counter("tokenlake_router_choices", "Choices by their end", ["outcome"])
+        self._choices = Counter(
+            "tokenlake_router_choices", "Choices of an instance for a request, by their outcome", ["outcome"]
+        )
         self._instances = Counter(
-            "tokenlake_router_requests", "Requests that the pool sent to an instance", ["instance"]
+            "tokenlake_router_requests", "Requests for which the pool chose the instance", ["instance"]
         )
         self._tokens = Counter(
             "tokenlake_router_prompt_tokens",
-            "Prompt tokens of these requests by where they were expected: at the instance's node, at another node, "
-            "or to be computed",
+            "Prompt tokens of these requests by their expected source: the instance's node, another node, or the "
+            "computation",
             ["source"],
         )
         self._differ = Counter(
-            "tokenlake_router_tokens_differ", "Prompts of which the instance computed another number of tokens"
+            "tokenlake_router_tokens_differ",
+            "Prompts whose number of tokens at the instance differs from that of the tokenizer",
         )
 
     def chosen(self, choice: Choice, seconds: float) -> None:

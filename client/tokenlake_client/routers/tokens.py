@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -31,7 +32,7 @@ _TEMPLATE_FIELDS = (
 
 
 class TokenizerFailed(TokenLakeError):
-    """No tokens were had; the message names the reason."""
+    """The tokens of a prompt could not be found; the message names the reason."""
 
 
 class Instance(NamedTuple):
@@ -57,9 +58,13 @@ class Prompt(msgspec.Struct, frozen=True):
 class Tokens(Protocol):
     """A tokenizer."""
 
-    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
-        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. The caller bounds
-        the time. Raises `TokenizerFailed`."""
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
+        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. `until`: the
+        deadline, by the clock of the event loop. Raises `TokenizerFailed`, and TimeoutError at the deadline."""
+        ...
+
+    async def close(self) -> None:
+        """End the connections and threads."""
         ...
 
 
@@ -127,8 +132,8 @@ class RemoteTokenizer:
         self._session: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
-        """As `Tokens.tokens`."""
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
+        """See `Tokens.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         now = time.monotonic()
@@ -140,15 +145,22 @@ class RemoteTokenizer:
         for at in range(len(able)):
             instance = able[(first + at) % len(able)]
             try:
-                return await self._ask(prompt, instance)
+                # A cancellation says nothing about the instance: the client of the request went away.
+                async with asyncio.timeout_at(until):
+                    return await self._ask(prompt, instance)
             except TokenizerFailed as error:
                 problem = str(error)
-            except asyncio.CancelledError:
-                # The caller's deadline ends the wait for an instance that does not answer.
+            except TimeoutError:
                 self._paused[instance.base] = time.monotonic() + PAUSE_S
                 raise
             self._paused[instance.base] = time.monotonic() + PAUSE_S
         raise TokenizerFailed(problem)
+
+    async def close(self) -> None:
+        """End the connections to the instances. To be called on the event loop of `tokens`."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _ask(self, prompt: Prompt, instance: Instance) -> bytes:
         import aiohttp
@@ -172,18 +184,27 @@ class RemoteTokenizer:
 
 
 class LocalTokenizer:
-    """The tokenizer of a model's directory, in threads of this process."""
+    """The tokenizer of a model's directory, in a thread of its own: a tokenizer serves one thread at a time. A prompt
+    whose deadline passes before its turn is not tokenized."""
 
     def __init__(self, directory: str) -> None:
         """Loads the tokenizer with the first prompt."""
         self._directory = directory
         self._tokenizer: Any = None
+        """Only for the thread."""
+        self._thread = ThreadPoolExecutor(1, "tokenlake-tokenizer")
 
-    async def tokens(self, prompt: Prompt, instances: Sequence[Instance]) -> bytes:
-        """As `Tokens.tokens`."""
+    async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
+        """See `Tokens.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
-        return await asyncio.to_thread(self._tokens, prompt)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout_at(until):
+            return await loop.run_in_executor(self._thread, self._tokens, prompt)
+
+    async def close(self) -> None:
+        """End the thread after the prompt that it tokenizes now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _tokens(self, prompt: Prompt) -> bytes:
         try:

@@ -1,1 +1,1 @@
-"""Parts that every engine integration uses. Importing this package imports neither an engine nor torch."""
+"""Parts that every engine integration uses. None of its modules imports an engine, and only `slots` imports torch."""

@@ -44,8 +44,8 @@ class CacheLease(Protocol):
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = ...) -> list[NDArray[np.uint8]]:
         """Read-only arrays over the leased segments [start, stop), one per segment. The list is shorter when a segment
-        was lost: it ends before that segment. `at_most_s`: limit of the seconds
-        that transfers from other nodes may take; 0: none."""
+        was lost: it ends before that segment. `at_most_s`: limit of the seconds that transfers
+        from other nodes may take; 0: none."""
         ...
 
     def release(self, start: int = 0, stop: int | None = None) -> None:

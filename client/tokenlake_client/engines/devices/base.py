@@ -81,7 +81,7 @@ class Device(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the memory is (`tokenlake.where`)."""
+        """The name of the memory's place (`tokenlake.where`)."""
         ...
 
     def stream(self) -> Stream:
@@ -94,7 +94,7 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """As `computed`, with the time at which the device reaches the point."""
+        """Returns a mark as `computed` does, which also records the time at which the device reaches it."""
         ...
 
     def between(self, first: Any, last: Any) -> float | None:

@@ -49,7 +49,7 @@ class _CudaStream:
             _flat(target).copy_(_host(source), non_blocking=True)
 
     def to_host(self, target: NDArray[np.uint8], source: Any) -> None:
-        """As `to_device`. Into memory that is not page-locked it returns after the copy."""
+        """See `to_device`. A copy into memory that is not page-locked is complete on return."""
         with torch.cuda.stream(self._stream):
             _host(target).copy_(_flat(source), non_blocking=True)
 

@@ -150,8 +150,9 @@ def _contents(state: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, .
 
 
 def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
-    """Are configuration and weights equal to those in `directory`, bit for bit? Weights that the files hold under other
-    names, or not at all, count as different: the caller then uses the digest of the tensors, which is always valid."""
+    """True if configuration and weights are equal to those in `directory`, bit for bit. Weights that the files hold
+    under other names, or not at all, count as different: the caller then uses the digest of the tensors, which is
+    always valid."""
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
@@ -185,8 +186,8 @@ def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
 
 
 def _equal(stored: Any, loaded: Any) -> bool:
-    """Does the tensor `stored`, converted to the dtype of `loaded`, have the same bits? Compares `PIECE` elements at a
-    time, so that the converted copies stay small."""
+    """True if the tensor `stored`, converted to the dtype of `loaded`, has the same bits. Compares `PIECE` elements at
+    a time, so that the converted copies stay small."""
     if stored.shape != loaded.shape:
         return False
     one, other = stored.reshape(-1), loaded.detach().reshape(-1)

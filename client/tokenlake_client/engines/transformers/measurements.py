@@ -25,7 +25,7 @@ class Measurements:
         self.rates = rates
 
     def in_flight_wait(self, layout: Layout, found: int, count: int) -> InFlightWait:
-        """How long a match may wait for another engine that computes segments [found, count) of a prompt. `NO_WAIT`:
+        """The wait of a match for another engine that computes segments [found, count) of a prompt. `NO_WAIT`:
         this engine should compute them itself.
 
         Another engine that began earlier has computed the segments by the time this engine would have. It then stores

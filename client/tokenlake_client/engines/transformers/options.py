@@ -45,7 +45,7 @@ class EngineOptions:
     """The largest number of prompts whose segments wait to be stored; each keeps its cache alive. The segments of
     further prompts are not stored."""
     write_patience: float = 1.0
-    """How many seconds the background writer waits for the pool's write budget."""
+    """The seconds for which the background writer waits for the pool's write budget."""
     query_deadline: float = 2.0
     """Mode `ship`: the deadline of attention over the prefixes in one layer: this many seconds for each started 4 Mi
     pairs of a query token and a prefix token. When it is missed, the forward pass is void, and is repeated after the

@@ -55,7 +55,7 @@ def check_state(model: Any, adapter: str | None) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Were LoRA adapters added to `model`, by transformers or by peft?"""
+    """True if transformers or peft has added LoRA adapters to `model`."""
     return bool(getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None))
 
 

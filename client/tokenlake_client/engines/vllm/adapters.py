@@ -23,6 +23,7 @@ import math
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ MAX_FAILED = 1024
 """Limit of the adapters whose failed loads are remembered."""
 MAX_NUMBERS = 64
 """Limit of the numbers of one adapter that are remembered; more of them count as unknown."""
+MAX_ADAPTERS = 16384
+"""Limit of the adapters that are remembered. vLLM gives an adapter that is loaded while it runs a new number each
+time."""
 _WRAPPED = "_tokenlake_watches_loads"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 _watching_lock = threading.Lock()
@@ -119,8 +123,12 @@ class CachedAdapters:
         self._clock = clock
         self._emptied = 0.0
         """The time at which vLLM's own cache was last emptied."""
-        self._numbers: dict[tuple[str, str], dict[int, None]] = {}
-        """By the name and path of an adapter, its numbers in vLLM since that time."""
+        self._numbers: OrderedDict[tuple[str, str], dict[int, None] | None] = OrderedDict()
+        """By the name and path of an adapter, its numbers in vLLM since that time; None: unknown. The adapter that was
+        used last stands last."""
+        self._forgotten = False
+        """True: the numbers of an adapter since that time were dropped, so those of an adapter that is not in
+        `_numbers` are unknown."""
         self._failed: dict[tuple[int, str], float] = {}
         """By the number and the files of an adapter, the time of the last load that failed."""
 
@@ -140,17 +148,25 @@ class CachedAdapters:
         """To be called when vLLM's own cache was emptied, before anything is computed."""
         self._emptied = self._clock()
         self._numbers.clear()
+        self._forgotten = False
 
     def placed(self, adapter: RequestAdapter, *, cached: bool) -> bool:
         """To be called when vLLM has given blocks to the request of `adapter`, before anything is computed. `cached`:
         some of its tokens are in vLLM's own cache. Returns False if the numbers under which these were computed are
         unknown."""
-        numbers = self._numbers.setdefault((adapter.name, adapter.path), {})
-        if len(numbers) <= MAX_NUMBERS:
+        key = (adapter.name, adapter.path)
+        numbers = self._numbers.setdefault(key, None if self._forgotten else {})
+        self._numbers.move_to_end(key)
+        if len(self._numbers) > MAX_ADAPTERS:
+            self._numbers.popitem(last=False)
+            self._forgotten = True
+        if numbers is not None:
             numbers[adapter.number] = None
+            if len(numbers) > MAX_NUMBERS:
+                numbers = self._numbers[key] = None
         adapter.since = self._emptied if cached else self._clock()
-        adapter.others = tuple(other for other in numbers if other != adapter.number) if cached else ()
-        return not cached or len(numbers) <= MAX_NUMBERS
+        adapter.others = tuple(other for other in numbers or () if other != adapter.number) if cached else ()
+        return not cached or numbers is not None
 
 
 class Adapters:
@@ -250,49 +266,72 @@ class LoadedAdapters:
         self._warn = warn
         self._clock = clock
         self._lock = threading.Lock()
-        self._loaded: dict[int, _Loaded] = {}
-        """By vLLM's number of an adapter."""
+        self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
+        """By vLLM's number of an adapter; the one that was used last stands last."""
+        self._forgotten = -1
+        """The highest number whose adapter was dropped from `_loaded`: vLLM may have loaded other files under a number
+        up to this one that is not in `_loaded`."""
         with _watching_lock:
             _watching.add(self)
 
     def loaded(self, number: int, files: str | None) -> None:
         """Record that vLLM has loaded the adapter `number` from files in this state; None: unknown."""
         with self._lock:
-            before = self._loaded.get(number)
-            if before is None:
+            before = self._known(number)
+            if before is None and number > self._forgotten:
                 # Nothing was computed under this number before.
-                self._loaded[number] = _Loaded(files, -math.inf)
-            elif files is None or before.files != files:
-                self._loaded[number] = _Loaded(files, self._clock())
+                self._record(number, _Loaded(files, -math.inf))
+            elif before is None or files is None or before.files != files:
+                self._record(number, _Loaded(files, self._clock()))
 
     def may_load(self, use: AdapterUse | None) -> bool:
-        """May segments be loaded that were computed with this adapter? True also if vLLM has not loaded it yet: it
+        """True if segments may be loaded that were computed with this adapter, also if vLLM has not loaded it yet: vLLM
         loads the adapter before the request computes. From then on vLLM's own cache has tokens of these files."""
         if use is None:
             return True
         with self._lock:
-            loaded = self._loaded.setdefault(use.number, _Loaded(use.files, -math.inf))
-        return self._agrees(loaded.files == use.files, use)
+            loaded = self._known(use.number)
+            if loaded is None and use.number > self._forgotten:
+                loaded = self._record(use.number, _Loaded(use.files, -math.inf))
+        return self._agrees(loaded is not None and loaded.files == use.files, use)
 
     def may_store(self, use: AdapterUse | None) -> bool:
-        """Were all tokens of the request, up to those of this step, computed with this adapter?"""
+        """True if all tokens of the request, up to those of this step, were computed with this adapter."""
         if use is None:
             return True
         with self._lock:
-            numbers = [self._loaded.get(number) for number in use.numbers]
-        # With a number that vLLM has not loaded, nothing was computed.
-        return self._agrees(
-            numbers[0] is not None
-            and all(one is None or (one.files == use.files and one.since < use.since) for one in numbers),
-            use,
-        )
+            numbers = {number: self._known(number) for number in use.numbers}
+            # With a number that vLLM has not loaded, nothing was computed.
+            agrees = numbers[use.number] is not None and all(
+                number > self._forgotten if one is None else one.files == use.files and one.since < use.since
+                for number, one in numbers.items()
+            )
+        return self._agrees(agrees, use)
+
+    def _known(self, number: int) -> _Loaded | None:
+        """The adapter of a number that is about to be used; None if it is not in `_loaded`. The caller holds the
+        lock."""
+        loaded = self._loaded.get(number)
+        if loaded is not None:
+            self._loaded.move_to_end(number)
+        return loaded
+
+    def _record(self, number: int, loaded: _Loaded) -> _Loaded:
+        """Set the adapter of a number, and drop the one that was not used for the longest time beyond
+        `MAX_ADAPTERS`. The caller holds the lock."""
+        self._loaded[number] = loaded
+        self._loaded.move_to_end(number)
+        if len(self._loaded) > MAX_ADAPTERS:
+            dropped, _ = self._loaded.popitem(last=False)
+            self._forgotten = max(self._forgotten, dropped)
+        return loaded
 
     def _agrees(self, agrees: bool, use: AdapterUse) -> bool:
         if not agrees:
             self._warn(
                 f"served without the pool: LoRA adapter {use.number}: its files changed after vLLM loaded them, or "
-                "after it computed cached tokens with them; load it again, in place or under another number, and then "
-                "reset the caches"
+                "after it computed cached tokens with them, or vLLM has loaded too many adapters since; load it again, "
+                "in place or under another number, and then reset the caches"
             )
         return agrees
 

@@ -38,7 +38,7 @@ from tokenlake_client.engines.vllm.blocks import PagedLayers, block_views, check
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.device_copy import DeviceCopy
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
-from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version, set_version, version_refused
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
@@ -137,13 +137,18 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
             check_failure_policy()
-            self._block = block_tokens_of(kv_cache_config)
-            self._blocks = kv_cache_config.num_blocks
-            if role == KVConnectorRole.SCHEDULER:
-                try:
+            try:
+                self._block = block_tokens_of(kv_cache_config)
+                self._blocks = kv_cache_config.num_blocks
+                if role == KVConnectorRole.SCHEDULER:
                     self._open_scheduler(self.layout)
-                except LayoutRefused as error:
-                    self._refuse(error)
+            except LayoutRefused as error:
+                self._refuse(error)
+                self._close_scheduler()
+            except Exception as error:
+                self._reports.failure("opening the connector", error)
+                self.layout = None
+                self._close_scheduler()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -288,10 +293,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             return
         digest = self._epoch.named(version)
         if digest is None:
-            self._reports.warn(
-                f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of "
-                "the caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
-            )
+            self._reports.warn(version_refused(version))
             digest = self._epoch.reset(empty=False)
         self._scheduler.new_weights(digest)
 
@@ -378,12 +380,21 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
-        for part in (self._worker, self._scheduler, self._adapters, self._connection):
-            try:
-                if part is not None:
-                    part.close()
-            except Exception as error:
-                self.hook_failed("shutdown", error)
+        self._close_part(self._worker)
+        self._close_scheduler()
+
+    def _close_scheduler(self) -> None:
+        """End the scheduler's side, also one that was opened in part: it serves no request any more."""
+        for part in (self._scheduler, self._adapters, self._connection):
+            self._close_part(part)
+        self._scheduler = self._adapters = self._connection = None
+
+    def _close_part(self, part: Any) -> None:
+        try:
+            if part is not None:
+                part.close()
+        except Exception as error:
+            self.hook_failed("shutdown", error)
 
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:
@@ -397,8 +408,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return None
 
     def _is_inner(self) -> bool:
-        """Does another connector, such as `MultiConnector`, make this one? vLLM's configuration does not tell that;
-        the callers of the constructor do."""
+        """True if another connector, such as `MultiConnector`, makes this one. vLLM's configuration does not state it,
+        so the callers of the constructor are examined."""
         frame: FrameType | None = sys._getframe(1)
         callers = []
         while frame is not None:
@@ -427,7 +438,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             wait_s=0.0,
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
-        on_weight_version(_set_version)
+        on_weight_version(set_version)
         lora = self._vllm_config.lora_config
         if lora is not None and watch_loads():
             options = options_of(lora, self._vllm_config.model_config.dtype)
@@ -495,11 +506,6 @@ def _send_client_log_to_vllm() -> None:
 
 def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
     return read_settings(extra, os.environ)
-
-
-def _set_version(connector: Any, version: str) -> None:
-    if hasattr(connector, "new_weights"):
-        connector.new_weights(version)
 
 
 def _copier(layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> HostCopy | DeviceCopy:

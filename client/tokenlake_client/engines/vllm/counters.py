@@ -31,7 +31,7 @@ MAX_SAMPLES = 4096
 
 Growth = dict[str, Any]
 """The growth of counts since the last reading, by the name of the count, and the new samples of times, as a list by the
-name of the time. Holds only what has grown. Serializable."""
+name of the time. It has only the counts and times that have grown, and can be serialized."""
 
 
 class Side(enum.Enum):
@@ -209,7 +209,8 @@ class EngineCounters(Counters[Counts]):
         self._samples: dict[str, deque[float]] = {}
         self._taken = Counts()
         self._grown = False
-        """Has a count other than `hook_seconds` grown since the last reading? Spares a reading after most steps."""
+        """True if a count other than `hook_seconds` has grown since the last reading. Most steps then need no
+        reading."""
 
     def add(self, **amounts: float) -> None:
         """Add each amount to the count of that name."""

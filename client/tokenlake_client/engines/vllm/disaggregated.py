@@ -139,7 +139,7 @@ def split_of(params: object) -> Split:
 
 
 def is_split(params: object) -> bool:
-    """Do a request's `kv_transfer_params` say that different engines serve its prefill and its decode?"""
+    """True if a request's `kv_transfer_params` state that different engines serve its prefill and its decode."""
     return isinstance(params, Mapping) and bool(params.get(_DECODE) or params.get(_PREFILL))
 
 
@@ -153,7 +153,7 @@ class TailRoom:
         self._left = self._most = MAX_TAILS * segment
 
     def take(self, prompt: int) -> bool:
-        """Is there room for the tail of a prompt of `prompt` tokens? The caller stores the tail then."""
+        """True if there is room for the tail of a prompt of `prompt` tokens, which the caller then stores."""
         self._left = min(self._most, self._left + prompt)
         unused = self._segment - prompt % self._segment
         if unused > self._left:
@@ -163,5 +163,6 @@ class TailRoom:
 
 
 def has_tail(tokens: int, segment: int) -> bool:
-    """Does an engine that decodes need the tail of a prompt of `tokens` tokens? It computes the last token itself."""
+    """True if an engine that decodes needs the tail of a prompt of `tokens` tokens. It computes the last token
+    itself."""
     return (tokens - 1) % segment > 0 and tokens % segment > 0

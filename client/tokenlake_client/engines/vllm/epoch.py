@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenlake_client.weights import digest_of_version
 
-__all__ = ["WeightsEpoch", "on_weight_version"]
+__all__ = ["WeightsEpoch", "on_weight_version", "set_version", "version_refused"]
 
 RANDOM_BYTES = 16
 _WRAPPED = "_tokenlake_reports_versions"
@@ -79,3 +79,17 @@ def on_weight_version(report: Callable[[Any, str], None]) -> None:
 
     setattr(set_weight_version, _WRAPPED, True)
     EngineCore.set_weight_version = set_weight_version
+
+
+def set_version(connector: Any, version: str) -> None:
+    """Report the weights' version to a connector, if it is one of ours. For `on_weight_version`."""
+    if hasattr(connector, "new_weights"):
+        connector.new_weights(version)
+
+
+def version_refused(version: str) -> str:
+    """The log line for a version that `WeightsEpoch.named` does not accept."""
+    return (
+        f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of the "
+        "caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
+    )

@@ -52,7 +52,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """As of `KnownLayoutConnector`; it also checks the settings."""
+        """See `KnownLayoutConnector`: always False. Also checks the settings."""
         return KnownLayoutConnector.requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod

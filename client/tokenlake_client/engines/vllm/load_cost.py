@@ -60,7 +60,7 @@ LOCAL = Owner(HERE)
 
 
 def all_local(owners: Sequence[Owner]) -> bool:
-    """Are all segments of a load in this node's memory? `owners`: that of each segment."""
+    """True if all segments of a load are in this node's memory. `owners`: the owner of each segment."""
     return all(owner == LOCAL for owner in owners)
 
 
@@ -115,8 +115,8 @@ class LoadCosts:
         return fetch_limit_s(self._rates.prefill, start, stop)
 
     def pays(self, total: int) -> bool:
-        """Is a load of all segments of a prompt of `total` tokens, from the slowest known node, faster than computing
-        them? Requires that `prefill_s` is known."""
+        """True if a load of all segments of a prompt of `total` tokens, from the slowest known node, is faster than
+        computing them. Requires that `prefill_s` is known."""
         until = total - total % self._segment
         nbytes = until // self._segment * self._bytes
         begin, byte_s = self._coefficients(HERE)
@@ -193,8 +193,8 @@ class LoadCosts:
             self._surprises[source] = 0
 
     def _retry(self, owners: Sequence[Owner]) -> bool:
-        """Has one of the sources been neither used nor retried for `RETRY_S`? Then the caller loads from it, and this
-        method records that."""
+        """True if one of the sources has been neither used nor retried for `RETRY_S`. The caller then loads from it,
+        and this method has recorded the retry."""
         now = self._clock()
         found = False
         for source in {HERE: None, **dict.fromkeys(owner.node for owner in owners)}:

@@ -98,7 +98,7 @@ class PendingHeartbeat(Protocol):
     """A heartbeat that was sent and whose reply is polled."""
 
     def poll(self) -> bool:
-        """Has the daemon answered the heartbeat? Raises `TokenLakeError`."""
+        """True if the daemon has answered the heartbeat. Raises `TokenLakeError`."""
         ...
 
 
@@ -145,7 +145,7 @@ class SchedulerPool(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Does the connection exist, as far as is known?"""
+        """True if the connection exists, as far as is known."""
         ...
 
     def prefix(

@@ -18,6 +18,7 @@ from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
+from tokenlake_client.salts import joined_salt
 
 __all__ = [
     "HINTS_KEY",
@@ -105,7 +106,7 @@ class ScheduledPart:
 
 @dataclass(slots=True)
 class RequestState:
-    """The scheduler side's state of one request: its keys, its lookup, and what may be loaded or stored."""
+    """The scheduler side's state of one request: its keys, its lookup, and its permissions to load and to store."""
 
     request: EngineRequest
     saved: SavedTokens
@@ -162,7 +163,7 @@ class RequestState:
 
     @property
     def identified(self) -> bool:
-        """Is everything known that the keys depend on?"""
+        """True if all values are known on which the keys depend."""
         return self.adapter is None or self.adapter.digest is not None
 
     def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
@@ -172,7 +173,7 @@ class RequestState:
         if self.prefix is None or self.incarnation != pool.incarnation:
             self.prefix = pool.prefix(
                 adapter=self.adapter.digest if self.adapter is not None else None,
-                salt=_joined(salt, self.request.cache_salt),
+                salt=joined_salt(salt, self.request.cache_salt),
                 extras=self.extras,
                 weights_digest=self.weights,
             )
@@ -357,10 +358,3 @@ def hints_of(params: object) -> Hints | None:
         )
     others = {name: value for name, value in fields.items() if name != "outlook"}
     return Hints(_OUTLOOKS[outlook], **others)
-
-
-def _joined(ours: str | None, theirs: str | None) -> str | None:
-    """One salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts."""
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return f"{len(ours)}:{ours}{theirs}"

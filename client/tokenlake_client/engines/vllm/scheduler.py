@@ -26,9 +26,10 @@ from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlig
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
+from tokenlake_client.engines.vllm.in_flight_waits import InFlightWaits
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
-from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
+from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 from tokenlake_client.engines.vllm.request import (
     EngineRequest,
@@ -107,12 +108,12 @@ class SchedulerSide:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon not answered a late lookup for longer than `lookup.SILENT_S`?"""
+        """True if the daemon has not answered a late lookup for longer than `lookup.SILENT_S`."""
         return self._lookups.silent
 
     @property
     def waits(self) -> bool:
-        """Does the engine's step wait for its loads? That is the setting `load` = sync."""
+        """True if the engine's step waits for its loads (the setting `load` = sync)."""
         return self._settings.load == "sync"
 
     def new_request(
@@ -203,7 +204,8 @@ class SchedulerSide:
         return 0
 
     def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
-        """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or waits in vain."""
+        """The result of `matched` while the lookup has no answer. Gives up a lookup that is late or whose wait
+        is useless."""
         if lookup.waiting and state.split.prefill is None and self._wait_is_useless(state, lookup):
             state.drop_lookup()
             self._begin_lookup(state, may_wait=False)
@@ -229,8 +231,8 @@ class SchedulerSide:
             self._counters.sample(fetch_seconds=time.fetch_s)
 
     def _wait_is_useless(self, state: RequestState, lookup: Lookup) -> bool:
-        """Does a request of this engine compute the segments that `lookup` waits for, or has the wait lasted longer
-        than the prefill behind the tokens that vLLM's own cache has by now?"""
+        """True if a request of this engine computes the segments that `lookup` waits for, or if the wait has lasted
+        longer than the prefill behind the tokens that vLLM's own cache has by now."""
         if self._waits.computed_here(lookup.keys):
             return True
         limit_s = self._waits.wait(state.request.num_tokens, state.local).total_s
@@ -303,7 +305,7 @@ class SchedulerSide:
         state.saved.segments = stop // self._segment
 
     def _tail_read(self, tail: SegmentKey) -> None:
-        """A load has read the tail of a prompt, which no other request needs."""
+        """Record that a load has read the tail of a prompt, which no other request needs."""
         pool = self._pool()
         if pool is not None:
             pool.hint([tail], READ)
@@ -405,7 +407,8 @@ class SchedulerSide:
                 state.saved.confirm(report.step)
         self._saves.done(report.done)
         for job in [job for job in self._moving if job <= report.done]:
-            # The markers of stored segments are gone; those of refused ones would let other engines wait in vain.
+            # Markers end when their segments are stored. Those of refused segments are removed here, so that no other
+            # engine waits for segments that are not stored.
             self._withdraw(*self._moving.pop(job))
 
     def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:

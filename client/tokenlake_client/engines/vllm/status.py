@@ -24,7 +24,7 @@ class StatusPool(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Does the connection exist, as far as is known?"""
+        """True if the connection exists, as far as is known."""
         ...
 
 

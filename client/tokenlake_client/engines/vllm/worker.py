@@ -110,8 +110,8 @@ class WorkerSide:
 
     def _ready(self) -> Callable[[], None]:
         """Returns a function that lets the copies of the thread that calls it begin behind the steps so far. vLLM may
-        give away the blocks of a request before the device has executed the last step that writes them. An error is
-        raised by the function: it must fail the loads."""
+        give away the blocks of a request before the device has executed the last step that writes them. Never raises:
+        an error is raised by the function, in the thread that executes the loads or the saves, and fails them."""
         try:
             ready: Callable[[], None] = self._copy.computed()
         except Exception as error:
@@ -134,7 +134,9 @@ class WorkerSide:
         if not self._shards.writes:
             self._writer.skip(plan.saves[-1].job)
             return
-        ready = self._copy.computed()
+        # If the device cannot mark the step, the background thread gives the jobs up and they count as done: vLLM keeps
+        # the blocks of a finished request until its job is done.
+        ready = self._ready()
         for save in plan.saves:
             # An adapter may be loaded again before the thread stores the segments, so the check belongs to the step.
             if self._adapters is not None and not self._adapters.may_store(save.adapter):

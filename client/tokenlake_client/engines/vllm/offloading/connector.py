@@ -3,10 +3,11 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -18,7 +19,7 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.connector import check_failure_policy
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import is_split
-from tokenlake_client.engines.vllm.epoch import on_weight_version
+from tokenlake_client.engines.vllm.epoch import on_weight_version, set_version, version_refused
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
@@ -75,7 +76,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         self._local: dict[str, int] = {}
         if manager is not None:
             begin(self)
-            on_weight_version(_set_version)
+            on_weight_version(set_version)
 
     @property
     def counts(self) -> Counts:
@@ -97,8 +98,9 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
     @timed
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
-        if is_split(request.kv_transfer_params):
-            self._reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
+        with self._reported("on_new_request"):
+            if is_split(request.kv_transfer_params):
+                self._reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
         super().on_new_request(request)
 
     @timed
@@ -116,10 +118,8 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
-            try:
+            with self._reported("update_state_after_alloc"):
                 self._count(request, num_external_tokens)
-            except Exception as error:
-                self._reports.failure("counting a request", error)
 
     def _count(self, request: Any, hit: int) -> None:
         """Count the tokens of a request that was given blocks, `hit` of which are loaded."""
@@ -181,9 +181,11 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         """vLLM's hook for a reset of the caches, after which the weights may have changed. False: some requests still
         have blocks, whose cache vLLM continues to use."""
         super().reset_cache()
-        blocks = self._gpu_blocks
-        # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
-        empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
+        blocks, empty = self._gpu_blocks, False
+        with self._reported("reset_cache"):
+            # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
+            empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
+        # Also after an error: the weights may have changed.
         if self._manager is not None:
             self._manager.new_epoch(empty=empty)
         return bool(empty)
@@ -195,16 +197,24 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             return
         digest = self._manager.opening.named(version)
         if digest is None:
-            self._reports.warn(
-                f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of "
-                "the caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
-            )
+            self._reports.warn(version_refused(version))
             digest = self._manager.opening.reset(empty=False)
         self._manager.chunks.new_weights(digest)
 
     def get_kv_connector_stats(self) -> TokenLakeStats | None:
         """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
-        return stats_of(self.counters, self.role)
+        stats: TokenLakeStats | None = None
+        with self._reported("get_kv_connector_stats"):
+            stats = stats_of(self.counters, self.role)
+        return stats
+
+    @contextlib.contextmanager
+    def _reported(self, hook: str) -> Iterator[None]:
+        """Count and log an error of the connector's own part of vLLM's hook `hook`, so that it does not reach vLLM."""
+        try:
+            yield
+        except Exception as error:
+            self._reports.failure(f"hook {hook}", error)
 
     # -- hooks of the ranks
 
@@ -214,8 +224,3 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         step; here they begin at once, because they run in the background."""
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-
-
-def _set_version(connector: Any, version: str) -> None:
-    if hasattr(connector, "new_weights"):
-        connector.new_weights(version)

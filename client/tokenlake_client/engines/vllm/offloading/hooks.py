@@ -1,14 +1,18 @@
 """Hooks that vLLM's OffloadingConnector lacks, added to its class for backends that are ours.
 
-vLLM's class takes each load for a success, does not tell the backend whose request it serves, and does not tell the
-scheduler's side about the caches of the ranks. So some of its methods are extended::
+vLLM's class takes each load for a success, does not pass the requests on to the backend, and does not pass reports on
+the caches of the ranks to the scheduler's side. So some of its methods are extended::
 
-    on_new_request                the digest of the request's LoRA adapter goes to the manager
-    get_transfer_results          requests whose load failed are named, so that vLLM computes them
-    update_connector_output       these loads are counted
-    the latter and other three    each rank reports on its cache. When all have, the layout is known, and the pool is
-                                  opened: before the first request, by vLLM's handshake, or else in the first step.
-                                  Within `MultiConnector`, which has one handshake for all connectors, the latter
+    on_new_request                        the digest of the request's LoRA adapter goes to the manager
+    get_transfer_results                  names requests whose load failed, so that vLLM computes them
+    update_connector_output               counts these loads, and passes the ranks' reports on their caches on
+    build_connector_worker_meta           carries the report of a rank in its first step
+    get_handshake_metadata                carries the report of a rank before the first request
+    set_xfer_handshake_metadata_pp_aware  passes the reports before the first request on
+
+When all ranks have reported, the layout is known and the pool is opened: before the first request, by vLLM's handshake,
+or else in the first step. `MultiConnector` has one handshake for all its connectors, so that a connector within it uses
+the first step.
 """
 
 from __future__ import annotations

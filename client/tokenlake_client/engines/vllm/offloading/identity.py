@@ -36,7 +36,7 @@ class RankFacts:
     shard_bytes: int
     """The bytes of the largest chunk on the rank."""
     cache: str
-    """Digest of what gives the rank's pages their meaning."""
+    """Digest of the properties that give the rank's pages their meaning."""
     refusal: str = ""
     """The reason why the rank cannot read and write its cache; empty if it can."""
 
@@ -140,9 +140,9 @@ def rank_facts(
 ) -> RankFacts:
     """The report of a rank. `pages`: for each cache group, the bytes of the pages of its layers. Never raises: an error
     is the report's refusal."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
     try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
         name = vllm_config.cache_config.kv_cache_layout
         if name is None or not KVCacheLayout[name].is_block_compact:
             return RankFacts(rank, shard_bytes, "", f"a page of vLLM's cache layout {name} is not contiguous")
@@ -157,7 +157,7 @@ def rank_facts(
 
 
 def _inexact_behind_a_prefix(vllm_config: Any) -> bool:
-    """Does this build of vLLM compute other tokens behind a cached prefix of this model than in a whole prefill?"""
+    """True if this build of vLLM computes other tokens behind a cached prefix of this model than in a whole prefill."""
     from vllm.platforms import current_platform
 
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
@@ -186,8 +186,8 @@ def _backends(vllm_config: Any) -> list[str]:
 
 
 def _position(model: Any) -> object:
-    """The settings of a rotation of which vLLM chooses one by the longest sequence that it allows: cached keys then
-    depend on that length. None for rotations that depend on a token's position alone."""
+    """vLLM's limit of the length of a sequence, if the rotation of the keys depends on it; None if the rotation depends
+    on a token's position alone."""
     rope = getattr(model.hf_text_config, "rope_parameters", None)
     kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))] if rope else []
     static = all(kind.get("rope_type", "default") in STATIC_ROPE for kind in kinds)

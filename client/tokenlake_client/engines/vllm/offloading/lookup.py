@@ -96,7 +96,7 @@ class ChunkLookup:
             pending.cancel()
 
     def poll(self) -> bool:
-        """Has the daemon answered? Raises `TokenLakeError` when it will not."""
+        """True if the daemon has answered. Raises `TokenLakeError` if no answer will arrive."""
         if self.lease is not None:
             return True
         with self._lock:
@@ -131,7 +131,7 @@ class ChunkLookup:
         return found
 
     def remote(self, key: bytes) -> bool:
-        """Was the chunk on another node when it was leased?"""
+        """True if the chunk was on another node when it was leased."""
         return self._segments.get(key) in self._remote
 
     def take_wanted(self) -> list[int]:
@@ -142,7 +142,7 @@ class ChunkLookup:
 
     @property
     def dropped(self) -> bool:
-        """Was the lease released, or is it when the answer arrives?"""
+        """True if the lease was released, or will be released when the answer arrives."""
         with self._lock:
             return self._dropped
 
@@ -192,7 +192,7 @@ class ChunkLookups:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon not answered a late lookup for more than `lookup.SILENT_S`?"""
+        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
         return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
 
     def begin(

@@ -107,7 +107,7 @@ class ChunkManager:
 
     @property
     def silent(self) -> bool:
-        """Has the daemon not answered a late lookup for a while?"""
+        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
         return self._lookups.silent
 
     def open(self, pool: Callable[[], ChunkPool | None], layout: OpaqueLayout) -> None:
@@ -139,27 +139,28 @@ class ChunkManager:
         self._log_refusal(reason)
 
     def cache_emptied(self) -> None:
-        """vLLM's own cache was emptied."""
+        """Record that vLLM's own cache was emptied."""
         self._cached_adapters.emptied()
 
     @property
     def waiting(self) -> bool:
-        """Does a request wait for a lookup or a load, which run in the background?"""
+        """True if a request waits for a lookup or a load, which run in the background."""
         return bool(self._looking or self._loads)
 
     def asked(self, name: str) -> bool:
-        """Has the pool answered, for a request that is given its blocks, which chunks it has?"""
+        """True if the pool has answered the lookup of a request that is given its blocks."""
         state = self._requests.get(name)
         return name in self._loads or (state is not None and state.lookup is not None)
 
     def remote(self, name: str, key: bytes) -> bool:
-        """Was a chunk that is loaded for a request on another node?"""
+        """True if a chunk that is loaded for a request was on another node."""
         lookup = self._loads.get(name)
         return lookup is not None and lookup.remote(key)
 
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
-        """Can the chunk `key` be loaded for a request? `chunks` returns the keys of all chunks of the request. Raises
-        the errors of the pool; the chunk is a miss then, and the request does not use the pool again."""
+        """The answer whether the chunk `key` can be loaded for a request. `chunks` returns the keys of all chunks of
+        the request. Raises the errors of the pool; the chunk is a miss then, and the request does not use the pool
+        again."""
         state = self._looking.get(name)
         if state is None:
             state = self._requests.get(name)
@@ -195,7 +196,7 @@ class ChunkManager:
         return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups, state.adapter_use)
 
     def complete_load(self, name: str) -> None:
-        """All ranks have ended the load of a request."""
+        """Record that all ranks have ended the load of a request."""
         lookup = self._loads.pop(name, None)
         if lookup is not None:
             lookup.drop()
@@ -249,7 +250,7 @@ class ChunkManager:
         return keys, StoreJob(member, name, packed, groups, int(reservation.id), adapter=state.adapter_use)
 
     def complete_store(self, keys: Collection[bytes]) -> None:
-        """All ranks have ended the job that stores the chunks `keys`."""
+        """Record that all ranks have ended the job that stores the chunks `keys`."""
         reservation = self._reservations.pop(frozenset(keys), None)
         if reservation is not None:
             reservation.release()
@@ -329,7 +330,7 @@ class ChunkManager:
         return state
 
     def _member(self, incarnation: int) -> Member:
-        """How a rank joins the session at the daemon of this incarnation."""
+        """The description by which a rank joins the session at the daemon of this incarnation."""
         pool = self._pool() if self._pool is not None else None
         if pool is None or self._layout is None:
             return NOWHERE
@@ -348,11 +349,11 @@ class ChunkManager:
         return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
 
     def _adapter_known(self, state: _Request) -> bool:
-        """Is the digest of the request's adapter known, if it has one?"""
+        """True if the request has no adapter or the digest of its adapter is known."""
         return state.adapter is None or state.adapter.digest is not None
 
     def _hashed(self, keys: Sequence[bytes]) -> bool:
-        """Has vLLM hashed the blocks with SHA-256? Otherwise two prompts may have one hash, and the pool is not
+        """True if vLLM has hashed the blocks with SHA-256. Otherwise two prompts may have one hash, and the pool is not
         used."""
         size = len(parse_key(keys[0])[1])
         if size != HASH_BYTES:

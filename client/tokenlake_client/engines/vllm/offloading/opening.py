@@ -1,8 +1,9 @@
-"""The manager's way to the pool: the layout is known when all ranks have reported, and the connection is made in a
-background thread. Imports no engine."""
+"""Opens the pool for a manager: the layout is known when all ranks have reported, and a background thread makes the
+connection. Imports no engine."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -37,14 +38,18 @@ class Opening:
         """The layout, once all ranks have reported."""
         self.connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
+        self._lock = threading.Lock()
+        """Guards `connection` and `_closed`, which the background thread and the scheduler's thread use."""
+        self._closed = False
 
     @property
     def begun(self) -> bool:
-        """Was `identify` called?"""
+        """True if `identify` was called."""
         return self._identity is not None
 
     def identify(self, identity: Callable[[], EngineIdentity]) -> None:
-        """Begin to find out what the scheduler's side knows of the layout."""
+        """Call `identity` in the background thread: it returns the parts of the layout that the scheduler's side
+        knows."""
         self._identity = self._thread.submit(identity)
 
     def reported(self, facts: Mapping[int, RankFacts], ranks: int) -> None:
@@ -73,8 +78,10 @@ class Opening:
         return self.connection.pool if self.connection is not None else None  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection. One that is being made is ended by the background thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
         if self.connection is not None:
             self.connection.close()
 
@@ -83,9 +90,16 @@ class Opening:
             assert self._identity is not None
             layout = opaque_layout(self._identity.result(), list(self._facts.values()))
             # The first attempt to connect is made here; later ones in a thread of the connection.
-            self.connection = Connection(lambda: self._connect(layout), self._report, wait_s=0.0)
+            connection = Connection(lambda: self._connect(layout), self._report, wait_s=0.0)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self.connection = connection
+            if closed:
+                connection.close()
+                return
             self.layout, self._epoch = layout, WeightsEpoch(layout.weights_digest)
-            self._manager.open(self.connection.get, layout)  # type: ignore[arg-type]
+            self._manager.open(connection.get, layout)  # type: ignore[arg-type]
         except LayoutRefused as error:
             self._manager.stop(str(error))
         except Exception as error:

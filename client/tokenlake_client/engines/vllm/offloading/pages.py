@@ -79,17 +79,17 @@ class HostPages(_Pages):
     """Copies between slots and a cache in host memory. Several threads may use it for different blocks."""
 
     def to_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
-        """As of `worker.Pages`."""
+        """See `worker.Pages`."""
         self._gather(_tensor(shard), part)
         return self._part_bytes(part)
 
     def from_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
-        """As of `worker.Pages`."""
+        """See `worker.Pages`."""
         self._scatter(_tensor(shard), part)
         return self._part_bytes(part)
 
     def computed(self) -> Callable[[], None]:
-        """As of `worker.Pages`: on a CPU the results of a step are there at once."""
+        """See `worker.Pages`: on a CPU the results of a step are there at once."""
         return _nothing
 
 
@@ -103,7 +103,7 @@ class DevicePages(_Pages):
         self._staging = Staging(device, (chunk_bytes(groups, chunk_blocks),), torch.uint8)
 
     def to_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
-        """As of `worker.Pages`."""
+        """See `worker.Pages`."""
         nbytes = self._part_bytes(part)
         with self._staging.work() as (stream, buffer):
             stream.run(lambda: self._gather(buffer, part))
@@ -112,7 +112,7 @@ class DevicePages(_Pages):
         return nbytes
 
     def from_slot(self, shard: NDArray[np.uint8], part: ChunkPart) -> int:
-        """As of `worker.Pages`."""
+        """See `worker.Pages`."""
         nbytes = self._blocks * self._page_bytes(part)
         with self._staging.work() as (stream, buffer):
             self._staging.to_device(buffer[:nbytes], shard[:nbytes])
@@ -121,7 +121,7 @@ class DevicePages(_Pages):
         return self._part_bytes(part)
 
     def computed(self) -> Callable[[], None]:
-        """As of `worker.Pages`."""
+        """See `worker.Pages`."""
         return self._staging.computed()
 
 

@@ -82,7 +82,7 @@ class ChunkPool(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Does the connection exist, as far as is known?"""
+        """True if the connection exists, as far as is known."""
         ...
 
     def opaque_keys(

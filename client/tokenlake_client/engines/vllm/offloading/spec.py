@@ -57,7 +57,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 VLLM_SETTINGS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")
 """Keys of `kv_connector_extra_config` that vLLM's OffloadingConnector reads."""
 RESULTS = [LookupResult.MISS, *[LookupResult[found.name.replace("PENDING", "HIT_PENDING")] for found in Found]]
-"""vLLM's name of each `Found`, by its value, which begins with 1."""
+"""vLLM's name of each `Found`, by the value of the `Found`. The values begin with 1; index 0 is not used."""
 POLL_S = 0.0002
 """Seconds for which the answer RETRY to one chunk of a request holds for its other chunks: vLLM asks for all chunks of
 a prompt in one go."""
@@ -180,7 +180,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """The time from which the manager is asked for its chunks again."""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """vLLM's hook: can the chunk be loaded?"""
+        """vLLM's hook that asks for a chunk: returns whether it can be loaded."""
         if req_context is self._unanswered and time.monotonic() < self._ask_at:
             return _RETRY
         try:
@@ -204,7 +204,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         return [each for each, end in positions.items() if not end % tokens[each[_GROUP]]] or [key]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
-        """vLLM's hook: where was a chunk that is loaded?"""
+        """vLLM's hook: returns the place of a chunk that is loaded."""
         return CacheHitSource.P2P if self.chunks.remote(req_context.req_id, key) else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
@@ -243,6 +243,8 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         except ValueError as error:
             name = req_context.req_id[:100]
             self._reports.warn(f"request {name!r} is served without its hints: {error}", kind="hints")
+        except Exception as error:
+            self._reports.failure("reading a request's hints", error)
         self.chunks.new_request(req_context.req_id, hints)
         return RequestOffloadingContext()
 

@@ -1,0 +1,75 @@
+"""vLLM's hooks on connectors that are made without an engine: an error of the connector's own code does not reach
+vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.engines.vllm.conftest import TINY
+from tests.engines.vllm.test_identity import configured
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.vllm import connector as known
+from tokenlake_client.engines.vllm.offloading import connector as opaque
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def arguments(model: Path, tmp_path: Path) -> tuple[Any, KVConnectorRole, KVCacheConfig]:
+    """The arguments of a connector of vLLM's scheduler. There is no daemon."""
+    transfer = KVTransferConfig(
+        kv_connector="TokenLakeConnector",
+        kv_connector_module_path="tokenlake_client.engines.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"socket": str(tmp_path / "none.sock")},
+    )
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(TINY.layers)], spec)]
+    cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    return configured(model, kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
+
+
+def broken(*_: object, **__: object) -> Any:
+    raise AttributeError("it was renamed")
+
+
+def test_an_engine_starts_where_the_scheduler_side_cannot_be_opened(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Connection] = []
+    monkeypatch.setattr(Connection, "close", lambda connection: ended.append(connection))
+    monkeypatch.setattr(known, "SchedulerSide", broken)
+    connector = known.KnownLayoutConnector(*arguments)
+    assert connector.layout is None
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert len(ended) == 1, "the connection does not outlive the attempt"
+    assert connector.counts.failures == 2, "the connection, and the constructor"
+
+
+def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[object] = []
+    monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda connector, request: arrived.append(request))
+    monkeypatch.setattr(opaque, "stats_of", broken)
+    connector = opaque.OpaqueLayoutConnector(*arguments)
+    try:
+        epochs: list[bool] = []
+        monkeypatch.setattr(connector._manager, "new_epoch", lambda *, empty: epochs.append(empty))
+        request = SimpleNamespace(request_id="r", lora_request=None, mm_features=())
+        connector.on_new_request(request)
+        assert arrived == [request], "vLLM's own connector sees the request"
+        assert connector.get_kv_connector_stats() is None
+        connector.bind_gpu_block_pool(object())
+        assert connector.reset_cache() is False
+        assert epochs[-1] is False, "the weights may have changed"
+        assert connector.counts.failures == 3
+    finally:
+        connector.shutdown()
