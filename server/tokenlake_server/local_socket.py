@@ -28,11 +28,10 @@ def listen(path: Path) -> socket.socket:
         previous = os.umask(0o117)
         try:
             sock.bind(str(path))
+        except OSError as error:
+            raise _not_created("socket", path, error) from error
         finally:
             os.umask(previous)
-    except OSError as error:
-        sock.close()
-        raise ConfigurationError("socket", str(path), f"a path that can be created ({error.strerror})") from error
     except ConfigurationError:
         sock.close()
         raise
@@ -61,7 +60,18 @@ def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
 
 def prepare(path: Path, setting: str) -> None:
     """Make the path of a socket ready: create a default directory, check every directory on the path, remove the socket
-    of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`, OSError."""
+    of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`."""
+    try:
+        _prepare(path, setting)
+    except OSError as error:
+        raise _not_created(setting, path, error) from error
+
+
+def _not_created(setting: str, path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(setting, str(path), f"a path that can be created ({error.strerror})")
+
+
+def _prepare(path: Path, setting: str) -> None:
     absolute = Path(os.path.abspath(path))
     directory, user = absolute.parent, os.geteuid()
     mode = directory_mode(str(directory), user)

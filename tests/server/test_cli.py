@@ -157,7 +157,10 @@ def test_addresses_in_use(tmp_path: Path, node: Node) -> None:
     (tmp_path / "a-file").write_text("mine")
     assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "a-file"))
     assert (tmp_path / "a-file").read_text() == "mine"
-    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "no" / "such" / "directory.sock"))
+    for setting in ("socket", "control-socket"):
+        message = start(tmp_path, f"--{setting}", str(tmp_path / "no" / "such" / "directory.sock"))
+        assert f"'{setting.replace('-', '_')}'" in message
+        assert "a path that can be created (No such file or directory)" in message
 
 
 def test_more_memory_than_there_is(tmp_path: Path) -> None:
