@@ -12,7 +12,7 @@ from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
 from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
 from tokenlake_server.connected_process import credentials
 
-__all__ = ["dial", "listen", "prepare"]
+__all__ = ["dial", "listen", "listens", "prepare"]
 
 
 def listen(path: Path) -> socket.socket:
@@ -97,14 +97,21 @@ def _prepare(path: Path, setting: str) -> None:
         if found.st_uid != user:
             expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
             raise ConfigurationError(setting, str(path), expected)
-        _remove_stale(path, setting)
+        if listens(str(path)):
+            raise ConfigurationError(setting, str(path), "a path where no other daemon listens")
+        path.unlink()
 
 
-def _remove_stale(path: Path, setting: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+def listens(path: str) -> bool:
+    """True if a process listens at the path of a socket, or may do so: it accepts no further connections now, or none
+    of this user. False for the socket of a process that has ended, and where there is no file. Never waits."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        # A blocking connect would wait for as long as the other process is stopped and its queue of connections full.
+        sock.setblocking(False)
         try:
-            other.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise ConfigurationError(setting, str(path), "a path where no other daemon listens")
+            sock.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
