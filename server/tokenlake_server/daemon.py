@@ -186,7 +186,7 @@ class Daemon:
         )
         self.contents = _contents(config, self._admin, loop, self.driver)
         self.senders.contents = self.receivers.contents = self.disk.contents = self.contents
-        # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
+        # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
                 NodeId(config.node),
@@ -210,19 +210,23 @@ class Daemon:
             f"namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
-        self.control = _control(
-            config,
-            origin,
-            self._admin,
-            loop,
-            self.driver,
-            self.engines,
-            self.membership,
-            tenants,
-            self.snapshot,
-            self._controls,
-            PeerMeasurement(identity, addresses, self.peers.new_keys),
-        )
+        try:
+            self.control = _control(
+                config,
+                origin,
+                self._admin,
+                loop,
+                self.driver,
+                self.engines,
+                self.membership,
+                tenants,
+                self.snapshot,
+                self._controls,
+                PeerMeasurement(identity, addresses, self.peers.new_keys),
+            )
+        except BaseException:
+            self.engines.close()
+            raise
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
         learned = self._state.load() if self._state is not None else None
