@@ -114,7 +114,10 @@ class BulkSender:
             sock.close()
 
     def _hand_over(self, instruction: SendBulk) -> None:
-        self._streams[instruction.stream].instructions.put(instruction)
+        stream = self._streams.get(instruction.stream)
+        # None for a connection that ended before the rules answered its `Pull`: its thread has posted `SendDone`.
+        if stream is not None:
+            stream.instructions.put(instruction)
 
     def refuse(self, stream: int) -> None:
         """Close a bulk connection whose request for segments (`Pull`) the rules refused: its thread stops waiting for a
