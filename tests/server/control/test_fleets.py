@@ -93,10 +93,14 @@ def test_fleets_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "MAX_FLEETS", 2)
     all_ = Fleets()
     first = fleet(all_, name="one")
-    assert all_.get("blue", message("one"), 0.0)[0] is not first
+    other = all_.get("blue", message("one"), 0.0)[0]
+    assert other is not first
+    second = fleet(all_, name="two")
     assert fleet(all_, name="one") is first
-    fleet(all_, name="two")
-    assert len(all_) == 2
+    fleet(all_, name="three")
+    assert len(all_) == 3
     assert fleet(all_, name="one") is first
+    assert all_.get("blue", message("one"), 0.0)[0] is other, "another tenant's fleets end none"
+    assert fleet(all_, name="two") is not second
     with pytest.raises(LimitReached, match="2001 instances"):
         all_.get("red", message("one", **{f"i{number}": "n0" for number in range(2000)}), 0.0)
