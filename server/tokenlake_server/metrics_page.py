@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
 """Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
+LATE = f"the control loop did not answer within {SNAPSHOT_S:.0f} s"
 REQUEST_S = 10.0
 """Seconds after which a connection without a whole request is closed, so that it frees its thread."""
 MAX_THREADS = 32
@@ -301,7 +302,11 @@ class MetricsServer:
             status, body = "405 Method Not Allowed", {"error": "the pages can only be read"}
             headers.append(("Allow", "GET, HEAD"))
         elif path == "/metrics":
-            return self._metrics(environ, start_response)  # type: ignore[no-any-return]
+            try:
+                return self._metrics(environ, start_response)  # type: ignore[no-any-return]
+            except TimeoutError:
+                # The snapshot is taken before `start_response` is called.
+                status, body = "503 Service Unavailable", {"error": LATE}
         elif path in ("/", "/health"):
             status, body = self._answer(self._health)
         elif path == "/ready":
@@ -314,11 +319,8 @@ class MetricsServer:
     def _answer(self, describe: Callable[[Snapshot], tuple[bool, dict[str, object]]]) -> tuple[str, dict[str, object]]:
         try:
             good, body = describe(self.take())
-        except (TimeoutError, concurrent.futures.TimeoutError):
-            good, body = (
-                False,
-                {"healthy": False, "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s"},
-            )
+        except TimeoutError:
+            good, body = False, {"healthy": False, "reason": LATE}
         return "200 OK" if good else "503 Service Unavailable", {"node": self._node, **body}
 
     def _health(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
