@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -404,35 +404,39 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
-        engine."""
+        engine. A part that cannot be closed is logged, and the others are closed all the same."""
         if not self.left.is_set():
-            await self.disk.save()
-        self.disk.stop()
+            await _end("the disk tier was not saved", self.disk.save)
+        await _end("the disk tier was not stopped", self.disk.stop)
         self._closing.set()
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         if self.control is not None:
-            await self.control.close()
-        await self.contents.close()
-        await self.membership.close()
-        await asyncio.to_thread(self._admin.close)
-        self.engines.close()
+            await _end("the control plane was not closed", self.control.close)
+        await _end("the KV events were not closed", self.contents.close)
+        await _end("the membership was not closed", self.membership.close)
+        await _end_thread("the admin thread was not ended", self._admin.close)
+        await _end("the local socket was not closed", self.engines.close)
         if self.query_engine is not None:
-            await self.query_engine.close()
-        await self.peers.close()
+            await _end("the query engine was not ended", self.query_engine.close)
+        await _end("the connections with other nodes were not closed", self.peers.close)
         if self.metrics is not None:
-            await asyncio.to_thread(self.metrics.close)
-        await asyncio.to_thread(self.receivers.close)
-        await asyncio.to_thread(self.senders.close)
+            await _end_thread("the metrics page was not closed", self.metrics.close)
+        await _end_thread("the fetches were not ended", self.receivers.close)
+        await _end_thread("the bulk connections of other nodes were not closed", self.senders.close)
         if self._transports.nixl is not None:
-            await asyncio.to_thread(self._transports.nixl.close)
-        await asyncio.to_thread(self.checker.close)
-        await asyncio.to_thread(self.disk.close)
-        await asyncio.gather(*self._replacing)
+            await _end_thread("NIXL was not closed", self._transports.nixl.close)
+        await _end_thread("the check of slots was not ended", self.checker.close)
+        await _end_thread("the disk tier was not closed", self.disk.close)
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         if self._saving is not None:
-            await self._saving
-        self.driver.stop()
+            saving = self._saving
+            await _end("the eviction statistics were not saved", lambda: saving)
+        await _end("the event log was not ended", self.driver.stop)
+        await _end("the memory was not given back", self._free_memory)
+
+    async def _free_memory(self) -> None:
         await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())
 
     def _slots_in_use(self) -> dict[int, list[tuple[SlotRef, int]]]:
@@ -445,6 +449,21 @@ class Daemon:
                 if segment.pins:
                     used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
         return used
+
+
+async def _end(problem: str, close: Callable[[], Awaitable[object] | None]) -> None:
+    """Call `close` and wait for it. `problem`: the message of the log where that raises."""
+    try:
+        waiting = close()
+        if waiting is not None:
+            await waiting
+    except Exception:
+        log.exception(problem)
+
+
+async def _end_thread(problem: str, close: Callable[[], object]) -> None:
+    """As `_end`, with `close` called in a thread."""
+    await _end(problem, lambda: asyncio.to_thread(close))
 
 
 def _reached(config: ServerConfig) -> str:
