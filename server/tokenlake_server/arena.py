@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -16,6 +17,8 @@ from tokenlake.where import HOST
 from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Arena", "Region"]
+
+log = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23
 """The madvise code that allocates pages at once, since Linux 5.14; Python 3.11's mmap module has no name for it."""
@@ -90,13 +93,15 @@ class Region:
     def free_pages(self, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Give the memory of the region back to the kernel, but not the bytes from `start` to `stop` of each entry
         (start, stop) of `kept`, which ascend. Without this the memory would stay allocated for as long as any process
-        maps the region or has a descriptor of it. Those that still map it read zeros there. Calls fallocate through
-        ctypes, which releases the GIL."""
+        maps the region or has a descriptor of it. Those that still map it read zeros there. Memory that the kernel does not
+        take back is logged. Calls fallocate through ctypes, which releases the GIL."""
         start = 0
         for first, last in [*kept, (self.nbytes, self.nbytes)]:
             stop = first - first % PAGE
             if stop > start:
-                _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, stop - start)
+                if _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, stop - start):
+                    reason = os.strerror(ctypes.get_errno())
+                    log.error("%d bytes of region %d are still allocated: %s", stop - start, self.number, reason)
             start = max(start, last + -last % PAGE)
 
     def close(self) -> None:
