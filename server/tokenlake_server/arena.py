@@ -25,13 +25,11 @@ MADV_POPULATE_WRITE = 23
 POPULATE_CHUNK = 16 << 20
 """Bytes that one madvise call allocates. `Region.populate` reports its progress, and can be interrupted, between two
 calls."""
-SEALS = 0x1 | 0x2 | 0x4
-"""F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the size of a sealed memfd, or its seals."""
-F_ADD_SEALS = 1033
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""No process can change the size of a memfd with these seals, or its seals."""
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 PAGE = 4096
 _GENERATION = struct.Struct("<Q")
-MFD_HUGETLB = 0x4
 _HUGE_CURE = (
     "; set aside as many huge pages of 2 MiB as 'memory' takes, with `sysctl vm.nr_hugepages=N` as root "
     "(HugePages_Free in /proc/meminfo says how many are left), or set 'huge_pages' to false"
@@ -59,8 +57,10 @@ class Region:
                 os.close(self.fd)
                 raise
         except OSError as error:
-            where, cure = ("'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "")
-            raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}{cure}") from error
+            where, cure = ("setting 'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "; lower 'memory'")
+            raise LimitReached(
+                f"the kernel gave no {nbytes >> 20} MiB of memory for a region ({where}): {error.strerror}{cure}"
+            ) from error
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:
@@ -183,11 +183,11 @@ class Arena:
 
 
 def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (MFD_HUGETLB if huge_pages else 0)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     fd = os.memfd_create(f"tokenlake-{number}", flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         # The kernel makes a memfd with mode 0777, with which a process of another user could open it through /proc.
         os.fchmod(fd, 0o400)
     except BaseException:
