@@ -93,15 +93,15 @@ class Region:
     def free_pages(self, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Give the memory of the region back to the kernel, but not the bytes from `start` to `stop` of each entry
         (start, stop) of `kept`, which ascend. Without this the memory would stay allocated for as long as any process
-        maps the region or has a descriptor of it. Those that still map it read zeros there. Memory that the kernel does not
-        take back is logged. Calls fallocate through ctypes, which releases the GIL."""
+        maps the region or has a descriptor of it. Those that still map it read zeros there. Memory that
+        the kernel does not take back is logged. Calls fallocate through ctypes, which releases the GIL."""
         start = 0
         for first, last in [*kept, (self.nbytes, self.nbytes)]:
             stop = first - first % PAGE
-            if stop > start:
-                if _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, stop - start):
-                    reason = os.strerror(ctypes.get_errno())
-                    log.error("%d bytes of region %d are still allocated: %s", stop - start, self.number, reason)
+            how = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+            if stop > start and _libc.fallocate(self.fd, how, start, stop - start):
+                reason = os.strerror(ctypes.get_errno())
+                log.error("%d bytes of region %d are still allocated: %s", stop - start, self.number, reason)
             start = max(start, last + -last % PAGE)
 
     def close(self) -> None:

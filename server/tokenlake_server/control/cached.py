@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Reads a value at most once per `FRESH_S`. Calls share a read that is under way, however long it takes. Used in the
-    admin thread."""
+    """Reads a value at most once per `FRESH_S`. Calls share a read that is under way, however long it takes. Used in
+    the admin thread."""
 
     def __init__(self, read: Callable[[], Awaitable[T]]) -> None:
         self._read = read

@@ -78,7 +78,8 @@ def require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueTy
 async def fail(context: Context, error: Exception, method: str) -> None:
     """End the call with the status of the error."""
     code = _code(error)
-    text = str(error) or "the daemon did not answer in time"
+    unnamed = "the daemon did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+    text = str(error) or unnamed
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", method, exc_info=error, extra={"kind": "control"})
         text = "the daemon failed on this call; its log has the error"
