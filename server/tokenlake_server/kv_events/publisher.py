@@ -72,6 +72,20 @@ OF_OTHER_LAYOUTS = Metric(
     "model",
     kind="gauge",
 )
+DROPPED = Metric(
+    "tokenlake_kv_event_dropped_contents_total",
+    "Contents of segments that were dropped, because 32 MiB of others waited to be published: their segments are not "
+    "published",
+    "tenant",
+    kind="gauge",
+)
+REFUSED = Metric(
+    "tokenlake_kv_event_refused_replays_total",
+    "Requests of routers for a replay that were malformed, or beyond the 8 at a time",
+    "tenant",
+    "model",
+    kind="gauge",
+)
 
 POLL_S = 0.02
 """Seconds between two rounds without work."""
@@ -136,8 +150,8 @@ class KvEvents(Contents):
         """Contents, with the number of the newest change before they were offered."""
         self._inbox_bytes = 0
         self._inbox_lock = threading.Lock()
-        self.dropped = 0
-        """Contents that were dropped because too many waited."""
+        self._dropped = dict.fromkeys(self._streams, 0)
+        """By tenant, the number of contents that were dropped because too many waited."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 64)
         self._run: asyncio.Task[None] | None = None
@@ -155,11 +169,20 @@ class KvEvents(Contents):
             return
         size = sum(map(len, contents))
         with self._inbox_lock:
-            if self._inbox_bytes + size > MAX_INBOX_BYTES:
-                self.dropped += len(contents)
+            if self._inbox_bytes + size <= MAX_INBOX_BYTES:
+                self._inbox_bytes += size
+                self._inbox.append((self._log.newest, tenant, keys, contents))
                 return
-            self._inbox_bytes += size
-            self._inbox.append((self._log.newest, tenant, keys, contents))
+            first = not self._dropped[tenant]
+            self._dropped[tenant] += len(contents)
+        if first:
+            log.warning(
+                "segments of tenant '%s' are not published to routers: %d MiB of tokens wait for the thread that "
+                "publishes (further ones are counted by %s)",
+                tenant,
+                MAX_INBOX_BYTES >> 20,
+                DROPPED.name,
+            )
 
     def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
         """The contents of READY segments, to be sent to another node with their bytes; empty where they are not known.
@@ -194,7 +217,7 @@ class KvEvents(Contents):
 
     def gauges(self) -> list[Level]:
         """See `Contents`."""
-        found: list[Level] = []
+        found = [Level(DROPPED, (tenant,), count) for tenant, count in self._dropped.items()]
         for stream in self._each():
             blocks, labels = stream.blocks, (stream.config.tenant, stream.config.model)
             found += (
@@ -203,6 +226,7 @@ class KvEvents(Contents):
                 Level(RESTATEMENTS, labels, stream.restated),
                 Level(WITHOUT_TOKENS, labels, blocks.unknown),
                 Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
+                Level(REFUSED, labels, stream.sockets.refused if stream.sockets is not None else 0),
             )
         return found
 

@@ -105,8 +105,13 @@ class Sockets:
             if len(frames) == 3 and not frames[1] and len(frames[2]) == _NUMBER_BYTES:
                 found.append((frames[0], int.from_bytes(frames[2], "big")))
             else:
-                self.refused += 1
+                self._refuse("it is not [empty, number of 8 bytes]")
         return found
+
+    def _refuse(self, reason: str) -> None:
+        if not self.refused:
+            log.warning("a request for a replay of '%s' was refused: %s", self._topic.decode(), reason)
+        self.refused += 1
 
     def answer(self, reader: bytes, start: int, kept: Replay) -> bool:
         """Begin to answer a request. Returns False where the answer is empty, and the reader has to be told all blocks
@@ -116,7 +121,7 @@ class Sockets:
         if earlier is not None:
             earlier.cancel()
         if len(self._replays) >= MAX_REPLAYS:
-            self.refused += 1
+            self._refuse(f"{MAX_REPLAYS} others are under way")
             with contextlib.suppress(zmq.ZMQError):  # the reader has gone, or reads nothing
                 self._replay_message(reader, _END, b"")
             return False
