@@ -49,8 +49,9 @@ stays readable then: without the pause the loop would spin."""
 
 
 MAX_LAYOUTS = 64
-"""Layouts of a tenant that are remembered for schedulers."""
+"""Limit of the layouts of each tenant that are remembered for schedulers."""
 MAX_RETIRED = 1024
+"""Limit of the digests of changed weights that are remembered for each tenant; the oldest is forgotten."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -112,8 +113,8 @@ class EngineListener:
         """Takes the contents of the segments that engines write."""
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
-        self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """(tenant, weights digest) of weights that have changed in place."""
+        self._retired: dict[str, OrderedDict[str, None]] = {}
+        """By tenant, the digests of weights that have changed in place, the oldest first."""
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -351,9 +352,10 @@ class EngineListener:
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with
         the digest, and refuse them from now on. Returns the number of connections."""
-        self._retired[tenant, weights_digest] = None
-        if len(self._retired) > MAX_RETIRED:
-            self._retired.popitem(last=False)
+        retired = self._retired.setdefault(tenant, OrderedDict())
+        retired[weights_digest] = None
+        if len(retired) > MAX_RETIRED:
+            retired.popitem(last=False)
         ended = [
             each
             for each in self._connections.values()
@@ -368,7 +370,7 @@ class EngineListener:
         return Counter((each.tenant, each.layout) for each in self._connections.values() if each.layout is not None)
 
     def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
-        if (tenant, layout.weights_digest) in self._retired:
+        if layout.weights_digest in self._retired.get(tenant, ()):
             raise LayoutRefused(RETIRED)
 
     def _check_processes(self, tenant: str) -> None:
