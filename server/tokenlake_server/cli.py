@@ -94,8 +94,14 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
                 where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
                 log.info("the control plane: %s", ", ".join(where))
+            after = f"after {time.monotonic() - began:.1f} s"
+            membership = daemon.membership.state
+            if membership.known:
+                serves = f"is ready {after}"
+            else:
+                serves = f"serves its own engines {after}, and is no member of its cluster yet ({membership.problem})"
             click.echo(
-                f"node {settings.config.node} is ready after {time.monotonic() - began:.1f} s: "
+                f"node {settings.config.node} {serves}: "
                 f"{format_size(settings.config.memory)}, socket {settings.config.socket}, "
                 f"port for peers {daemon.peers.address}{metrics}",
                 err=True,
