@@ -75,7 +75,10 @@ class Tenants:
         if token is not None:
             return self._of_token(token)
         if len(self._tenants) > 1:
-            raise CredentialRefused("this daemon has several tenants: give the token of one, or a certificate for one")
+            raise CredentialRefused(
+                "this daemon has several tenants: name one (--tenant NAME), or give the token of one, or a certificate "
+                "for one"
+            )
         return self._tenants[0]
 
     def identify(self, uid: int, token: str | None) -> Tenant:

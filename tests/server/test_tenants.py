@@ -105,6 +105,13 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
                 Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
 
 
+def test_a_caller_that_names_no_tenant_is_told_how() -> None:
+    text = TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32)
+    tenants = Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
+    with pytest.raises(CredentialRefused, match="--tenant NAME"):
+        tenants.of_caller("", None)
+
+
 def test_a_tenant_keeps_its_changed_weights(tmp_path: Path) -> None:
     """Another tenant's weights change so often that the daemon forgets the first of its digests."""
     pytest.importorskip("grpc")
