@@ -43,6 +43,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.local_socket import prepare
 from tokenlake_server.membership import Members, Membership, open_membership, static_members
 from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
@@ -50,6 +51,7 @@ from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.start_errors import ModuleMissing
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
@@ -495,10 +497,10 @@ def _control(
     try:
         from tokenlake_server.control.server import ControlServer  # grpcio is an extra
     except ModuleNotFoundError as error:
-        missing = f"the module {error.name!r} is not installed: pip install 'tokenlake[control]'"
+        missing = ModuleMissing("control", config.control, error.name, "control")
         if config.control:
-            raise ConfigurationError("control", config.control, f"nothing, because {missing}") from error
-        log.info("this node has no control plane, because %s", missing)
+            raise missing from error
+        log.info("this node has no control plane: it needs %s", missing.expected)
         return None
     return ControlServer(
         config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
@@ -513,8 +515,7 @@ def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractE
         from tokenlake_server.kv_events import KvEvents  # pyzmq is an extra
     except ModuleNotFoundError as error:
         shown = ", ".join(map(str, config.kv_events))
-        missing = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[kv-events]'"
-        raise ConfigurationError("kv_events", shown, missing) from error
+        raise ModuleMissing("kv_events", shown, error.name, "kv-events") from error
     return KvEvents(config, thread, loop, driver)
 
 
@@ -606,6 +607,8 @@ async def run(
     """
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
+    # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
+    prepare(Path(config.socket), "socket")
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()

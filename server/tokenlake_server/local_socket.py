@@ -98,7 +98,11 @@ def _prepare(path: Path, setting: str) -> None:
             expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
             raise ConfigurationError(setting, str(path), expected)
         if listens(str(path)):
-            raise ConfigurationError(setting, str(path), "a path where no other daemon listens")
+            raise ConfigurationError(
+                setting,
+                str(path),
+                "a path where no daemon listens; the daemon of this node runs already, or another one has this path",
+            )
         path.unlink()
 
 

@@ -31,7 +31,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from tokenlake.config import Address
 from tokenlake.core import NodeCore
-from tokenlake.errors import ConfigurationError
 from tokenlake.identity import TenantId
 from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.store import Kind
@@ -40,6 +39,7 @@ from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.peer_states import PEER_STATES, PeerState
 from tokenlake_server.query_engine import QueryEngine
+from tokenlake_server.start_errors import address_error
 
 __all__ = ["MetricsServer", "Snapshot"]
 
@@ -276,11 +276,7 @@ class MetricsServer:
         try:
             self._server = make_server(address.host, address.port, self._serve, _server_of(address), _Quiet)
         except OSError as error:
-            raise ConfigurationError(
-                "metrics",
-                str(address),
-                f"an address that is free ({error.strerror}); give each daemon of a machine its own",
-            ) from error
+            raise address_error("metrics", address, error) from error
         self.address = Address(address.host, self._server.server_port)
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 

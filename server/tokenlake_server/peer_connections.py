@@ -43,6 +43,7 @@ from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 from tokenlake_server.peer_states import PeerStates
+from tokenlake_server.start_errors import address_error
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.tls import TlsSession, is_tls
 
@@ -648,9 +649,7 @@ def _listen(address: Address, setting: str) -> socket.socket:
         sock.bind(resolved)
     except OSError as error:
         sock.close()
-        raise ConfigurationError(
-            setting, str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
-        ) from error
+        raise address_error(setting, address, error) from error
     sock.listen(128)
     sock.setblocking(False)
     return sock

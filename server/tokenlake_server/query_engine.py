@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
+from tokenlake.errors import LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.fields import RecordKeys
@@ -24,6 +24,7 @@ from tokenlake_server.blocking_sockets import NewKeys, introduce, no_keys
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.start_errors import ModuleMissing
 from tokenlake_server.started_threads import started_threads
 
 __all__ = ["QueryEngine"]
@@ -65,12 +66,11 @@ class QueryEngine:
         new_keys: NewKeys = no_keys,
     ) -> None:
         """Makes the daemon's side of the query engine; nothing is started yet. `new_keys`: makes the keys of
-        connections. Raises `ConfigurationError` when the
+        connections. Raises `ModuleMissing` where the
         package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
-                expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
-                raise ConfigurationError("query_engine", True, expected)
+                raise ModuleMissing("query_engine", True, module, "query")
         self._start = start
         self._identity = identity
         self._addresses = addresses
