@@ -182,8 +182,10 @@ class BulkReceiver:
         driver: Driver,
         new_keys: NewKeys = no_keys,
         transports: Transports | None = None,
+        contents: Contents | None = None,
     ) -> None:
-        """`new_keys`: makes the keys of connections; `transports`: without them bytes come over TCP."""
+        """`new_keys` makes the keys of connections. `transports`: without them bytes are received over TCP. `contents`
+        takes the contents of the segments that are received."""
         self.connections = BulkConnections(identity, addresses, new_keys)
         self._transports = transports or Transports(Tcp(arena))
         self._buffers: list[bytearray] = []
@@ -210,8 +212,7 @@ class BulkReceiver:
                 thread.start()
         except RuntimeError as error:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
-        self.contents = Contents()
-        """Takes the contents of the segments that come."""
+        self._contents = contents or Contents()
         driver.carry_out(StartFetch, self._start)
         driver.carry_out(AbortFetch, self.abort)
 
@@ -364,7 +365,7 @@ class BulkReceiver:
             )
         if reply.contents:
             own = split_keys(instruction.keys)
-            self.contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
+            self._contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
         if not part:
             slots = [memoryview(bytearray(peer.PROBE_BYTES))]
         else:

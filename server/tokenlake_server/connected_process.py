@@ -30,18 +30,18 @@ _FLOCK = struct.Struct("hhqqi0q")
 
 
 class Credentials(NamedTuple):
-    """The pid, user id and group id of the process that called connect (as the listening side sees them) or listen (as
-    the connecting side sees them), at the time of that call."""
+    """The pid and user id of the process that called connect (as the listening side sees them) or listen (as the
+    connecting side sees them), at the time of that call."""
 
     pid: int
     uid: int
-    gid: int
 
 
 def credentials(sock: socket.socket) -> Credentials:
-    """The pid, user id and group id of the process at the other end of a connected Unix socket."""
+    """The pid and user id of the process at the other end of a connected Unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Credentials(*_CREDENTIALS.unpack(raw))
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Credentials(pid, uid)
 
 
 class ConnectedProcess:
@@ -49,7 +49,7 @@ class ConnectedProcess:
     locks, until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid, self.uid, _ = credentials(sock)
+        self.pid, self.uid = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
         self.lock: int | None = None
         """Descriptor of the file that the process has to lock; None where the daemon has a pidfd."""

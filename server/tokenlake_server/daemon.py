@@ -156,7 +156,8 @@ class Daemon:
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
         )
         self._transports = open_transports(config, incarnation, arena)
-        self.senders = BulkSender(arena, self.driver, self._transports)
+        self.contents = _contents(config, self._admin, loop, self.driver)
+        self.senders = BulkSender(arena, self.driver, self._transports, self.contents)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
@@ -169,10 +170,12 @@ class Daemon:
             certificates,
             config.bulk_listen,
         )
-        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys, self._transports)
+        self.receivers = BulkReceiver(
+            identity, addresses, arena, self.driver, self.peers.new_keys, self._transports, self.contents
+        )
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
-        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort)
+        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents)
         self.peers.on_stranger = lambda node: self.membership.look()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
@@ -186,8 +189,6 @@ class Daemon:
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
         )
-        self.contents = _contents(config, self._admin, loop, self.driver)
-        self.senders.contents = self.receivers.contents = self.disk.contents = self.contents
         # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -203,8 +204,8 @@ class Daemon:
             self.driver,
             loop,
             self._connect_query,
+            self.contents,
         )
-        self.engines.contents = self.contents
         log.info(
             "this kernel shows the end of every engine (SO_PEERPIDFD)"
             if kernel_has_pidfds()

@@ -87,9 +87,10 @@ class EngineListener:
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
         connect_query: ConnectQuery,
+        contents: Contents,
     ) -> None:
         """`connect_query(tenant, layout)` returns a connection to the query engine, which the caller closes; raises
-        `TokenLakeError`."""
+        `TokenLakeError`. `contents` takes the contents of the segments that engines write."""
         self._connect_query = connect_query
         self._settings = settings
         self._tenants = tenants
@@ -109,8 +110,7 @@ class EngineListener:
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Called with answers to askers that are no connection of this listener; their numbers are negative."""
-        self.contents = Contents()
-        """Takes the contents of the segments that engines write."""
+        self._contents = contents
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: dict[str, OrderedDict[str, None]] = {}
@@ -230,7 +230,7 @@ class EngineListener:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
-            if connection.joined and not connection.watched:
+            if connection.joined and not connection.check_lock():
                 raise ProtocolRefused("the process does not hold the lock that shows the daemon whether it is alive")
         except ProtocolRefused as error:
             connection.refuse(0, error)
@@ -266,7 +266,7 @@ class EngineListener:
             return self._in_pieces(connection, message)
         if isinstance(message, engine.Prepare) and message.contents:
             # The rules do not know the contents, so that the event log has no tokens.
-            self.contents.offer(connection.tenant, split_keys(message.keys), message.contents)
+            self._contents.offer(connection.tenant, split_keys(message.keys), message.contents)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
         return None
@@ -502,7 +502,7 @@ class EngineListener:
                 heartbeat_s=self._settings.lease_s / 3,
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
-                published=self.contents.models(connection.tenant),
+                published=self._contents.models(connection.tenant),
             ),
             [] if lock is None else [lock],
         )

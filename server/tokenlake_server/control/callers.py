@@ -26,7 +26,7 @@ from tokenlake_server.certificates import PeerCertificate, certificate_of, requi
 from tokenlake_server.identity import role_of, role_uri
 from tokenlake_server.tenants import Tenants
 
-__all__ = ["TOKEN_KEY", "Caller", "Callers"]
+__all__ = ["Caller", "Callers"]
 
 TOKEN_KEY = "tokenlake-credential"
 """Name of the metadata with the token of a tenant."""

@@ -23,7 +23,6 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = [
     "MAX_KEYS",
-    "MAX_PROMPTS",
     "activity_message",
     "hints_of",
     "keys_of",

@@ -136,11 +136,6 @@ class Reflection:
         for enum in message.enum_type:
             self._symbols[f"{name}.{enum.name}"] = file
 
-    @property
-    def services(self) -> list[str]:
-        """The names of all services."""
-        return list(self._services)
-
     def answer(self, message: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
         """Answer one question."""
         reply = reflection_pb2.ServerReflectionResponse(valid_host=message.host, original_request=message)

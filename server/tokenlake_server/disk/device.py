@@ -99,7 +99,7 @@ class Surroundings:
     """Passes an event to the rules; from any thread."""
     deliver: Callable[[Event], bool]
     """As `post`, but returns when the event was handled; False where the daemon ends."""
-    contents: Callable[[], Contents]
+    contents: Contents
 
 
 class DeviceState(NamedTuple):
@@ -401,7 +401,7 @@ class Device:
         size = len(stored.checksums)
         job.checksums[index * size : (index + 1) * size] = stored.checksums
         if stored.content:
-            self._around.contents().offer(each.tenant, [job.keys[index]], [stored.content])
+            self._around.contents.offer(each.tenant, [job.keys[index]], [stored.content])
         return Code.LOCAL
 
     def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:
@@ -409,7 +409,7 @@ class Device:
         where = job.where(index)
         (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
         size = CHECKSUM_BYTES * each.shards
-        content = self._around.contents().contents(each.tenant, [job.keys[index]], 1 << 12)
+        content = self._around.contents.contents(each.tenant, [job.keys[index]], 1 << 12)
         stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"")
         store.write(segment_io, where, segment, stored)
         return Code.COMMITTED

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["LOCK", "DirectoryFiles", "DirectoryInUse", "File", "Files"]
+__all__ = ["DirectoryFiles", "DirectoryInUse", "File", "Files"]
 
 LOCK = "lock"
 """Name of the file that a daemon locks, so that no other process writes to the directory."""

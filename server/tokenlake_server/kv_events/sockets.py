@@ -17,7 +17,7 @@ import zmq
 from tokenlake.config import Address
 from tokenlake_server.kv_events.replay import Replay
 
-__all__ = ["HIGH_WATER_MARK", "MAX_REPLAYS", "Sockets"]
+__all__ = ["Sockets"]
 
 log = logging.getLogger(__name__)
 

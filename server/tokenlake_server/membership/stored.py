@@ -82,8 +82,6 @@ class Stored(NamedTuple):
     mod_revision: int
     """The revision of the ring record; 0 where there is none."""
     nodes: Mapping[str, StoredNode]
-    foreign: tuple[str, ...]
-    """Keys that no version known here writes."""
 
 
 def prefix_of(cluster: str) -> bytes:
@@ -120,7 +118,7 @@ def parse(cluster: str, found: Iterable[Read]) -> Stored:
             f"etcd holds keys of another application below {prefix_of(cluster).decode()}, such as {foreign[0]!r}; give "
             "the cluster another name ('cluster'), or remove the keys"
         )
-    return Stored(record, text, revision, nodes, tuple(foreign))
+    return Stored(record, text, revision, nodes)
 
 
 def decode_ring(key: bytes, text: bytes) -> RingRecord:
