@@ -44,7 +44,7 @@ class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
 
     where = HOST
-    """Where the memory is (`tokenlake.where`)."""
+    """The kind of memory of the region (`tokenlake.where`): memory of the host."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number

@@ -80,8 +80,8 @@ class _Job:
         self.held = bytearray(count)
         """See `FetchDone`."""
         self.answered: bool | None = None
-        """See `FetchDone`. Set to True by any thread of the job to which bytes came, and to False by one that failed
-        before, or that waited for further bytes in vain."""
+        """See `FetchDone`. A thread of the job sets it to True when it receives bytes, and to False when it fails
+        before that, or when no further bytes are received within the limit."""
         half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
         self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
@@ -308,7 +308,7 @@ class BulkReceiver:
                     paths.insert(0, path)
                 else:
                     if not (job.aborted and job.answered):
-                        # What keeps this connection from answering may keep the idle ones from it.
+                        # The cause of the failure may affect the idle connections to the node as well.
                         self.connections.drop_idle(node, path)
                     if job.aborted or isinstance(error, Unreachable):
                         raise
@@ -320,7 +320,7 @@ class BulkReceiver:
             if part and not rest:
                 return
             if time.monotonic() >= until:
-                # Bytes had come over the path before.
+                # Bytes were received over this path before, so that the node gets the time for an answer again.
                 until = time.monotonic() + answer_s
 
     def _pull(self, job: _Job, part: Sequence[int], path: Endpoint, until: float, offer: tuple[str, int]) -> None:

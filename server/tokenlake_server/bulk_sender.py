@@ -169,7 +169,7 @@ class BulkSender:
             present = [key for key, code in keys if code == Code.LOCAL]
             contents = self._contents.contents(request.tenant, present, MAX_CONTENTS)
         answer = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
-        # A reader at the least rate that is assumed of a peer takes a third of its deadline.
+        # Three times the time that a peer with the least rate (`LEAST_RATE`) takes.
         count = instruction.codes.count(Code.LOCAL) if instruction.codes else 1
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * size * count / LEAST_RATE)
         outgoing = Outgoing(stream, answer, slots, time.monotonic() + limit_s, limit_s)

@@ -48,7 +48,13 @@ _directory = click.option(
 @ca.command("init")
 @_directory
 @click.option("--cluster", default=ServerConfig().cluster, show_default=True, help="Name of the cluster.")
-@click.option("--days", default=3650.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
+@click.option(
+    "--days",
+    default=3650.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Days for which the CA is valid.",
+)
 def _init(directory: Path, cluster: str, days: float) -> None:
     """Make a CA: its certificate ca.pem, which every node gets, and its key ca-key.pem, which no node needs."""
     try:
@@ -61,11 +67,26 @@ def _init(directory: Path, cluster: str, days: float) -> None:
 @ca.command("issue")
 @click.argument("name")
 @_directory
-@click.option("--address", "addresses", multiple=True, help="IP address or host name to add; may be repeated.")
-@click.option("--days", default=365.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
-@click.option("--renew", is_flag=True, help="Replace the files of the node; a running daemon reads the new ones.")
-@click.option("--role", type=click.Choice(ROLES), help="For a caller of the control plane called NAME, and no node.")
-@click.option("--tenant", default="", help="With --role: for this tenant only.")
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    help="IP address or host name that the certificate also names; may be repeated.",
+)
+@click.option(
+    "--days",
+    default=365.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Days for which the certificate is valid.",
+)
+@click.option("--renew", is_flag=True, help="Replace the files of NAME; a running daemon reads the new ones.")
+@click.option(
+    "--role",
+    type=click.Choice(ROLES),
+    help="Make the certificate of a caller of the control plane called NAME, with this role, and not of a node.",
+)
+@click.option("--tenant", default="", help="With --role: the tenant for which alone the caller may act.")
 def _issue(
     name: str,
     directory: Path,
@@ -123,11 +144,11 @@ def issue(
     role: str = "",
     tenant: str = "",
 ) -> tuple[Path, Path]:
-    """Make a certificate of `node`, or with a `role` of a caller of the control plane (`tenant`: for this one only),
-    signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
-    or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the certificate and of its key.
-    Raises ValueError for a name or address that is not valid, a directory without a CA, and without `renew` for files
-    that exist; OSError for files that cannot be read or written."""
+    """Make a certificate that the CA in `directory` signs, in the same directory: of the node `node` or, with a `role`,
+    of a caller of the control plane called `node`, which with a `tenant` may act for this tenant only. It is valid for
+    `days` from `begin` on, or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the
+    certificate and of its key. Raises ValueError for a name or address that is not valid, a directory without a CA, and
+    without `renew` for files that exist; OSError for files that cannot be read or written."""
     _check("node", node, "caller" if role else "node")
     if tenant:
         _check("node", tenant, "tenant")

@@ -30,7 +30,7 @@ __all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
 log = logging.getLogger(__name__)
 
 LINK: Final = re.compile(r" \(\[[^]]*\]\([^)]*\)\)")
-"""A link of the documents behind the meaning of a setting."""
+"""Matches a link to a document in the meaning of a setting. The help of the command leaves such links out."""
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,9 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             meaning = LINK.sub("", setting.meaning)
             text = f"{meaning[0].upper()}{meaning[1:]}. Value: {setting.kind.expected}."
             command = click.option(f"--{name.replace('_', '-')}", default=None, help=text)(command)
-    option = click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file.")
+    option = click.option(
+        "--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="TOML file with the settings."
+    )
     return option(command)
 
 

@@ -100,7 +100,7 @@ WORK_THREADS = 4
 """Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
 processes."""
 WALK_SLOTS = 1 << 16
-"""Slots that are examined at a time for segments in use when the daemon ends."""
+"""Limit of the slots that one step of the search for segments in use examines when the daemon ends."""
 
 
 class Daemon:
@@ -114,7 +114,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         self._admin = AdminThread()
-        """For gRPC: that of the membership and of the control plane."""
+        """The thread in which gRPC runs for the membership and for the control plane."""
         self.membership = open_membership(config, incarnation, loop, self._admin)
         rules = core_config(config, incarnation, speed, self.membership.members.record)
         core = NodeCore(rules)
@@ -207,10 +207,10 @@ class Daemon:
             self.contents,
         )
         log.info(
-            "this kernel shows the end of every engine (SO_PEERPIDFD)"
+            "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
             if kernel_has_pidfds()
-            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock shows the end of engines in other PID "
-            f"namespaces, within {LOCK_S:.0f} s"
+            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock reports the end of engines in other "
+            f"PID namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
         try:
@@ -380,7 +380,11 @@ class Daemon:
                 await asyncio.to_thread(self._replace_memory, instruction)
             except Exception as error:
                 if not logged:
-                    log.error("region %d could not be replaced, trying again: %s", instruction.region, error)
+                    log.error(
+                        "region %d could not be replaced for another tenant or layout; it is tried again each 0.5 s: %s",
+                        instruction.region,
+                        error,
+                    )
                 logged = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), REPLACE_S)
@@ -470,7 +474,7 @@ async def _end_thread(problem: str, close: Callable[[], object]) -> None:
 
 
 def _reached(config: ServerConfig) -> str:
-    """Where other machines reach the control plane; empty where they cannot, or where the port is not known yet."""
+    """The address at which other machines reach the control plane; empty if there is none, or its port is not known."""
     if not config.control or not parse_address(config.control).port:
         return ""
     host, port = parse_address(config.control)

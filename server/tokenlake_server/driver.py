@@ -24,8 +24,8 @@ __all__ = ["Driver", "Handle", "Sink"]
 log = logging.getLogger(__name__)
 
 TIMERS_S = 0.001
-"""Seconds after which the timers that are due wait for the next iteration of the loop. They take longer by at most one
-timer."""
+"""Limit of the seconds that timers which are due take in one iteration of the loop; the others wait for the next one.
+The last timer may exceed it."""
 
 Handle = Callable[[Event, float], list[Instruction]]
 Sink = Callable[[Any], None]

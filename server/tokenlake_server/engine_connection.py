@@ -209,7 +209,8 @@ class EngineConnection:
         self.tenant, self.secret = tenant.name, tenant.secret
 
     def open_account(self, kept: KeptBytes) -> None:
-        """Charge the tenant of this connection for what the daemon keeps of it from now on. Raises `LimitReached`."""
+        """Charge the tenant of this connection for the bytes that the daemon keeps for it, from now on. Raises
+        `LimitReached`."""
         assert self.layout is not None
         account = Account(kept, self.tenant)
         account.charge(CONNECTION_BYTES + len(self.layout.encode()))

@@ -109,7 +109,7 @@ class EngineListener:
         self._last = 0
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
-        """Called with answers to askers that are no connection of this listener; their numbers are negative."""
+        """Function that takes the answers for the control plane, whose connections have negative numbers."""
         self._contents = contents
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""

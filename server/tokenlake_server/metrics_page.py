@@ -1,7 +1,7 @@
 """The pages /metrics (for Prometheus), /health and /ready, over HTTP. They only read.
 
-`/health` says whether the daemon works, and names the state of its membership and its peers; `/ready` says whether the
-node serves as a member of its cluster. A node that lost its membership is healthy, and a restart would cost its cache.
+`/health` reports that the daemon works, with the state of its membership and its peers; `/ready` reports that the node
+is a member of its cluster. A node that lost its membership is healthy: a restart would discard its cache.
 
 Counters and histograms are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state
 of the rules on the control loop, all at one moment, when a page is requested.
@@ -107,9 +107,9 @@ _QUERY_ENGINE = {
         "connections": "Connections of engines and of other query engines",
         "views": "Views that are open: sequences of segments that engines send queries to",
         "answers": "Queries of engines that were answered, one per step and layer",
-        "lost_parts": "Parts of those answers that were LOST",
-        "results": "Answers to other query engines",
-        "result_bytes": "Bytes of partial attention in those answers",
+        "lost_parts": "Parts of the answers to engines that were LOST",
+        "results": "Answers that were sent to other query engines",
+        "result_bytes": "Bytes of partial attention in the answers to other query engines",
         "result_seconds": "Seconds in which attention for other query engines was computed. The time of a batch is "
         "divided among its requests by queries times segments",
         "late_results": "Answers of other query engines that arrived too late",
@@ -163,7 +163,7 @@ class Snapshot:
             for pool in core.store.pools()
         ]
         self.counters = {metric: core.counters[metric] for metric in Metric.all()}
-        """Each counter; of one with labels the sum over their values."""
+        """The value of each counter: with labels, the sum over all values of the labels."""
         self.labelled = {metric: core.counters.by_labels(metric) for metric in Metric.all() if metric.labels}
         histograms = ((metric, core.counters.histogram(metric)) for metric in Metric.all("histogram"))
         self.histograms = {metric: (tuple(each.counts), each.total_s) for metric, each in histograms}
@@ -353,7 +353,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        """Bind, without a question to a name server for the name of this machine."""
+        """Bind as `TCPServer` does. The method of `HTTPServer` would also ask a name server for the name of this
+        machine."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()

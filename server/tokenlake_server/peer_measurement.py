@@ -38,7 +38,7 @@ class PathMeasured(NamedTuple):
 
     address: str
     round_trip_s: float
-    """0 where there was no connection."""
+    """The shortest TCP handshake, in seconds; 0 if none was completed."""
     nbytes: int
     seconds: float
     problem: str

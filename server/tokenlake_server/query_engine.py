@@ -65,9 +65,8 @@ class QueryEngine:
         loop: asyncio.AbstractEventLoop,
         new_keys: NewKeys = no_keys,
     ) -> None:
-        """Makes the daemon's side of the query engine; nothing is started yet. `new_keys`: makes the keys of
-        connections. Raises `ModuleMissing` where the
-        package or torch is not installed."""
+        """Makes the daemon's side of the query engine, and starts no process. `new_keys` makes the keys of connections.
+        Raises `ModuleMissing` if the package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 raise ModuleMissing("query_engine", True, module, "query")
@@ -137,7 +136,8 @@ class QueryEngine:
             try:
                 await self._run()
             except Exception as error:
-                # Every failure to run the query engine is retried; otherwise the node would never have one again.
+                # After any failure another start is tried; without one the node would have no query engine until it
+                # restarts.
                 log.error("the query engine could not be started: %s", error)
             lasted = self._loop.time() - began
             pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)

@@ -85,7 +85,7 @@ class Tenants:
         """The tenant of a process with user id `uid` that sent `token`. Raises `CredentialRefused`, whose text never
         contains a token."""
         if self.is_query_engine(token):
-            # It runs as the daemon's own user, who need not be allowed for that.
+            # The query engine runs as the daemon's own user, which need not be in 'allow_uids'.
             name = (token or "").partition(":")[2]
             for tenant in self._tenants:
                 if tenant.name == name:

@@ -41,7 +41,7 @@ class Caller(NamedTuple):
 
     role: role_pb2.Role.ValueType
     name: str
-    """For logs: the name in the certificate, or `local`."""
+    """For logs: the name in the certificate, or `control socket`."""
     tenant: str
     """The tenant that the certificate names; empty for none."""
     token: str | None

@@ -74,7 +74,7 @@ class Fleet:
         self.router.leave(instance)
 
     def happened(self, what: pb.Happened, tenant: Tenant, segment_tokens: int, now: float) -> None:
-        """Take one report. Raises ValueError."""
+        """Record one event of a request of the fleet. Raises ValueError."""
         match what.WhichOneof("what"):
             case "sent":
                 request = request_of(what.sent.prompt, segment_tokens, tenant, {})

@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error")
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
-LOGGERS = "tokenlake"
-"""Names of the loggers whose level can be set begin with this."""
+LOGGERS = ("tokenlake", "tokenlake_server")
+"""The loggers whose level can be set, and that of each logger below them."""
 
 
 class Admin:
-    """Its methods are called in the admin thread."""
+    """The methods of the service `Admin`. They are called in the admin thread."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Admin:
         return pb.GetConfigResponse(settings=settings)
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.ExplainResponse:
-        """How a request used the pool."""
+        """Return the tokens of a request that were found in the pool, and the reasons for those that were not."""
         answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
         funnel = answer.funnel
         if funnel is None:
@@ -306,7 +306,7 @@ class Admin:
         """Set the least level of the messages that are logged."""
         if message.level not in LEVELS:
             raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
-        if message.logger and message.logger.partition(".")[0] not in (LOGGERS, "tokenlake_server"):
+        if message.logger and message.logger.partition(".")[0] not in LOGGERS:
             raise ValueError(f"the logger is {message.logger!r}; expected one below tokenlake or tokenlake_server")
         logger = logging.getLogger(message.logger or None)
         previous = logging.getLevelName(logger.getEffectiveLevel()).lower()

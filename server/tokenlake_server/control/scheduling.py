@@ -48,7 +48,7 @@ MAX_REPORTS = 4096
 
 
 class Scheduling:
-    """Its methods are called in the admin thread."""
+    """The methods of the service `Scheduling`. They are called in the admin thread."""
 
     def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener) -> None:
         self._bridge = bridge
@@ -124,7 +124,7 @@ class Scheduling:
         return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
 
     async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:
-        """Take what happened to requests of a fleet."""
+        """Record the events of requests of a fleet: sent, first token, finished."""
         if len(message.happened) > MAX_REPORTS:
             raise LimitReached(f"{len(message.happened)} reports; the limit of a message is {MAX_REPORTS}")
         tenant, now = caller.own(), time.monotonic()

@@ -116,7 +116,7 @@ class ControlServer:
             self._handlers[path] = grpc.stream_stream_rpc_method_handler(self._reflect)
         self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
-        """Where the server listens with TLS; None if it does not."""
+        """The address at which the server listens with TLS; None without the setting `control`."""
         self._server: grpc.aio.Server | None = None
         if self.socket is not None:
             prepare(self.socket, "control_socket")

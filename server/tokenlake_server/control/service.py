@@ -1,4 +1,5 @@
-"""How a method is called: the role, the message, the deadline, the status code of an error."""
+"""Wraps the functions of the services for gRPC: checks the role, decodes the message, limits the time, and turns errors
+into status codes."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ async def fail(context: Context, error: Exception, method: str) -> None:
 
 
 class _Method:
-    """One method, as gRPC calls it: with the bytes of a message."""
+    """One method: checks the role of a caller, and decodes the bytes of the message that gRPC passes."""
 
     def __init__(self, descriptor: MethodDescriptor, callers: Callers, role: role_pb2.Role.ValueType) -> None:
         self.name = descriptor.name

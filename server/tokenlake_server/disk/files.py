@@ -1,6 +1,6 @@
 """The operations on files that the disk tier uses, and their implementation on a directory.
 
-The tests have another implementation, which loses at a power failure what was not synced.
+The tests have another implementation, in which a power failure discards all writes that were not synced.
 """
 
 from __future__ import annotations

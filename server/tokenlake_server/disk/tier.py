@@ -48,7 +48,7 @@ BUDGET = _gauge(
     "budget_bytes", "Bytes that may be written to the device now, of the budget `disk_writes_per_day`; absent at 0"
 )
 SEGMENTS = _gauge("segments", "Segments on the device", "tenant", "slot_bytes")
-USED = _gauge("used_bytes", "Bytes of the places of these segments", "tenant", "slot_bytes")
+USED = _gauge("used_bytes", "Bytes of the places of the segments on the device", "tenant", "slot_bytes")
 ERRORS = _gauge(
     "errors",
     "Operations on the device since the start that failed (`read`, `write`), and places that did not hold the segment "

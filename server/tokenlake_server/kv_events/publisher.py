@@ -6,9 +6,9 @@
       offer: contents -----> inbox ------> Blocks -> events -> message -> Replay, Sockets
       store: changes ------> log --------> one round each POLL_S, PART changes at a time
 
-Nothing runs on the control loop but `offer`. A message has the events of at most `PART` changes. Its sequence number
-begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that
-it missed some.
+On the control loop run only `offer` and, when the log has overtaken the admin thread, `_walk`. A message has the events
+of at most `PART` changes. Its sequence number begins with the time of the daemon's start, so that a reader which knows
+the messages of an earlier start notices that it missed some.
 
 All readers are told all blocks anew, behind an `AllBlocksCleared`, when the daemon starts, when one of them subscribes,
 when one asks for messages that are not kept any more, and when the log has overtaken this thread.
@@ -90,12 +90,12 @@ REFUSED = Metric(
 POLL_S = 0.02
 """Seconds between two rounds without work."""
 PART = 24
-"""Changes in one message: some 30 KiB, and half a millisecond of this thread."""
+"""Limit of the changes in one message, which takes some 30 KiB and half a millisecond of the admin thread."""
 WALK_SLOTS = 512
 RESTATE_S = 0.5
 RESTATE_REST = 20
-"""The readers are told all blocks anew after `RESTATE_S`, and after so many times the seconds that it took last, at
-the earliest."""
+"""Between two times at which all blocks are published anew are at least `RESTATE_S` seconds, and at least
+`RESTATE_REST` times the seconds that the first of them took."""
 RESTATE_PAUSE_S = 0.001
 """Seconds between two messages that tell the blocks anew, so that readers keep up."""
 MAX_REPLAY_BYTES = 16 << 20
@@ -115,7 +115,7 @@ class _Stream:
         self.sequence = sequence
         self.messages = 0
         self.wanted = True
-        """Some reader has to be told all blocks."""
+        """True while all blocks have to be published anew."""
         self.restated = 0
         self.next_restatement = float("-inf")
         self.sockets: Sockets | None = None
@@ -212,7 +212,7 @@ class KvEvents(Contents):
 
     @property
     def endpoints(self) -> list[tuple[str, str]]:
-        """Where each stream, in the order of the settings, publishes and answers requests for a replay."""
+        """For each stream, in the order of the settings, the ZMQ endpoints of its events and of its replays."""
         return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
 
     def gauges(self) -> list[Level]:

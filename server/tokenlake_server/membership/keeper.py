@@ -55,10 +55,11 @@ PAUSE_S = 0.3
 ANSWER_S = 0.5
 """Seconds within which the daemon of another registration of this node's name must accept a connection."""
 RIVAL_S = 3 * LEASE_S
-"""Seconds for which such a daemon is remembered after its registration expired: it may have lost etcd only."""
+"""Seconds for which such a daemon is remembered after its registration expired: it may run, and be cut off from etcd
+only."""
 
 Publish = Callable[[Members | None, MembershipState], None]
-"""Called with the members, None where they are as before, and the state."""
+"""A function that is called with the members (None if they have not changed) and the state of the membership."""
 
 
 class Keeper:
@@ -172,8 +173,9 @@ class Keeper:
         if self._rival is None:
             return
         rival, until = self._rival
-        # A registration that replaced that of this node belongs to a daemon that started later, whether or not it can
-        # be reached from here. Else a daemon at the address of this one has ended: this one listens there.
+        # A registration that replaced that of this node belongs to a daemon that started later, even if it cannot be
+        # reached from here. Otherwise a daemon registered at the address of this node has ended, because this one
+        # listens there now.
         displaced = self._registered and rival is found
         others = rival.address != self._registration.address
         if displaced or (now < until and others and await _answers(rival.at())):
@@ -218,7 +220,7 @@ class Keeper:
             )
         return stored.record
 
-    # -- what the daemon is told
+    # -- members and states for the daemon
 
     def _accept(self, record: RingRecord, stored: Stored) -> float | None:
         if self._warning.logged:
@@ -274,7 +276,7 @@ def _now() -> float:
 
 
 def _first(error: BaseException) -> BaseException:
-    """An error that a group of errors holds."""
+    """The first error within a group of errors, or `error` itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
