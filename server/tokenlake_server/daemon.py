@@ -131,7 +131,7 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
-        self.driver.carry_out(ReadRing, lambda order: self.membership.look())
+        self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
         self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
         self.left = asyncio.Event()
         """Set when this node has drained and left the ring: the daemon may end."""
@@ -147,10 +147,10 @@ class Daemon:
             secrets,
             config.cluster,
             tuple(map(str, config.bulk_listen)),
-            _reached(config),
+            _control_address_of(config),
             shown_location(config.location),
         )
-        self._control_address = _reached(config)
+        self._control_address = _control_address_of(config)
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
@@ -176,7 +176,7 @@ class Daemon:
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
         self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents)
-        self.peers.on_stranger = lambda node: self.membership.look()
+        self.peers.on_stranger = lambda node: self.membership.refresh()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
@@ -381,7 +381,7 @@ class Daemon:
             except Exception as error:
                 if not logged:
                     log.error(
-                        "region %d could not be replaced for another tenant or layout; it is tried again each 0.5 s: %s",
+                        "region %d could not be replaced for another tenant or layout, and is tried each 0.5 s: %s",
                         instruction.region,
                         error,
                     )
@@ -473,7 +473,7 @@ async def _end_thread(problem: str, close: Callable[[], object]) -> None:
     await _end(problem, lambda: asyncio.to_thread(close))
 
 
-def _reached(config: ServerConfig) -> str:
+def _control_address_of(config: ServerConfig) -> str:
     """The address at which other machines reach the control plane; empty if there is none, or its port is not known."""
     if not config.control or not parse_address(config.control).port:
         return ""

@@ -162,9 +162,9 @@ class Driver:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = wake
-        self._alarm = self._loop.call_at(wake / self._speed, self._ring)
+        self._alarm = self._loop.call_at(wake / self._speed, self._alarm_due)
 
-    def _ring(self) -> None:
+    def _alarm_due(self) -> None:
         # After a pause of the process the loop runs expired timers before it reads the frames that arrived meanwhile,
         # such as the answer whose deadline has just passed. The Tick waits for two iterations, until they are read.
         self._tick_scheduled = True

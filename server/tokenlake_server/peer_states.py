@@ -112,7 +112,7 @@ class PeerStates:
             if state == "connected":
                 if warning.logged:
                     log.info("peer %s is connected after %.0f s", name, warning.lasted(now))
-                warning.due(None, now)
-            elif warning.due("not connected" if state != "other ring" else state, now):
+                warning.should_log(None, now)
+            elif warning.should_log("not connected" if state != "other ring" else state, now):
                 log.warning("peer %s: %s for %.0f s: %s", name, state, warning.lasted(now), reason)
         self._check_later()

@@ -101,9 +101,9 @@ class Fleets:
         self._fleets: dict[str, OrderedDict[tuple[str, int, int], Fleet]] = {}
         """By tenant; those of a tenant are in the order of their last use."""
 
-    def get(self, tenant: str, message: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
-        """The fleet that a message describes, its model, and the instances that the message names. Raises ValueError
-        and `LimitReached`."""
+    def update(self, tenant: str, message: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
+        """Make or find the fleet that a message describes, and add the instances that the message names. Returns the
+        fleet, its model and these instances. Raises ValueError and `LimitReached`."""
         model = model_of(message)
         at = message.name, message.segment_tokens, message.segment_bytes
         own = self._fleets.setdefault(tenant, OrderedDict())

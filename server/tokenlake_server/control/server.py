@@ -30,7 +30,7 @@ from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
 from tokenlake_server.control.operations import Admin
 from tokenlake_server.control.scheduling import Scheduling
-from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, fail, handlers_of, require_role
+from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, abort_with, handlers_of, require_role
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
@@ -175,7 +175,7 @@ class ControlServer:
             finally:
                 self._reflecting -= 1
         except Exception as error:
-            await fail(context, error, "ServerReflectionInfo")
+            await abort_with(context, error, "ServerReflectionInfo")
 
     # -- the end
 

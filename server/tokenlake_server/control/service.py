@@ -25,7 +25,7 @@ from tokenlake.errors import (
 from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control.callers import Caller, Callers
 
-__all__ = ["CALL_S", "STALL_S", "Context", "OutOfRange", "Stream", "Unary", "fail", "handlers_of", "require_role"]
+__all__ = ["CALL_S", "STALL_S", "Context", "OutOfRange", "Stream", "Unary", "abort_with", "handlers_of", "require_role"]
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueTy
     return caller
 
 
-async def fail(context: Context, error: Exception, method: str) -> None:
+async def abort_with(context: Context, error: Exception, method: str) -> None:
     """End the call with the status of the error."""
     code = _code(error)
     unnamed = "the daemon did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
@@ -112,7 +112,7 @@ def _unary(method: _Method, function: Unary) -> grpc.RpcMethodHandler[Any, Any]:
             async with asyncio.timeout(CALL_S):
                 return (await function(caller, message)).SerializeToString()
         except Exception as error:
-            await fail(context, error, method.name)
+            await abort_with(context, error, method.name)
             raise AssertionError("unreachable: abort raises") from error
 
     return grpc.unary_unary_rpc_method_handler(call)
@@ -129,7 +129,7 @@ def _stream(method: _Method, function: Stream) -> grpc.RpcMethodHandler[Any, Any
                 except TimeoutError:
                     raise TimeoutError(f"the reader of this stream took nothing for {STALL_S:.0f} s") from None
         except Exception as error:
-            await fail(context, error, method.name)
+            await abort_with(context, error, method.name)
 
     return grpc.unary_stream_rpc_method_handler(call)
 

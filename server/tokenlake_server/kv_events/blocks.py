@@ -132,7 +132,7 @@ class Blocks:
         parent = block_hash(content.parent, 0) if content.parent else None
         segment = _Segment(encoded, block_hash(key, 0), parent, content.adapter, content.root)
         self._present[key] = segment
-        if self._current(segment, now):
+        if self._accept_root(segment, now):
             self._publish(key, segment, content)
         else:
             self.other_layout += 1
@@ -191,7 +191,7 @@ class Blocks:
         if self._events:
             yield self.take()
 
-    def _current(self, segment: _Segment, now: float) -> bool:
+    def _accept_root(self, segment: _Segment, now: float) -> bool:
         """True if segments with the root of this one are published. Takes this root as the current one of its adapter
         if there is none, or if no segment with the current one was stored for `ROOT_S`."""
         known = self._roots.get(segment.adapter)

@@ -5,7 +5,7 @@ that ended, was compacted or missed a change costs one more read and loses nothi
 
     read all keys -> write what is missing (one transaction) -> read again -> publish -> wait
         ^                                                                                  |
-        +------------ the watch reports a change, the lease has ended, or `look` ----------+
+        +------------ the watch reports a change, the lease has ended, or `refresh` -------+
 
     any error: the next endpoint, from the beginning; the daemon keeps the members that it has
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 5
 """Seconds for which a registration outlives its last renewal."""
 RETRY_S = 1.0
-"""Seconds until the next attempt of a node that may not join, and between two reads because of `look`."""
+"""Seconds until the next attempt of a node that may not join, and between two reads because of `refresh`."""
 PAUSE_S = 0.3
 """Mean seconds between two attempts to reach etcd. It is random, so that nodes do not return all at once."""
 ANSWER_S = 0.5
@@ -86,7 +86,7 @@ class Keeper:
         self._absent: frozenset[str] = frozenset()
         self._looks = False
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the keys again, at most once in `RETRY_S`."""
         if not self._looks:
             self._looks = True
@@ -232,7 +232,7 @@ class Keeper:
         self._addresses = {name: at for name, at in known.items() if name != self._node}
         self._note_absent(record, stored)
         if self._node in record.members:
-            self._warning.due(None, _now())
+            self._warning.should_log(None, _now())
             self._publish(Members(record, self._addresses), self._state(""))
             return None
         problem = (
@@ -261,7 +261,7 @@ class Keeper:
         self._publish(None, self._state(str(error) or repr(error)))
 
     def _warn(self, kind: object, problem: str) -> None:
-        if self._warning.due(kind, _now()):
+        if self._warning.should_log(kind, _now()):
             log.error("membership: %s", problem)
 
     def _state(self, problem: str) -> MembershipState:

@@ -34,7 +34,7 @@ class StaticMembership:
     def start(self, address: Address, changed: OnMembers) -> None:
         """Do nothing: the members of a static list never change."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Do nothing: a static list is never read again."""
 
     async def drain(self, node: str = "") -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from tokenlake.errors import Unreachable
-from tokenlake_server.control.service import fail
+from tokenlake_server.control.service import abort_with
 
 
 class Call:
@@ -35,5 +35,5 @@ class Call:
 )
 def test_the_end_of_a_call(error: Exception, expected: tuple[str, str]) -> None:
     call: Any = Call()
-    asyncio.run(fail(call, error, "Explain"))
+    asyncio.run(abort_with(call, error, "Explain"))
     assert call.ended == expected
