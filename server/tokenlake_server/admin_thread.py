@@ -1,4 +1,4 @@
-"""A thread with an event loop of its own, for gRPC: nothing of it runs on the control loop.
+"""A thread with an event loop of its own, in which gRPC runs, so that no code of gRPC runs on the control loop.
 
 gRPC's asyncio supports one loop per process, so all its clients and servers share this one.
 """
@@ -25,7 +25,8 @@ class AdminThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin `work`. Its cancellation cancels it on the loop. May be called from any thread."""
+        """Begin `work` on the loop of the thread. Cancelling the future that is returned cancels the work. May be
+        called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call_soon(self, function: Any, *arguments: object) -> None:

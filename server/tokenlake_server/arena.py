@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -17,18 +18,18 @@ from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Arena", "Region"]
 
+log = logging.getLogger(__name__)
+
 MADV_POPULATE_WRITE = 23
 """The madvise code that allocates pages at once, since Linux 5.14; Python 3.11's mmap module has no name for it."""
 POPULATE_CHUNK = 16 << 20
 """Bytes that one madvise call allocates. `Region.populate` reports its progress, and can be interrupted, between two
 calls."""
-SEALS = 0x1 | 0x2 | 0x4
-"""F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the size of a sealed memfd, or its seals."""
-F_ADD_SEALS = 1033
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""No process can change the size of a memfd with these seals, or its seals."""
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 PAGE = 4096
 _GENERATION = struct.Struct("<Q")
-MFD_HUGETLB = 0x4
 _HUGE_CURE = (
     "; set aside as many huge pages of 2 MiB as 'memory' takes, with `sysctl vm.nr_hugepages=N` as root "
     "(HugePages_Free in /proc/meminfo says how many are left), or set 'huge_pages' to false"
@@ -43,7 +44,7 @@ class Region:
     """This daemon's mapping of one region of the arena, which the arena owns. `view` is valid until `close`."""
 
     where = HOST
-    """Where the memory is (`tokenlake.where`)."""
+    """The kind of memory of the region (`tokenlake.where`): memory of the host."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
         self.number = number
@@ -56,8 +57,10 @@ class Region:
                 os.close(self.fd)
                 raise
         except OSError as error:
-            where, cure = ("'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "")
-            raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}{cure}") from error
+            where, cure = ("setting 'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "; lower 'memory'")
+            raise LimitReached(
+                f"the kernel gave no {nbytes >> 20} MiB of memory for a region ({where}): {error.strerror}{cure}"
+            ) from error
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:
@@ -90,13 +93,15 @@ class Region:
     def free_pages(self, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Give the memory of the region back to the kernel, but not the bytes from `start` to `stop` of each entry
         (start, stop) of `kept`, which ascend. Without this the memory would stay allocated for as long as any process
-        maps the region or has a descriptor of it. Those that still map it read zeros there. Calls fallocate through
-        ctypes, which releases the GIL."""
+        maps the region or has a descriptor of it. Those that still map it read zeros there. Memory that
+        the kernel does not take back is logged. Calls fallocate through ctypes, which releases the GIL."""
         start = 0
         for first, last in [*kept, (self.nbytes, self.nbytes)]:
             stop = first - first % PAGE
-            if stop > start:
-                _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, stop - start)
+            how = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+            if stop > start and _libc.fallocate(self.fd, how, start, stop - start):
+                reason = os.strerror(ctypes.get_errno())
+                log.error("%d bytes of region %d are still allocated: %s", stop - start, self.number, reason)
             start = max(start, last + -last % PAGE)
 
     def close(self) -> None:
@@ -178,11 +183,11 @@ class Arena:
 
 
 def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (MFD_HUGETLB if huge_pages else 0)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     fd = os.memfd_create(f"tokenlake-{number}", flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         # The kernel makes a memfd with mode 0777, with which a process of another user could open it through /proc.
         os.fchmod(fd, 0o400)
     except BaseException:

@@ -11,6 +11,8 @@ __all__ = ["available_bytes", "require_memory"]
 
 RESERVE_BYTES = 64 << 20
 """Bytes of the available memory that are kept for the daemon itself: interpreter, index, buffers."""
+RECLAIMABLE = ("inactive_file", "slab_reclaimable")
+"""Entries of a cgroup's `memory.stat`: the bytes of `memory.current` that the kernel frees when memory is needed."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
@@ -55,10 +57,21 @@ def _own_cgroup(proc: Path) -> str | None:
 
 
 def _cgroup_room(directory: Path) -> int | None:
+    """The bytes that the processes of a cgroup (version 2) may still allocate, or None for a group without a limit.
+    `memory.current` counts the page cache too, which the kernel reclaims before it calls the OOM killer."""
     try:
         limit = (directory / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        return int(limit) - int((directory / "memory.current").read_text())
+        room = int(limit) - int((directory / "memory.current").read_text())
     except (OSError, ValueError):
         return None
+    return room + _reclaimable(directory)
+
+
+def _reclaimable(directory: Path) -> int:
+    try:
+        lines = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
+        return sum(int(value) for name, value in lines if name in RECLAIMABLE)
+    except (OSError, ValueError):
+        return 0

@@ -28,7 +28,7 @@ NewKeys = Callable[[str, peer.DataPurpose], tuple[bytes, RecordKeys] | None]
 
 
 def no_keys(node: str, purpose: peer.DataPurpose) -> None:
-    """Keys for connections of nodes without certificates: none."""
+    """The function `NewKeys` of a node without certificates: its connections are plain."""
 
 
 def introduce(
@@ -83,8 +83,8 @@ def read_frame(sock: socket.socket, max_frame: int) -> bytes:
 
 
 def limit_wait(sock: socket.socket, option: Literal["SO_RCVTIMEO", "SO_SNDTIMEO"], seconds: float) -> None:
-    """Let each receipt from, or send to, a blocking socket end after `seconds`, and after 1 ms at least. The kernel has
-    this timeout: with Python's `settimeout` each call would be a poll and a partial receipt or send."""
+    """Limit the time that each `recv` or `send` on a blocking socket waits to `seconds`, at least 1 ms. The kernel
+    keeps this timeout; with Python's `settimeout` each call would be a poll and a partial receipt or send."""
     # 0 would mean no limit.
     whole, micro = divmod(round(max(0.001, seconds) * 1e6), 1_000_000)
     sock.setsockopt(socket.SOL_SOCKET, getattr(socket, option), struct.pack("ll", whole, micro))

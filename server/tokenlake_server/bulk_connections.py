@@ -86,7 +86,7 @@ class BulkConnections:
 
     def give_back(self, node: str, path: Endpoint, stream: BulkStream) -> None:
         """Keep a connection on which nothing is under way, or close it."""
-        # With a timeout of Python's, `_dropped` would wait for it.
+        # A socket with a timeout of Python's is non-blocking in the kernel, and `_dropped` would wait for the timeout.
         stream.sock.settimeout(None)
         with self._lock:
             if node in self._addresses:

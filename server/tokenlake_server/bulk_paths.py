@@ -20,17 +20,17 @@ class BulkPaths:
         self._addresses = addresses
         self._clock = clock
         self._failed: dict[tuple[str, Endpoint], float] = {}
-        """Until when a path counts as failed."""
+        """By node and path, the time until which the path counts as failed."""
 
     def order(self, node: str, number: int) -> list[Endpoint]:
-        """The paths to `node`, the one to try first at the beginning; each `number` begins with the path after that of
-        the number before. Paths that failed lately come last. Raises OSError where the node has no address."""
+        """The paths to `node`, in the order in which they are tried. Consecutive values of `number` begin with
+        consecutive paths. Paths that failed lately come last. Raises OSError where the node has no address."""
         paths = self._addresses.bulk(node)
         first, now = number % len(paths), self._clock()
         return sorted(paths[first:] + paths[:first], key=lambda path: self._failed.get((node, path), now) > now)
 
     def failed(self, node: str, path: Endpoint) -> None:
-        """No bytes came over this path."""
+        """Record that no bytes were received over this path."""
         now = self._clock()
         self._failed = {each: until for each, until in self._failed.items() if until > now} | {
             (node, path): now + PAUSE_S

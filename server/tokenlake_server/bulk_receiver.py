@@ -80,8 +80,8 @@ class _Job:
         self.held = bytearray(count)
         """See `FetchDone`."""
         self.answered: bool | None = None
-        """See `FetchDone`. Set to True by any thread of the job to which bytes came, and to False by one that failed
-        before, or that waited for further bytes in vain."""
+        """See `FetchDone`. A thread of the job sets it to True when it receives bytes, and to False when it fails
+        before that, or when no further bytes are received within the limit."""
         half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
         self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
@@ -182,8 +182,10 @@ class BulkReceiver:
         driver: Driver,
         new_keys: NewKeys = no_keys,
         transports: Transports | None = None,
+        contents: Contents | None = None,
     ) -> None:
-        """`new_keys`: makes the keys of connections; `transports`: without them bytes come over TCP."""
+        """`new_keys` makes the keys of connections. `transports`: without them bytes are received over TCP. `contents`
+        takes the contents of the segments that are received."""
         self.connections = BulkConnections(identity, addresses, new_keys)
         self._transports = transports or Transports(Tcp(arena))
         self._buffers: list[bytearray] = []
@@ -210,8 +212,7 @@ class BulkReceiver:
                 thread.start()
         except RuntimeError as error:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
-        self.contents = Contents()
-        """Takes the contents of the segments that come."""
+        self._contents = contents or Contents()
         driver.carry_out(StartFetch, self._start)
         driver.carry_out(AbortFetch, self.abort)
 
@@ -307,7 +308,7 @@ class BulkReceiver:
                     paths.insert(0, path)
                 else:
                     if not (job.aborted and job.answered):
-                        # What keeps this connection from answering may keep the idle ones from it.
+                        # The cause of the failure may affect the idle connections to the node as well.
                         self.connections.drop_idle(node, path)
                     if job.aborted or isinstance(error, Unreachable):
                         raise
@@ -319,7 +320,7 @@ class BulkReceiver:
             if part and not rest:
                 return
             if time.monotonic() >= until:
-                # Bytes had come over the path before.
+                # Bytes were received over this path before, so that the node gets the time for an answer again.
                 until = time.monotonic() + answer_s
 
     def _pull(self, job: _Job, part: Sequence[int], path: Endpoint, until: float, offer: tuple[str, int]) -> None:
@@ -364,7 +365,7 @@ class BulkReceiver:
             )
         if reply.contents:
             own = split_keys(instruction.keys)
-            self.contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
+            self._contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
         if not part:
             slots = [memoryview(bytearray(peer.PROBE_BYTES))]
         else:

@@ -66,14 +66,16 @@ class BulkSender:
     """Carries out the instruction `SendBulk` of the rules, with one thread for each bulk connection (stream) that a
     peer opened. The number of connections of each peer is bounded, and so is the time of a send."""
 
-    def __init__(self, arena: Arena, driver: Driver, transports: Transports | None = None) -> None:
-        """`transports`: without them bytes are sent over TCP."""
+    def __init__(
+        self, arena: Arena, driver: Driver, transports: Transports | None = None, contents: Contents | None = None
+    ) -> None:
+        """`transports`: without them bytes are sent over TCP. `contents` has the contents of segments, which are sent
+        with their bytes."""
         self._transports = transports or Transports(Tcp(arena))
         self._driver = driver
         self._streams: dict[int, _Stream] = {}
         self._last = 0
-        self.contents = Contents()
-        """Knows the contents of the segments, which are sent with their bytes."""
+        self._contents = contents or Contents()
         driver.carry_out(SendBulk, self._hand_over)
 
     def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
@@ -114,7 +116,10 @@ class BulkSender:
             sock.close()
 
     def _hand_over(self, instruction: SendBulk) -> None:
-        self._streams[instruction.stream].instructions.put(instruction)
+        stream = self._streams.get(instruction.stream)
+        # None for a connection that ended before the rules answered its `Pull`: its thread has posted `SendDone`.
+        if stream is not None:
+            stream.instructions.put(instruction)
 
     def refuse(self, stream: int) -> None:
         """Close a bulk connection whose request for segments (`Pull`) the rules refused: its thread stops waiting for a
@@ -159,12 +164,12 @@ class BulkSender:
         size = instruction.slot_bytes if instruction.codes else request.probe_bytes
         slots = unpack_slots(instruction.slots)
         contents: tuple[bytes, ...] = ()
-        if self.contents.models(request.tenant):
+        if self._contents.models(request.tenant):
             keys = zip(split_keys(request.keys), instruction.codes, strict=False)
             present = [key for key, code in keys if code == Code.LOCAL]
-            contents = self.contents.contents(request.tenant, present, MAX_CONTENTS)
+            contents = self._contents.contents(request.tenant, present, MAX_CONTENTS)
         answer = peer.Pulled(size, instruction.codes, instruction.checksums, contents)
-        # A reader at the least rate that is assumed of a peer takes a third of its deadline.
+        # Three times the time that a peer with the least rate (`LEAST_RATE`) takes.
         count = instruction.codes.count(Code.LOCAL) if instruction.codes else 1
         limit_s = min(LONGEST_SEND_S, SEND_STALL_S + 3 * size * count / LEAST_RATE)
         outgoing = Outgoing(stream, answer, slots, time.monotonic() + limit_s, limit_s)

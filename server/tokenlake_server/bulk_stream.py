@@ -84,5 +84,5 @@ class BulkStream:
 
 
 def is_length(target: memoryview) -> bool:
-    """True if `target` is to hold the length of a record, not bytes of it."""
+    """True if `target` receives the length of a record; False if it receives bytes of the record."""
     return len(target) == LENGTH_BYTES

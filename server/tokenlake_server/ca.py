@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -47,7 +48,13 @@ _directory = click.option(
 @ca.command("init")
 @_directory
 @click.option("--cluster", default=ServerConfig().cluster, show_default=True, help="Name of the cluster.")
-@click.option("--days", default=3650.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
+@click.option(
+    "--days",
+    default=3650.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Days for which the CA is valid.",
+)
 def _init(directory: Path, cluster: str, days: float) -> None:
     """Make a CA: its certificate ca.pem, which every node gets, and its key ca-key.pem, which no node needs."""
     try:
@@ -60,11 +67,26 @@ def _init(directory: Path, cluster: str, days: float) -> None:
 @ca.command("issue")
 @click.argument("name")
 @_directory
-@click.option("--address", "addresses", multiple=True, help="IP address or host name to add; may be repeated.")
-@click.option("--days", default=365.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Validity.")
-@click.option("--renew", is_flag=True, help="Replace the files of the node; a running daemon reads the new ones.")
-@click.option("--role", type=click.Choice(ROLES), help="For a caller of the control plane called NAME, and no node.")
-@click.option("--tenant", default="", help="With --role: for this tenant only.")
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    help="IP address or host name that the certificate also names; may be repeated.",
+)
+@click.option(
+    "--days",
+    default=365.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Days for which the certificate is valid.",
+)
+@click.option("--renew", is_flag=True, help="Replace the files of NAME; a running daemon reads the new ones.")
+@click.option(
+    "--role",
+    type=click.Choice(ROLES),
+    help="Make the certificate of a caller of the control plane called NAME, with this role, and not of a node.",
+)
+@click.option("--tenant", default="", help="With --role: the tenant for which alone the caller may act.")
 def _issue(
     name: str,
     directory: Path,
@@ -122,23 +144,17 @@ def issue(
     role: str = "",
     tenant: str = "",
 ) -> tuple[Path, Path]:
-    """Make a certificate of `node`, or with a `role` of a caller of the control plane (`tenant`: for this one only),
-    signed by the CA in `directory`, beside it. It is valid for `days` from `begin` on,
-    or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the certificate and of its key.
-    Raises ValueError for a name or address that is not valid, a directory without a CA, and without `renew` for files
-    that exist; OSError for files that cannot be read or written."""
-    _check("node", node)
+    """Make a certificate that the CA in `directory` signs, in the same directory: of the node `node` or, with a `role`,
+    of a caller of the control plane called `node`, which with a `tenant` may act for this tenant only. It is valid for
+    `days` from `begin` on, or from `EARLY` before now, and not beyond the end of the CA. Returns the files of the
+    certificate and of its key. Raises ValueError for a name or address that is not valid, a directory without a CA, and
+    without `renew` for files that exist; OSError for files that cannot be read or written."""
+    _check("node", node, "caller" if role else "node")
     if tenant:
-        _check("node", tenant)
+        _check("node", tenant, "tenant")
     if tenant and role not in ("reader", "scheduler"):
         raise ValueError("a tenant is only for the roles reader and scheduler; nodes and admins serve all tenants")
-    try:
-        authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
-        authority_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} does not exist; make a CA first: tokenlake ca init") from error
-    if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{directory / CA_KEY} is not a key that `tokenlake ca init` made")
+    authority, authority_key, cluster = _read_ca(directory)
     files = directory / f"{node}.pem", directory / f"{node}-key.pem"
     if node in ("ca", "ca-key"):
         raise ValueError(f"a node called '{node}' would share the files of the CA; choose another name")
@@ -146,9 +162,6 @@ def issue(
         raise ValueError(f"{files[0]} is no certificate but the key of another node; choose another directory")
     if not renew:
         _refuse_existing(files, "use --renew to replace it")
-    found = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    [trust_domain] = found.get_values_for_type(x509.UniformResourceIdentifier)
-    cluster = trust_domain.removeprefix(cluster_uri(""))
     uri = role_uri(cluster, role, node, tenant) if role else node_uri(cluster, node)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node)])
@@ -165,6 +178,32 @@ def issue(
         .add_extension(authority_id, critical=False)
     )
     return _write(files, builder.sign(authority_key, hashes.SHA256()), key)
+
+
+def _read_ca(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, str]:
+    """The certificate of the CA in `directory`, its key, and the name of its cluster. Raises ValueError for files that
+    `tokenlake ca init` did not make, OSError for files that cannot be read."""
+    files = directory / CA_CERTIFICATE, directory / CA_KEY
+    file = files[0]
+    try:
+        authority = x509.load_pem_x509_certificate(file.read_bytes())
+        found = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = found.get_values_for_type(x509.UniformResourceIdentifier)
+        file = files[1]
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} does not exist; make a CA first: tokenlake ca init") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+        # TypeError: the key is encrypted.
+        raise ValueError(f"{file} was not made by `tokenlake ca init`, or has changed: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{files[1]} was not made by `tokenlake ca init`: it is not an elliptic-curve key")
+    if len(uris) != 1 or not uris[0].startswith(cluster_uri("")):
+        raise ValueError(
+            f"{files[0]} was not made by `tokenlake ca init`: expected one URI {cluster_uri('CLUSTER')} in it, not "
+            f"{', '.join(uris) or 'none'}"
+        )
+    return authority, key, uris[0].removeprefix(cluster_uri(""))
 
 
 def _builder(
@@ -217,12 +256,13 @@ def _address(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
-def _check(field: str, value: str) -> None:
-    """Raise ValueError for a value that the daemon's setting of that name does not accept."""
+def _check(field: str, value: str, named: str = "") -> None:
+    """Raise ValueError for a name that the daemon's setting `field` does not accept. `named`: the kind of thing that
+    has the name, by default the field."""
     try:
         settings_of(ServerConfig)[field].kind.parse(value)
     except ValueError as error:
-        raise ValueError(f"the name of a {field} is {value!r}; expected {error}") from None
+        raise ValueError(f"the name of a {named or field} is {value!r}; expected {error}") from None
 
 
 def _refuse_existing(files: Sequence[Path], remedy: str) -> None:

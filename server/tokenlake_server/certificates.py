@@ -208,7 +208,7 @@ def certificate_of(certificate: x509.Certificate) -> PeerCertificate:
 
 
 def shown(moment: datetime.datetime) -> str:
-    """A time in UTC, to the minute: a refusal that repeats is then logged once a minute."""
+    """A time in UTC, to the minute, so that the texts of repeated refusals are equal and are logged once a minute."""
     return moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -232,7 +232,7 @@ def _verified_chain(tls: ssl.SSLObject) -> list[bytes]:
 def signed(
     own: x509.Certificate, intermediates: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> bool:
-    """Does a chain of signatures lead from `own` over `intermediates` to one of `authorities`?"""
+    """True if a chain of signatures leads from `own` over `intermediates` to one of `authorities`."""
     reached, left = [own], list(intermediates)
     while reached:
         each = reached.pop()

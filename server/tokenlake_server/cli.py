@@ -30,7 +30,7 @@ __all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
 log = logging.getLogger(__name__)
 
 LINK: Final = re.compile(r" \(\[[^]]*\]\([^)]*\)\)")
-"""A link of the documents behind the meaning of a setting."""
+"""Matches a link to a document in the meaning of a setting. The help of the command leaves such links out."""
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,9 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             meaning = LINK.sub("", setting.meaning)
             text = f"{meaning[0].upper()}{meaning[1:]}. Value: {setting.kind.expected}."
             command = click.option(f"--{name.replace('_', '-')}", default=None, help=text)(command)
-    option = click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file.")
+    option = click.option(
+        "--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="TOML file with the settings."
+    )
     return option(command)
 
 
@@ -94,8 +96,14 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
                 where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
                 log.info("the control plane: %s", ", ".join(where))
+            after = f"after {time.monotonic() - began:.1f} s"
+            membership = daemon.membership.state
+            if membership.known:
+                serves = f"is ready {after}"
+            else:
+                serves = f"serves its own engines {after}, and is no member of its cluster yet ({membership.problem})"
             click.echo(
-                f"node {settings.config.node} is ready after {time.monotonic() - began:.1f} s: "
+                f"node {settings.config.node} {serves}: "
                 f"{format_size(settings.config.memory)}, socket {settings.config.socket}, "
                 f"port for peers {daemon.peers.address}{metrics}",
                 err=True,

@@ -5,8 +5,8 @@ arena, and a forked child keeps the socket of its dead parent open. The pidfd be
 
 Where the daemon gets no pidfd (before Linux 6.5, for a process of another PID namespace), the process locks a file of
 the daemon before it maps anything. The lock is a POSIX record lock: it ends with the process, works across PID
-namespaces, and is not inherited by forked children. The kernel does not announce its end, so the daemon looks at it
-every `LOCK_S`.
+namespaces, and is not inherited by forked children. The kernel does not report the end of a lock, so the daemon checks
+it every `LOCK_S`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ SO_PEERPIDFD = 77
 """The socket option that gives a pidfd of the process at the other end, since Linux 6.5; Python 3.11 has no name for
 it. Unlike the pid of SO_PEERCRED it works across PID namespaces."""
 LOCK_S = 1.0
-"""Seconds between two looks at the lock of a process without a pidfd."""
+"""Seconds between two checks of the lock of a process without a pidfd."""
 _CREDENTIALS = struct.Struct("3i")
 _FLOCK = struct.Struct("hhqqi0q")
 """l_type, l_whence, l_start, l_len, l_pid."""
 
 
 class Credentials(NamedTuple):
-    """The pid, user id and group id of the process that called connect (as the listening side sees them) or listen (as
-    the connecting side sees them), at the time of that call."""
+    """The pid and user id of the process that called connect (as the listening side sees them) or listen (as the
+    connecting side sees them), at the time of that call."""
 
     pid: int
     uid: int
-    gid: int
 
 
 def credentials(sock: socket.socket) -> Credentials:
-    """The pid, user id and group id of the process at the other end of a connected Unix socket."""
+    """The pid and user id of the process at the other end of a connected Unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Credentials(*_CREDENTIALS.unpack(raw))
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Credentials(pid, uid)
 
 
 class ConnectedProcess:
@@ -49,7 +49,7 @@ class ConnectedProcess:
     locks, until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid, self.uid, _ = credentials(sock)
+        self.pid, self.uid = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
         self.lock: int | None = None
         """Descriptor of the file that the process has to lock; None where the daemon has a pidfd."""

@@ -1,4 +1,4 @@
-"""The contents of segments (`tokenlake.content`): where they come from, and who asks for them."""
+"""The interface of the source of segments' contents (`tokenlake.content`), for the parts of a daemon that use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Contents"]
 
 
 class Contents:
-    """A daemon without streams of KV events: it wants no contents, and keeps none."""
+    """The contents of a daemon without streams of KV events: none are requested from engines, and none are kept."""
 
     def models(self, tenant: str) -> tuple[str, ...]:
         """The models of a tenant whose engines shall send contents."""

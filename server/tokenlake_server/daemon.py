@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.local_socket import prepare
 from tokenlake_server.membership import Members, Membership, open_membership, static_members
 from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
@@ -50,6 +51,7 @@ from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.start_errors import ModuleMissing
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
@@ -98,7 +100,7 @@ WORK_THREADS = 4
 """Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
 processes."""
 WALK_SLOTS = 1 << 16
-"""Slots that are examined at a time for segments in use when the daemon ends."""
+"""Limit of the slots that one step of the search for segments in use examines when the daemon ends."""
 
 
 class Daemon:
@@ -112,7 +114,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         self._admin = AdminThread()
-        """For gRPC: that of the membership and of the control plane."""
+        """The thread in which gRPC runs for the membership and for the control plane."""
         self.membership = open_membership(config, incarnation, loop, self._admin)
         rules = core_config(config, incarnation, speed, self.membership.members.record)
         core = NodeCore(rules)
@@ -129,7 +131,7 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
-        self.driver.carry_out(ReadRing, lambda order: self.membership.look())
+        self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
         self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
         self.left = asyncio.Event()
         """Set when this node has drained and left the ring: the daemon may end."""
@@ -145,16 +147,17 @@ class Daemon:
             secrets,
             config.cluster,
             tuple(map(str, config.bulk_listen)),
-            _reached(config),
+            _control_address_of(config),
             shown_location(config.location),
         )
-        self._control_address = _reached(config)
+        self._control_address = _control_address_of(config)
         addresses = PeerAddresses(
             self.membership.members.addresses,
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
         )
         self._transports = open_transports(config, incarnation, arena)
-        self.senders = BulkSender(arena, self.driver, self._transports)
+        self.contents = _contents(config, self._admin, loop, self.driver)
+        self.senders = BulkSender(arena, self.driver, self._transports, self.contents)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
         self.checker = SlotChecker(arena, self.driver)
         self.peers = PeerConnections(
@@ -167,11 +170,13 @@ class Daemon:
             certificates,
             config.bulk_listen,
         )
-        self.receivers = BulkReceiver(identity, addresses, arena, self.driver, self.peers.new_keys, self._transports)
+        self.receivers = BulkReceiver(
+            identity, addresses, arena, self.driver, self.peers.new_keys, self._transports, self.contents
+        )
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
-        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort)
-        self.peers.on_stranger = lambda node: self.membership.look()
+        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents)
+        self.peers.on_stranger = lambda node: self.membership.refresh()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
@@ -184,9 +189,7 @@ class Daemon:
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
         )
-        self.contents = _contents(config, self._admin, loop, self.driver)
-        self.senders.contents = self.receivers.contents = self.disk.contents = self.contents
-        # The local socket is created last, so that a daemon that cannot start leaves no file of a socket behind.
+        # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
             EngineSettings(
                 NodeId(config.node),
@@ -201,28 +204,32 @@ class Daemon:
             self.driver,
             loop,
             self._connect_query,
+            self.contents,
         )
-        self.engines.contents = self.contents
         log.info(
-            "this kernel shows the end of every engine (SO_PEERPIDFD)"
+            "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
             if kernel_has_pidfds()
-            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock shows the end of engines in other PID "
-            f"namespaces, within {LOCK_S:.0f} s"
+            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock reports the end of engines in other "
+            f"PID namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
-        self.control = _control(
-            config,
-            origin,
-            self._admin,
-            loop,
-            self.driver,
-            self.engines,
-            self.membership,
-            tenants,
-            self.snapshot,
-            self._controls,
-            PeerMeasurement(identity, addresses, self.peers.new_keys),
-        )
+        try:
+            self.control = _control(
+                config,
+                origin,
+                self._admin,
+                loop,
+                self.driver,
+                self.engines,
+                self.membership,
+                tenants,
+                self.snapshot,
+                self._controls,
+                PeerMeasurement(identity, addresses, self.peers.new_keys),
+            )
+        except BaseException:
+            self.engines.close()
+            raise
         self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
         learned = self._state.load() if self._state is not None else None
@@ -373,7 +380,11 @@ class Daemon:
                 await asyncio.to_thread(self._replace_memory, instruction)
             except Exception as error:
                 if not logged:
-                    log.error("region %d could not be replaced, trying again: %s", instruction.region, error)
+                    log.error(
+                        "region %d could not be replaced for another tenant or layout, and is tried each 0.5 s: %s",
+                        instruction.region,
+                        error,
+                    )
                 logged = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), REPLACE_S)
@@ -400,35 +411,39 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
-        engine."""
+        engine. A part that cannot be closed is logged, and the others are closed all the same."""
         if not self.left.is_set():
-            await self.disk.save()
-        self.disk.stop()
+            await _end("the disk tier was not saved", self.disk.save)
+        await _end("the disk tier was not stopped", self.disk.stop)
         self._closing.set()
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         if self.control is not None:
-            await self.control.close()
-        await self.contents.close()
-        await self.membership.close()
-        await asyncio.to_thread(self._admin.close)
-        self.engines.close()
+            await _end("the control plane was not closed", self.control.close)
+        await _end("the KV events were not closed", self.contents.close)
+        await _end("the membership was not closed", self.membership.close)
+        await _end_thread("the admin thread was not ended", self._admin.close)
+        await _end("the local socket was not closed", self.engines.close)
         if self.query_engine is not None:
-            await self.query_engine.close()
-        await self.peers.close()
+            await _end("the query engine was not ended", self.query_engine.close)
+        await _end("the connections with other nodes were not closed", self.peers.close)
         if self.metrics is not None:
-            await asyncio.to_thread(self.metrics.close)
-        await asyncio.to_thread(self.receivers.close)
-        await asyncio.to_thread(self.senders.close)
+            await _end_thread("the metrics page was not closed", self.metrics.close)
+        await _end_thread("the fetches were not ended", self.receivers.close)
+        await _end_thread("the bulk connections of other nodes were not closed", self.senders.close)
         if self._transports.nixl is not None:
-            await asyncio.to_thread(self._transports.nixl.close)
-        await asyncio.to_thread(self.checker.close)
-        await asyncio.to_thread(self.disk.close)
-        await asyncio.gather(*self._replacing)
+            await _end_thread("NIXL was not closed", self._transports.nixl.close)
+        await _end_thread("the check of slots was not ended", self.checker.close)
+        await _end_thread("the disk tier was not closed", self.disk.close)
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         if self._saving is not None:
-            await self._saving
-        self.driver.stop()
+            saving = self._saving
+            await _end("the eviction statistics were not saved", lambda: saving)
+        await _end("the event log was not ended", self.driver.stop)
+        await _end("the memory was not given back", self._free_memory)
+
+    async def _free_memory(self) -> None:
         await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())
 
     def _slots_in_use(self) -> dict[int, list[tuple[SlotRef, int]]]:
@@ -443,8 +458,23 @@ class Daemon:
         return used
 
 
-def _reached(config: ServerConfig) -> str:
-    """Where other machines reach the control plane; empty where they cannot, or where the port is not known yet."""
+async def _end(problem: str, close: Callable[[], Awaitable[object] | None]) -> None:
+    """Call `close` and wait for it. `problem`: the message of the log where that raises."""
+    try:
+        waiting = close()
+        if waiting is not None:
+            await waiting
+    except Exception:
+        log.exception(problem)
+
+
+async def _end_thread(problem: str, close: Callable[[], object]) -> None:
+    """As `_end`, with `close` called in a thread."""
+    await _end(problem, lambda: asyncio.to_thread(close))
+
+
+def _control_address_of(config: ServerConfig) -> str:
+    """The address at which other machines reach the control plane; empty if there is none, or its port is not known."""
     if not config.control or not parse_address(config.control).port:
         return ""
     host, port = parse_address(config.control)
@@ -472,10 +502,10 @@ def _control(
     try:
         from tokenlake_server.control.server import ControlServer  # grpcio is an extra
     except ModuleNotFoundError as error:
-        missing = f"the module {error.name!r} is not installed: pip install 'tokenlake[control]'"
+        missing = ModuleMissing("control", config.control, error.name, "control")
         if config.control:
-            raise ConfigurationError("control", config.control, f"nothing, because {missing}") from error
-        log.info("this node has no control plane, because %s", missing)
+            raise missing from error
+        log.info("this node has no control plane: it needs %s", missing.expected)
         return None
     return ControlServer(
         config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
@@ -490,8 +520,7 @@ def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractE
         from tokenlake_server.kv_events import KvEvents  # pyzmq is an extra
     except ModuleNotFoundError as error:
         shown = ", ".join(map(str, config.kv_events))
-        missing = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[kv-events]'"
-        raise ConfigurationError("kv_events", shown, missing) from error
+        raise ModuleMissing("kv_events", shown, error.name, "kv-events") from error
     return KvEvents(config, thread, loop, driver)
 
 
@@ -583,6 +612,8 @@ async def run(
     """
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
+    # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
+    prepare(Path(config.socket), "socket")
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()

@@ -24,8 +24,8 @@ __all__ = ["Driver", "Handle", "Sink"]
 log = logging.getLogger(__name__)
 
 TIMERS_S = 0.001
-"""Seconds after which the timers that are due wait for the next iteration of the loop. They take longer by at most one
-timer."""
+"""Limit of the seconds that timers which are due take in one iteration of the loop; the others wait for the next one.
+The last timer may exceed it."""
 
 Handle = Callable[[Event, float], list[Instruction]]
 Sink = Callable[[Any], None]
@@ -162,9 +162,9 @@ class Driver:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = wake
-        self._alarm = self._loop.call_at(wake / self._speed, self._ring)
+        self._alarm = self._loop.call_at(wake / self._speed, self._alarm_due)
 
-    def _ring(self) -> None:
+    def _alarm_due(self) -> None:
         # After a pause of the process the loop runs expired timers before it reads the frames that arrived meanwhile,
         # such as the answer whose deadline has just passed. The Tick waits for two iterations, until they are read.
         self._tick_scheduled = True

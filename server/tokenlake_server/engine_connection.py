@@ -29,7 +29,7 @@ from tokenlake_server.kept_bytes import CONNECTION_BYTES, Account, KeptBytes
 from tokenlake_server.loop_share import LoopShare
 from tokenlake_server.tenants import Tenants
 
-__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
+__all__ = ["MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
 
 HELLO_S = 10.0
 """Seconds after which a connection without a `Hello` is closed."""
@@ -115,9 +115,9 @@ class EngineConnection:
         if self._frames is not None:
             self._frames.share = share
 
-    @property
-    def watched(self) -> bool:
-        """True if the daemon notices the death of the process: it has a pidfd, or the process has locked its file."""
+    def check_lock(self) -> bool:
+        """Look whether the process has locked its file, and record that in `locked`. Returns True if the daemon notices
+        the death of the process: it has a pidfd, or the process has locked its file."""
         if self.process.pidfd is None and not self.locked:
             self.locked = self.process.holds_lock
         return self.process.pidfd is not None or self.locked
@@ -209,7 +209,8 @@ class EngineConnection:
         self.tenant, self.secret = tenant.name, tenant.secret
 
     def open_account(self, kept: KeptBytes) -> None:
-        """Charge the tenant of this connection for what the daemon keeps of it from now on. Raises `LimitReached`."""
+        """Charge the tenant of this connection for the bytes that the daemon keeps for it, from now on. Raises
+        `LimitReached`."""
         assert self.layout is not None
         account = Account(kept, self.tenant)
         account.charge(CONNECTION_BYTES + len(self.layout.encode()))

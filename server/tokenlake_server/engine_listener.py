@@ -49,8 +49,9 @@ stays readable then: without the pause the loop would spin."""
 
 
 MAX_LAYOUTS = 64
-"""Layouts of a tenant that are remembered for schedulers."""
+"""Limit of the layouts of each tenant that are remembered for schedulers."""
 MAX_RETIRED = 1024
+"""Limit of the digests of changed weights that are remembered for each tenant; the oldest is forgotten."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -86,9 +87,10 @@ class EngineListener:
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
         connect_query: ConnectQuery,
+        contents: Contents,
     ) -> None:
         """`connect_query(tenant, layout)` returns a connection to the query engine, which the caller closes; raises
-        `TokenLakeError`."""
+        `TokenLakeError`. `contents` takes the contents of the segments that engines write."""
         self._connect_query = connect_query
         self._settings = settings
         self._tenants = tenants
@@ -107,13 +109,12 @@ class EngineListener:
         self._last = 0
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
-        """Called with answers to askers that are no connection of this listener; their numbers are negative."""
-        self.contents = Contents()
-        """Takes the contents of the segments that engines write."""
+        """Function that takes the answers for the control plane, whose connections have negative numbers."""
+        self._contents = contents
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
-        self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """(tenant, weights digest) of weights that have changed in place."""
+        self._retired: dict[str, OrderedDict[str, None]] = {}
+        """By tenant, the digests of weights that have changed in place, the oldest first."""
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -229,7 +230,7 @@ class EngineListener:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
-            if connection.joined and not connection.watched:
+            if connection.joined and not connection.check_lock():
                 raise ProtocolRefused("the process does not hold the lock that shows the daemon whether it is alive")
         except ProtocolRefused as error:
             connection.refuse(0, error)
@@ -265,7 +266,7 @@ class EngineListener:
             return self._in_pieces(connection, message)
         if isinstance(message, engine.Prepare) and message.contents:
             # The rules do not know the contents, so that the event log has no tokens.
-            self.contents.offer(connection.tenant, split_keys(message.keys), message.contents)
+            self._contents.offer(connection.tenant, split_keys(message.keys), message.contents)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
         return None
@@ -351,9 +352,10 @@ class EngineListener:
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with
         the digest, and refuse them from now on. Returns the number of connections."""
-        self._retired[tenant, weights_digest] = None
-        if len(self._retired) > MAX_RETIRED:
-            self._retired.popitem(last=False)
+        retired = self._retired.setdefault(tenant, OrderedDict())
+        retired[weights_digest] = None
+        if len(retired) > MAX_RETIRED:
+            retired.popitem(last=False)
         ended = [
             each
             for each in self._connections.values()
@@ -368,7 +370,7 @@ class EngineListener:
         return Counter((each.tenant, each.layout) for each in self._connections.values() if each.layout is not None)
 
     def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
-        if (tenant, layout.weights_digest) in self._retired:
+        if layout.weights_digest in self._retired.get(tenant, ()):
             raise LayoutRefused(RETIRED)
 
     def _check_processes(self, tenant: str) -> None:
@@ -500,7 +502,7 @@ class EngineListener:
                 heartbeat_s=self._settings.lease_s / 3,
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
-                published=self.contents.models(connection.tenant),
+                published=self._contents.models(connection.tenant),
             ),
             [] if lock is None else [lock],
         )

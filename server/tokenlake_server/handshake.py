@@ -53,7 +53,7 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     bulk: tuple[str, ...] = ()
     """The setting `bulk_listen`."""
     control: str = ""
-    """Where this node serves its control plane to other machines; empty if it does not."""
+    """The address at which other machines reach the control plane of this node; empty if they cannot."""
     location: str = ""
     """The setting `location`, as text."""
 
@@ -84,7 +84,7 @@ class Dialler:
         self.bulk: tuple[str, ...] = ()
         """Further addresses at which the accepting daemon accepts bulk connections, once it has proven itself."""
         self.control = ""
-        """Where the accepting daemon serves its control plane, once it has proven itself."""
+        """The address of the control plane of the accepting daemon, set once that daemon has proven its identity."""
         self.location = ""
         """The location of the accepting daemon, once it has proven itself."""
 

@@ -37,5 +37,5 @@ def role_of(cluster: str, uri: str) -> tuple[str, str, str] | None:
     if not uri.startswith(prefix) or parts[0] not in ROLES or not all(parts) or not 2 <= len(parts) <= 3:
         return None
     tenant = parts[1] if len(parts) == 3 else ""
-    # An admin changes what concerns all tenants.
+    # The actions of an admin concern all tenants, so that an identity of an admin names none.
     return None if tenant and parts[0] == "admin" else (parts[0], tenant, parts[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tokenlake.errors import LimitReached
 
-__all__ = ["CONNECTION_BYTES", "MAX_OF_CONNECTION", "TOTAL_BYTES", "Account", "KeptBytes"]
+__all__ = ["CONNECTION_BYTES", "MAX_OF_CONNECTION", "Account", "KeptBytes"]
 
 TOTAL_BYTES = 48 << 20
 """Limit of the bytes that all engines together make the daemon keep."""

@@ -12,7 +12,7 @@ from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
 from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
 from tokenlake_server.connected_process import credentials
 
-__all__ = ["dial", "listen", "prepare"]
+__all__ = ["dial", "listen", "listens", "prepare"]
 
 
 def listen(path: Path) -> socket.socket:
@@ -28,11 +28,10 @@ def listen(path: Path) -> socket.socket:
         previous = os.umask(0o117)
         try:
             sock.bind(str(path))
+        except OSError as error:
+            raise _not_created("socket", path, error) from error
         finally:
             os.umask(previous)
-    except OSError as error:
-        sock.close()
-        raise ConfigurationError("socket", str(path), f"a path that can be created ({error.strerror})") from error
     except ConfigurationError:
         sock.close()
         raise
@@ -61,7 +60,18 @@ def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
 
 def prepare(path: Path, setting: str) -> None:
     """Make the path of a socket ready: create a default directory, check every directory on the path, remove the socket
-    of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`, OSError."""
+    of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`."""
+    try:
+        _prepare(path, setting)
+    except OSError as error:
+        raise _not_created(setting, path, error) from error
+
+
+def _not_created(setting: str, path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(setting, str(path), f"a path that can be created ({error.strerror})")
+
+
+def _prepare(path: Path, setting: str) -> None:
     absolute = Path(os.path.abspath(path))
     directory, user = absolute.parent, os.geteuid()
     mode = directory_mode(str(directory), user)
@@ -87,14 +97,25 @@ def prepare(path: Path, setting: str) -> None:
         if found.st_uid != user:
             expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
             raise ConfigurationError(setting, str(path), expected)
-        _remove_stale(path, setting)
+        if listens(str(path)):
+            raise ConfigurationError(
+                setting,
+                str(path),
+                "a path where no daemon listens; the daemon of this node runs already, or another one has this path",
+            )
+        path.unlink()
 
 
-def _remove_stale(path: Path, setting: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+def listens(path: str) -> bool:
+    """True if a process listens at the path of a socket, or may do so: it accepts no further connections now, or none
+    of this user. False for the socket of a process that has ended, and where there is no file. Never waits."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        # A blocking connect would wait for as long as the other process is stopped and its queue of connections full.
+        sock.setblocking(False)
         try:
-            other.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise ConfigurationError(setting, str(path), "a path where no other daemon listens")
+            sock.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True

@@ -21,8 +21,8 @@ class LoopShare:
         self._loop = loop
         self._seconds = seconds
         self._used = 0.0
-        """Seconds since `_next_pass` was last called, which is only called after a pass that used up the share: the
-        slices of earlier passes count too, which calls it now and then without need."""
+        """Seconds that slices took since `_next_pass` was last called. It is called after a pass that used up the share
+        only, so that slices of several short passes add up and may cause a call without need."""
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
 

@@ -1,7 +1,7 @@
 """The pages /metrics (for Prometheus), /health and /ready, over HTTP. They only read.
 
-`/health` says whether the daemon works, and names the state of its membership and its peers; `/ready` says whether the
-node serves as a member of its cluster. A node that lost its membership is healthy, and a restart would cost its cache.
+`/health` reports that the daemon works, with the state of its membership and its peers; `/ready` reports that the node
+is a member of its cluster. A node that lost its membership is healthy: a restart would discard its cache.
 
 Counters and histograms are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state
 of the rules on the control loop, all at one moment, when a page is requested.
@@ -31,7 +31,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from tokenlake.config import Address
 from tokenlake.core import NodeCore
-from tokenlake.errors import ConfigurationError
 from tokenlake.identity import TenantId
 from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.store import Kind
@@ -40,6 +39,7 @@ from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.peer_states import PEER_STATES, PeerState
 from tokenlake_server.query_engine import QueryEngine
+from tokenlake_server.start_errors import address_error
 
 __all__ = ["MetricsServer", "Snapshot"]
 
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
 """Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
+LATE = f"the control loop did not answer within {SNAPSHOT_S:.0f} s"
 REQUEST_S = 10.0
 """Seconds after which a connection without a whole request is closed, so that it frees its thread."""
 MAX_THREADS = 32
@@ -106,9 +107,9 @@ _QUERY_ENGINE = {
         "connections": "Connections of engines and of other query engines",
         "views": "Views that are open: sequences of segments that engines send queries to",
         "answers": "Queries of engines that were answered, one per step and layer",
-        "lost_parts": "Parts of those answers that were LOST",
-        "results": "Answers to other query engines",
-        "result_bytes": "Bytes of partial attention in those answers",
+        "lost_parts": "Parts of the answers to engines that were LOST",
+        "results": "Answers that were sent to other query engines",
+        "result_bytes": "Bytes of partial attention in the answers to other query engines",
         "result_seconds": "Seconds in which attention for other query engines was computed. The time of a batch is "
         "divided among its requests by queries times segments",
         "late_results": "Answers of other query engines that arrived too late",
@@ -162,7 +163,7 @@ class Snapshot:
             for pool in core.store.pools()
         ]
         self.counters = {metric: core.counters[metric] for metric in Metric.all()}
-        """Each counter; of one with labels the sum over their values."""
+        """The value of each counter: with labels, the sum over all values of the labels."""
         self.labelled = {metric: core.counters.by_labels(metric) for metric in Metric.all() if metric.labels}
         histograms = ((metric, core.counters.histogram(metric)) for metric in Metric.all("histogram"))
         self.histograms = {metric: (tuple(each.counts), each.total_s) for metric, each in histograms}
@@ -275,11 +276,7 @@ class MetricsServer:
         try:
             self._server = make_server(address.host, address.port, self._serve, _server_of(address), _Quiet)
         except OSError as error:
-            raise ConfigurationError(
-                "metrics",
-                str(address),
-                f"an address that is free ({error.strerror}); give each daemon of a machine its own",
-            ) from error
+            raise address_error("metrics", address, error) from error
         self.address = Address(address.host, self._server.server_port)
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
@@ -301,7 +298,11 @@ class MetricsServer:
             status, body = "405 Method Not Allowed", {"error": "the pages can only be read"}
             headers.append(("Allow", "GET, HEAD"))
         elif path == "/metrics":
-            return self._metrics(environ, start_response)  # type: ignore[no-any-return]
+            try:
+                return self._metrics(environ, start_response)  # type: ignore[no-any-return]
+            except TimeoutError:
+                # The snapshot is taken before `start_response` is called.
+                status, body = "503 Service Unavailable", {"error": LATE}
         elif path in ("/", "/health"):
             status, body = self._answer(self._health)
         elif path == "/ready":
@@ -314,11 +315,8 @@ class MetricsServer:
     def _answer(self, describe: Callable[[Snapshot], tuple[bool, dict[str, object]]]) -> tuple[str, dict[str, object]]:
         try:
             good, body = describe(self.take())
-        except (TimeoutError, concurrent.futures.TimeoutError):
-            good, body = (
-                False,
-                {"healthy": False, "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s"},
-            )
+        except TimeoutError:
+            good, body = False, {"healthy": False, "reason": LATE}
         return "200 OK" if good else "503 Service Unavailable", {"node": self._node, **body}
 
     def _health(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
@@ -355,7 +353,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        """Bind, without a question to a name server for the name of this machine."""
+        """Bind as `TCPServer` does. The method of `HTTPServer` would also ask a name server for the name of this
+        machine."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()

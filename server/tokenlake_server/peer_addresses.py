@@ -38,8 +38,8 @@ class Endpoint(NamedTuple):
 
 
 class PeerAddresses:
-    """The address of each other node. Changed on the control loop only; `in`, `names`, `shown`, `last`, `bulk` and
-    `failed` may be used in any thread."""
+    """The address of each other node. `change`, `tell`, `resolve`, `at` and `close` are called on the control loop;
+    the other methods may be called from any thread, of which `failed` changes the order of the endpoints of a node."""
 
     def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an

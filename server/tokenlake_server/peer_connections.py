@@ -43,6 +43,7 @@ from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 from tokenlake_server.peer_states import PeerStates
+from tokenlake_server.start_errors import address_error
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.tls import TlsSession, is_tls
 
@@ -168,7 +169,8 @@ class PeerConnections:
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
         self.controls: dict[str, str] = {}
-        """Where other nodes serve their control planes, as they told when they connected; empty where they do not."""
+        """By node, the address of its control plane, which it sent when it connected; empty if it has none for
+        others."""
         self.states = PeerStates(identity.node, addresses.names, loop)
         self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
         self.address = Address(*self._socks[0].getsockname()[:2])
@@ -498,7 +500,8 @@ class PeerConnections:
     def _established(
         self, connection: FrameConnection, node: str, incarnation: int, told: Dialler | peer.PeerHello
     ) -> None:
-        """The handshake of a control connection is complete. `told`: what the other daemon told of itself."""
+        """Use a control connection whose handshake is complete. `told`: the facts that the other daemon sent of
+        itself."""
         if node not in self._addresses:
             connection.close("it is not a member any more")
             return
@@ -633,7 +636,7 @@ class PeerConnections:
 
 
 def _reason(error: OSError) -> str:
-    """Why there is no connection. asyncio's own text names the call in place of the reason."""
+    """The reason why there is no connection. The text of asyncio names the call instead."""
     return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
 
 
@@ -648,9 +651,7 @@ def _listen(address: Address, setting: str) -> socket.socket:
         sock.bind(resolved)
     except OSError as error:
         sock.close()
-        raise ConfigurationError(
-            setting, str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
-        ) from error
+        raise address_error(setting, address, error) from error
     sock.listen(128)
     sock.setblocking(False)
     return sock

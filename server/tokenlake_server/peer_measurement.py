@@ -26,7 +26,9 @@ MAX_S = 1.0
 DIALS = 3
 """TCP handshakes on each path, of which the shortest is the round trip."""
 DIAL_S = 1.0
+"""Limit of the seconds of a TCP handshake."""
 STALL_S = 2.0
+"""Limit of the seconds in which no byte comes, once there is a connection."""
 PART = 0.25
 """Share of the time left that the next probe may take, by the rate so far."""
 
@@ -36,11 +38,11 @@ class PathMeasured(NamedTuple):
 
     address: str
     round_trip_s: float
-    """0 where there was no connection."""
+    """The shortest TCP handshake, in seconds; 0 if none was completed."""
     nbytes: int
     seconds: float
     problem: str
-    """The reason why not all bytes came; empty if they did."""
+    """The reason why not all bytes of the measurement were received; empty if all were."""
 
 
 class PeerMeasurement:
@@ -69,9 +71,11 @@ class PeerMeasurement:
         trips: list[float] = []
         total, began = 0, time.monotonic()
         try:
+            waited_s = DIAL_S
             for _ in range(DIALS - 1):
                 _dial(path, trips).close()
             with _dial(path, trips) as sock:
+                waited_s = STALL_S
                 set_tcp_options(sock)
                 sock.settimeout(STALL_S)
                 keys = introduce(sock, self._identity, node, "bulk", self._new_keys)
@@ -85,7 +89,7 @@ class PeerMeasurement:
                     rate = total / max(1e-6, time.monotonic() - began)
                     size = min(peer.MAX_PROBE_BYTES, max(peer.PROBE_BYTES, int(rate * PART * left_s)))
         except (OSError, TokenLakeError) as error:
-            reason = f"no answer within {STALL_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            reason = f"no answer within {waited_s:g} s" if isinstance(error, TimeoutError) else str(error)
             return PathMeasured(address, min(trips, default=0.0), total, time.monotonic() - began, reason)
         return PathMeasured(address, min(trips), total, time.monotonic() - began, "")
 

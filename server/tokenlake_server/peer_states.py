@@ -67,20 +67,21 @@ class PeerStates:
         )
 
     def rings_from(self, other_rings: Callable[[], Mapping[str, str]]) -> None:
-        """Take the members with another ring from a function: by name, the difference."""
+        """Set the function that returns the members with another ring: by name, a text about the difference."""
         self._other_rings = other_rings
 
     def connected(self, name: str) -> None:
-        """A handshake with the member succeeded."""
+        """Record that a handshake with the member succeeded."""
         self._set(name, "connected", "")
 
     def refused(self, name: str, reason: str) -> None:
-        """One of the two sides refused the other. A connection that exists goes on."""
+        """Record that one of the two sides refused the other. The state of a member that is connected does not
+        change."""
         if name in self._states and self._states[name].state != "connected":
             self._set(name, "refused", reason)
 
     def unreachable(self, name: str, reason: str) -> None:
-        """The connection ended, or an attempt to connect failed."""
+        """Record that the connection ended, or that an attempt to connect failed."""
         self._set(name, "unreachable", reason)
 
     def _set(self, name: str, state: State, reason: str) -> None:
@@ -98,7 +99,7 @@ class PeerStates:
         return states
 
     def close(self) -> None:
-        """End the warnings."""
+        """Stop the timer of the warnings about members that are not connected."""
         self._timer.cancel()
 
     def _check_later(self) -> None:
@@ -111,7 +112,7 @@ class PeerStates:
             if state == "connected":
                 if warning.logged:
                     log.info("peer %s is connected after %.0f s", name, warning.lasted(now))
-                warning.due(None, now)
-            elif warning.due("not connected" if state != "other ring" else state, now):
+                warning.should_log(None, now)
+            elif warning.should_log("not connected" if state != "other ring" else state, now):
                 log.warning("peer %s: %s for %.0f s: %s", name, state, warning.lasted(now), reason)
         self._check_later()

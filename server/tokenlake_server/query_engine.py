@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError, Unreachable
+from tokenlake.errors import LimitReached, TokenLakeError, Unreachable
 from tokenlake.layout import MAX_LAYOUT_BYTES
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.fields import RecordKeys
@@ -24,6 +24,7 @@ from tokenlake_server.blocking_sockets import NewKeys, introduce, no_keys
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.start_errors import ModuleMissing
 from tokenlake_server.started_threads import started_threads
 
 __all__ = ["QueryEngine"]
@@ -64,13 +65,11 @@ class QueryEngine:
         loop: asyncio.AbstractEventLoop,
         new_keys: NewKeys = no_keys,
     ) -> None:
-        """Makes the daemon's side of the query engine; nothing is started yet. `new_keys`: makes the keys of
-        connections. Raises `ConfigurationError` when the
-        package or torch is not installed."""
+        """Makes the daemon's side of the query engine, and starts no process. `new_keys` makes the keys of connections.
+        Raises `ModuleMissing` if the package or torch is not installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
-                expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
-                raise ConfigurationError("query_engine", True, expected)
+                raise ModuleMissing("query_engine", True, module, "query")
         self._start = start
         self._identity = identity
         self._addresses = addresses
@@ -137,7 +136,8 @@ class QueryEngine:
             try:
                 await self._run()
             except Exception as error:
-                # Every failure to run the query engine is retried; otherwise the node would never have one again.
+                # After any failure another start is tried; without one the node would have no query engine until it
+                # restarts.
                 log.error("the query engine could not be started: %s", error)
             lasted = self._loop.time() - began
             pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)

@@ -19,7 +19,7 @@ class RepeatedWarning:
         self._interval = REPEAT_S
         self._logged = False
 
-    def due(self, kind: object, now: float) -> bool:
+    def should_log(self, kind: object, now: float) -> bool:
         """Returns whether the condition is to be logged at the time `now`, in seconds. Called as often as the condition
         is seen. A condition of another `kind` begins anew; None: there is no condition."""
         if kind != self._kind:

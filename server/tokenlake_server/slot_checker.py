@@ -38,7 +38,7 @@ class SlotChecker:
         try:
             right = self._is_right(instruction)
         except Exception:
-            log.exception("check %d failed", instruction.check)
+            log.exception("the check %d of a slot that a reader reported as corrupt failed", instruction.check)
         self._driver.post(events.SlotChecked(instruction.check, right))
 
     def _is_right(self, instruction: CheckSlot) -> bool:

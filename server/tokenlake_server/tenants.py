@@ -75,14 +75,17 @@ class Tenants:
         if token is not None:
             return self._of_token(token)
         if len(self._tenants) > 1:
-            raise CredentialRefused("this daemon has several tenants: give the token of one, or a certificate for one")
+            raise CredentialRefused(
+                "this daemon has several tenants: name one (--tenant NAME), or give the token of one, or a certificate "
+                "for one"
+            )
         return self._tenants[0]
 
     def identify(self, uid: int, token: str | None) -> Tenant:
         """The tenant of a process with user id `uid` that sent `token`. Raises `CredentialRefused`, whose text never
         contains a token."""
         if self.is_query_engine(token):
-            # It runs as the daemon's own user, who need not be allowed for that.
+            # The query engine runs as the daemon's own user, which need not be in 'allow_uids'.
             name = (token or "").partition(":")[2]
             for tenant in self._tenants:
                 if tenant.name == name:

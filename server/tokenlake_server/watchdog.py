@@ -24,13 +24,21 @@ __all__ = ["LIMIT_S", "Watchdog", "new_event_loop"]
 log = logging.getLogger(__name__)
 
 LONG = Metric("tokenlake_long_callbacks_total", "Callbacks that took over 1 ms of processor time on the control loop")
-BY_KIND = Metric("tokenlake_long_callbacks_by_kind", "These callbacks by kind of event", "kind", kind="gauge")
+BY_KIND = Metric(
+    "tokenlake_long_callbacks_by_kind",
+    "Callbacks that took over 1 ms of processor time on the control loop, by kind of event",
+    "kind",
+    kind="gauge",
+)
 LONG_SECONDS = Metric(
-    "tokenlake_long_callback_seconds", "Processor time of these callbacks by kind of event", "kind", kind="gauge"
+    "tokenlake_long_callback_seconds",
+    "Processor time of the callbacks that took over 1 ms on the control loop, by kind of event",
+    "kind",
+    kind="gauge",
 )
 LONGEST = Metric(
     "tokenlake_longest_callback_seconds",
-    "Processor time of the longest of these callbacks by kind of event",
+    "Processor time of the longest callback on the control loop that took over 1 ms, by kind of event",
     "kind",
     kind="gauge",
 )

@@ -106,6 +106,21 @@ def test_a_peer_that_started_again_has_new_connections() -> None:
         assert not served(former[0])
 
 
+def test_a_connection_that_ended_before_the_rules_answered() -> None:
+    """Another process of the peer has connected, and the sender ended the connection of the former one."""
+    with sender() as (peers, rules):
+        sock = peers.connect("x", 1)
+        request(sock)
+        peers.connect("x", 2)
+        sock.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while sock.recv(1 << 20):
+                pass
+        wait_until(lambda: rules.done == 1, "the send has ended")
+        rules.sinks[SendBulk](SendBulk(1, SLOT_BYTES, bytes([Code.LOCAL]) * SLOTS, b"", bytes(8 * SLOTS)))
+        assert rules.done == 1
+
+
 def test_a_send_to_a_slow_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader takes some bytes again and again, so that no send stalls."""
     monkeypatch.setattr(bulk_sender, "SEND_STALL_S", 0.2)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from cryptography import x509
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tokenlake_server.ca import ca
 
@@ -104,6 +106,62 @@ def test_refusals(directory: Path, arguments: tuple[str, ...], expected: str) ->
     assert refused.exit_code in (1, 2)
     assert expected in refused.output
     assert refused.exception is None or isinstance(refused.exception, SystemExit)
+
+
+def foreign(directory: Path, *names: x509.GeneralName) -> None:
+    """Replace the certificate of the CA by one with other names, or with none."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "another CA")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    (directory / "ca.pem").write_bytes(pem)
+
+
+URI = x509.UniformResourceIdentifier
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], "ca.pem was not made by `tokenlake ca init`"),
+        ([x509.DNSName("example.org")], "expected one URI spiffe://CLUSTER in it, not none"),
+        ([URI("spiffe://a"), URI("spiffe://b")], "expected one URI spiffe://CLUSTER in it, not spiffe://a, spiffe://b"),
+        ([URI("https://example.org")], "not https://example.org"),
+    ],
+)
+def test_the_certificate_of_another_ca(directory: Path, names: list[x509.GeneralName], expected: str) -> None:
+    foreign(directory, *names)
+    refused = run("issue", "n1", "--directory", directory)
+    assert refused.exit_code == 1
+    assert isinstance(refused.exception, SystemExit), refused.exception
+    assert expected in refused.output
+
+
+def test_an_encrypted_key_of_the_ca(directory: Path) -> None:
+    encryption = serialization.BestAvailableEncryption(b"secret")
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+    (directory / "ca-key.pem").write_bytes(pem)
+    refused = run("issue", "n1", "--directory", directory)
+    assert isinstance(refused.exception, SystemExit), refused.exception
+    assert "ca-key.pem was not made by `tokenlake ca init`, or has changed" in refused.output
+
+
+def test_a_name_of_a_tenant_is_named_so(directory: Path) -> None:
+    refused = run("issue", "alice", "--directory", directory, "--role", "reader", "--tenant", "a/b")
+    assert "the name of a tenant is 'a/b'" in refused.output
+    assert "the name of a caller is 'a/b'" in run("issue", "a/b", "--directory", directory, "--role", "reader").output
 
 
 def test_a_directory_without_an_authority(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store, wait_until
 from tokenlake.errors import ConfigurationError
 from tokenlake_server.config_file import read_config_file
 from tokenlake_testing.cluster import Node
@@ -151,13 +151,35 @@ def test_addresses_in_use(tmp_path: Path, node: Node) -> None:
             message = start(tmp_path, f"--{setting}", taken)
             assert f"'{setting}'" in message
             assert taken in message
-    message = start(tmp_path, "--socket", str(node.socket))
-    assert "'socket'" in message
-    assert "other daemon" in message
+    for more in ((), ("--listen", taken)):
+        message = start(tmp_path, "--socket", str(node.socket), *more)
+        assert "'socket'" in message
+        assert "the daemon of this node runs already" in message
+    for setting in ("listen", "metrics"):
+        message = start(tmp_path, f"--{setting}", "192.0.2.1:5000", "--unencrypted-beyond-loopback", "true")
+        assert f"setting '{setting}' is '192.0.2.1:5000'" in message
+        assert "no interface of this machine has this one" in message
     (tmp_path / "a-file").write_text("mine")
     assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "a-file"))
     assert (tmp_path / "a-file").read_text() == "mine"
-    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "no" / "such" / "directory.sock"))
+    for setting in ("socket", "control-socket"):
+        message = start(tmp_path, f"--{setting}", str(tmp_path / "no" / "such" / "directory.sock"))
+        assert f"'{setting.replace('-', '_')}'" in message
+        assert "a path that can be created (No such file or directory)" in message
+
+
+def test_a_daemon_without_its_members(tmp_path: Path) -> None:
+    """It serves its own engines, and does not say that it is ready: etcd does not answer."""
+    pytest.importorskip("grpc")
+    own = {"listen": "127.0.0.1:0", "memory": "1MiB", "metrics": "", "etcd": "127.0.0.1:1"}
+    node = Node("n1", tmp_path, own)
+    node.start()
+    try:
+        wait_until(lambda: node.log.exists() and "port for peers" in node.log.read_text(), "it serves")
+        assert "node n1 serves its own engines after" in node.log.read_text()
+        assert "is no member of its cluster yet (etcd has not answered yet)" in node.log.read_text()
+    finally:
+        node.stop()
 
 
 def test_more_memory_than_there_is(tmp_path: Path) -> None:

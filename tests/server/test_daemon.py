@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,7 +39,7 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SlotRef
 from tokenlake_client import Pool
 from tokenlake_server.arena import Arena
-from tokenlake_server.daemon import run
+from tokenlake_server.daemon import Daemon, run
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -287,6 +287,36 @@ def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
     """A daemon handles a signal while it populates its memory, which takes most of a minute for 64 GiB."""
     done, total = stopped_at_start(tmp_path)[-1]
     assert done < total == 256 << 20
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts behind it are closed, and the memory is given back."""
+    text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
+    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
+    freed: list[bool] = []
+
+    class WatchedArena(Arena):
+        def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]]) -> None:
+            super().free_pages(kept)
+            freed.append(True)
+
+    def ready(daemon: Daemon) -> None:
+        def fail() -> None:
+            raise OSError("a broken part")
+
+        monkeypatch.setattr(daemon.disk, "stop", fail)
+        monkeypatch.setattr(daemon.checker, "close", fail)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("tokenlake_server.daemon.Arena", WatchedArena)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(run(config, lambda done, total: None, ready))
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert freed == [True]
     assert not (tmp_path / "s").exists()
 
 

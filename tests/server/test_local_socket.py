@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import stat
@@ -41,7 +43,20 @@ def test_the_socket_is_for_its_user_and_group(tmp_path: Path) -> None:
 def test_only_the_socket_of_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
     left_behind(tmp_path / "s")
     with listen(tmp_path / "s"):
-        assert "no other daemon listens" in refused(tmp_path / "s")
+        assert "no daemon listens" in refused(tmp_path / "s")
+
+
+def test_a_stopped_daemon_still_listens(tmp_path: Path) -> None:
+    """It accepts no connections, and its queue is full. A second daemon does not wait for it."""
+    with socket.socket(socket.AF_UNIX) as stopped, contextlib.ExitStack() as waiting:
+        stopped.bind(str(tmp_path / "s"))
+        stopped.listen(0)
+        full = False
+        while not full:
+            engine = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            engine.setblocking(False)
+            full = engine.connect_ex(str(tmp_path / "s")) == errno.EAGAIN
+        assert "no daemon listens" in refused(tmp_path / "s")
 
 
 @as_root

@@ -161,7 +161,7 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
         assert not membership.state.problem
         before = list(reported)
         for _ in range(1000):
-            membership.look()
+            membership.refresh()
         try:
             await membership.drain()
         except MembershipRefused as error:
@@ -175,7 +175,7 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
             assert set(membership.members.record.members) == {"a"}, "it serves its engines alone"
         await membership.close()
         await membership.close()
-        membership.look()
+        membership.refresh()
         assert reported[: len(before)] == before
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,9 +17,12 @@ from tokenlake_server import metrics_page
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
 
+Pages = tuple[MetricsServer, asyncio.AbstractEventLoop]
 
-def test_a_request_sent_byte_by_byte_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "REQUEST_S", 0.5)
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    """The pages of a daemon, and its control loop, which runs in a thread."""
     core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -27,26 +31,53 @@ def test_a_request_sent_byte_by_byte_frees_its_thread(monkeypatch: pytest.Monkey
     def take() -> Snapshot:
         return Snapshot(core, 0, {}, MembershipState("peers", known=True, epoch=0), None)
 
-    pages = MetricsServer(Address("127.0.0.1", 0), loop, take, "a", {})
+    made = MetricsServer(Address("127.0.0.1", 0), loop, take, "a", {})
+    yield made, loop
+    made.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def got(pages: MetricsServer, path: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", pages.address.port), 5.0) as sock, sock.makefile("rb") as reply:
+        sock.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        return reply.read()
+
+
+def test_a_loop_that_does_not_answer(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_page, "SNAPSHOT_S", 0.05)
+    served, loop = pages
+    answering = threading.Event()
+    loop.call_soon_threadsafe(answering.wait)
     try:
-        with socket.create_connection(("127.0.0.1", pages.address.port), 5.0) as slow:
-            slow.settimeout(0.05)
-            until = time.monotonic() + 10.0
-            closed = False
-            while not closed and time.monotonic() < until:
-                try:
-                    slow.send(b"G")
-                    closed = slow.recv(1) == b""
-                except TimeoutError:
-                    continue
-                except OSError:
-                    closed = True
-            assert closed
-        with socket.create_connection(("127.0.0.1", pages.address.port), 5.0) as whole:
-            whole.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            assert whole.recv(100).startswith(b"HTTP/1.0 200 OK")
+        for path in ("/metrics", "/health", "/ready"):
+            reply = got(served, path)
+            assert reply.startswith(b"HTTP/1.0 503 Service Unavailable"), path
+            assert b"the control loop did not answer" in reply
     finally:
-        pages.close()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        answering.set()
+    assert "Traceback" not in capfd.readouterr().err
+    monkeypatch.setattr(metrics_page, "SNAPSHOT_S", 10.0)
+    assert b"tokenlake_free_share" in got(served, "/metrics")
+
+
+def test_a_request_sent_byte_by_byte_frees_its_thread(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "REQUEST_S", 0.5)
+    served, _ = pages
+    with socket.create_connection(("127.0.0.1", served.address.port), 5.0) as slow:
+        slow.settimeout(0.05)
+        until = time.monotonic() + 10.0
+        closed = False
+        while not closed and time.monotonic() < until:
+            try:
+                slow.send(b"G")
+                closed = slow.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+        assert closed
+    assert got(served, "/health").startswith(b"HTTP/1.0 200 OK")

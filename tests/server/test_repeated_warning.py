@@ -4,7 +4,7 @@ from tokenlake_server.repeated_warning import MOST_REPEAT_S, REPEAT_S, RepeatedW
 
 
 def times(warning: RepeatedWarning, kind: object, until: int, start: int = 0) -> list[int]:
-    return [now for now in range(start, until) if warning.due(kind, now)]
+    return [now for now in range(start, until) if warning.should_log(kind, now)]
 
 
 def test_a_condition_is_logged_after_a_time_and_then_less_and_less_often() -> None:
@@ -17,7 +17,7 @@ def test_a_condition_that_ends_in_time_is_not_logged() -> None:
     warning = RepeatedWarning(10)
     assert not times(warning, "down", 10)
     assert not warning.logged
-    assert not warning.due(None, 10)
+    assert not warning.should_log(None, 10)
     assert times(warning, "down", 30, 11) == [21]
 
 

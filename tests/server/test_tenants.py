@@ -12,9 +12,10 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_until
 from tests.server.raw import Raw, hello
 from tokenlake.config import load_config
-from tokenlake.errors import CredentialRefused, LimitReached, Refused
+from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
+from tokenlake_server.engine_listener import MAX_RETIRED
 from tokenlake_server.tenants import Tenants
 
 pytestmark = pytest.mark.live
@@ -102,6 +103,32 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
             assert not mapped["red"] & mapped["blue"]
             with pytest.raises(Refused, match="another tenant"):
                 Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
+
+
+def test_a_caller_that_names_no_tenant_is_told_how() -> None:
+    text = TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32)
+    tenants = Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
+    with pytest.raises(CredentialRefused, match="--tenant NAME"):
+        tenants.of_caller("", None)
+
+
+def test_a_tenant_keeps_its_changed_weights(tmp_path: Path) -> None:
+    """Another tenant's weights change so often that the daemon forgets the first of its digests."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    file = tmp_path / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
+    with daemons(config=str(file)) as cluster:
+        node = cluster.nodes[0]
+        with local(node) as control:
+            control.weights_changed(LAYOUT.weights_digest, "red")
+            for number in range(MAX_RETIRED + 1):
+                control.weights_changed(LAYOUT.weights_digest if not number else str(number), "blue")
+        with pytest.raises(LayoutRefused, match="changed in place"):
+            Pool.connect(node.socket, LAYOUT, "red-token-0123456789", deadlines=PATIENT)
+        Pool.connect(node.socket, LAYOUT, "blue-token-0123456789", deadlines=PATIENT).close()
 
 
 def test_the_query_engine_needs_no_allowed_uid(tmp_path: Path) -> None:

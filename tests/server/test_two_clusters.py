@@ -66,7 +66,7 @@ class Nodes:
         node = Node(name, place, own | self._proofs(cluster, name) | settings)
         self.nodes[cluster, name] = node
         node.start()
-        wait_until(lambda: node.log.exists() and " is ready after " in node.log.read_text(), f"{cluster} {name} serves")
+        wait_until(lambda: node.log.exists() and " port for peers " in node.log.read_text(), f"{cluster} {name} serves")
         return node
 
     def do_not_mix(self, text: str) -> None:

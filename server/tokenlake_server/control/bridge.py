@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Bridge:
-    """Its coroutines are called in the admin thread, on its loop."""
+    """Runs functions and events on the control loop for coroutines of the admin thread."""
 
     def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
         """`loop`: the control loop."""
@@ -34,7 +34,7 @@ class Bridge:
         driver.carry_out(EvictionDone, lambda answer: self._answered(answer.request, answer))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call a short function on the control loop. Raises what it raises."""
+        """Call a short function on the control loop and return its result. Raises the errors of the function."""
 
         def run(done: Callable[[Any], None]) -> None:
             done(function())
@@ -65,13 +65,13 @@ class Bridge:
             raise
 
     async def explain(self, tenant: str, request: str) -> engine.Explained:
-        """How a request of the tenant used the pool."""
+        """Ask the rules for the use of the pool by a request of the tenant (`tokenlake explain`)."""
         explain = engine.Explain(1, request)
         answer: engine.Explained = await self.ask(lambda number: events.ExplainRequested(-number, tenant, explain))
         return answer
 
     async def coroutine(self, make: Callable[[], Any]) -> Any:
-        """Run a coroutine on the control loop. Raises what it raises."""
+        """Run a coroutine on the control loop and return its result. Raises the errors of the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     async def _wait(self, run: Callable[[Callable[[Any], None]], None]) -> Any:

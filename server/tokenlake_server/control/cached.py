@@ -15,24 +15,22 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Reads a value at most once per `FRESH_S`. Calls at the same time share a read. Used in the admin thread."""
+    """Reads a value at most once per `FRESH_S`. Calls share a read that is under way, however long it takes. Used in
+    the admin thread."""
 
     def __init__(self, read: Callable[[], Awaitable[T]]) -> None:
         self._read = read
-        self._task: asyncio.Task[T] | None = None
+        self._task: asyncio.Future[T] | None = None
         self._began = 0.0
 
     async def get(self) -> T:
-        """The value, of at most `FRESH_S` ago. Raises what its read raises."""
+        """The value, which was read at most `FRESH_S` ago, or is being read. Raises the errors of `read`."""
         now = time.monotonic()
-        if self._task is None or now - self._began > FRESH_S or _failed(self._task):
+        if self._task is None or (self._task.done() and (now - self._began > FRESH_S or _failed(self._task))):
             self._began = now
-            self._task = asyncio.ensure_future(self._run())
+            self._task = asyncio.ensure_future(self._read())
         return await asyncio.shield(self._task)
 
-    async def _run(self) -> T:
-        return await self._read()
 
-
-def _failed(task: asyncio.Task[T]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def _failed(task: asyncio.Future[T]) -> bool:
+    return task.cancelled() or task.exception() is not None

@@ -26,7 +26,7 @@ from tokenlake_server.certificates import PeerCertificate, certificate_of, requi
 from tokenlake_server.identity import role_of, role_uri
 from tokenlake_server.tenants import Tenants
 
-__all__ = ["TOKEN_KEY", "Caller", "Callers"]
+__all__ = ["Caller", "Callers"]
 
 TOKEN_KEY = "tokenlake-credential"
 """Name of the metadata with the token of a tenant."""
@@ -41,7 +41,7 @@ class Caller(NamedTuple):
 
     role: role_pb2.Role.ValueType
     name: str
-    """For logs: the name in the certificate, or `local`."""
+    """For logs: the name in the certificate, or `control socket`."""
     tenant: str
     """The tenant that the certificate names; empty for none."""
     token: str | None

@@ -8,7 +8,8 @@ All streams read one log (`tokenlake/store/changes.py`): a stream is a place in 
     a cursor   -> changes behind it
     either     -> OUT_OF_RANGE once the log has overtaken the stream: its reader takes a snapshot
 
-A segment that changes during a snapshot is in it or not; the changes that follow say how it is at the end.
+A segment that changes during a snapshot may be in it or be absent; the changes behind the snapshot lead to the state
+after it in both cases.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ IDLE_S = 10.0
 
 
 class Events:
-    """Its methods are called in the admin thread."""
+    """The method of the service `Events`. It is called in the admin thread."""
 
     def __init__(self, bridge: Bridge, driver: Driver) -> None:
         self._bridge = bridge
@@ -52,7 +53,7 @@ class Events:
         self._streams: Counter[str] = Counter()
         """Streams under way, by caller."""
         self._moved: asyncio.Future[None] | None = None
-        """Done when there are changes behind those that all waiting streams have read."""
+        """Done once the log has changes that the waiting streams have not read; None before the first stream waits."""
         self._poll: asyncio.Task[None] | None = None
         self.functions: dict[str, Stream] = {"Subscribe": self.subscribe}
 

@@ -15,7 +15,7 @@ from tokenlake_server.control.messages import model_of, request_of, start_of
 __all__ = ["Fleet", "Fleets"]
 
 MAX_FLEETS = 64
-"""Fleets of all tenants; the one that was used longest ago is forgotten."""
+"""Limit of the fleets of a tenant; the one of the tenant that was used longest ago is forgotten."""
 MAX_INSTANCES = 1024
 MAX_UNDER_WAY = 8192
 """Requests under way in a fleet; the oldest ones count as finished."""
@@ -74,7 +74,7 @@ class Fleet:
         self.router.leave(instance)
 
     def happened(self, what: pb.Happened, tenant: Tenant, segment_tokens: int, now: float) -> None:
-        """Take one report. Raises ValueError."""
+        """Record one event of a request of the fleet. Raises ValueError."""
         match what.WhichOneof("what"):
             case "sent":
                 request = request_of(what.sent.prompt, segment_tokens, tenant, {})
@@ -98,22 +98,24 @@ class Fleets:
     """The fleets of all tenants. Used in the admin thread only."""
 
     def __init__(self) -> None:
-        self._fleets: OrderedDict[tuple[str, str, int, int], Fleet] = OrderedDict()
+        self._fleets: dict[str, OrderedDict[tuple[str, int, int], Fleet]] = {}
+        """By tenant; those of a tenant are in the order of their last use."""
 
-    def get(self, tenant: str, message: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
-        """The fleet that a message describes, its model, and the instances that the message names. Raises ValueError
-        and `LimitReached`."""
+    def update(self, tenant: str, message: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
+        """Make or find the fleet that a message describes, and add the instances that the message names. Returns the
+        fleet, its model and these instances. Raises ValueError and `LimitReached`."""
         model = model_of(message)
-        at = tenant, message.name, message.segment_tokens, message.segment_bytes
-        fleet = self._fleets.get(at)
+        at = message.name, message.segment_tokens, message.segment_bytes
+        own = self._fleets.setdefault(tenant, OrderedDict())
+        fleet = own.get(at)
         if fleet is None:
-            fleet = self._fleets[at] = Fleet(message, model)
-            if len(self._fleets) > MAX_FLEETS:
-                self._fleets.popitem(last=False)
-        self._fleets.move_to_end(at)
+            fleet = own[at] = Fleet(message, model)
+            if len(own) > MAX_FLEETS:
+                own.popitem(last=False)
+        own.move_to_end(at)
         instances = {name: NodeId(node) for name, node in message.instances.items()}
         fleet.follow(instances, now)
         return fleet, model, instances
 
     def __len__(self) -> int:
-        return len(self._fleets)
+        return sum(map(len, self._fleets.values()))

@@ -23,7 +23,6 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = [
     "MAX_KEYS",
-    "MAX_PROMPTS",
     "activity_message",
     "hints_of",
     "keys_of",
@@ -129,8 +128,8 @@ def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: 
 
 
 def check_size(prompts: Sequence[pb.Prompt], segment_tokens: int) -> None:
-    """Raises `LimitReached` for more prompts, segments or tokens than one message may have, ValueError for a size of
-    segments that none has."""
+    """Raises `LimitReached` for more prompts, segments or tokens than one message may have, ValueError for a size
+    of segments that no layout may have."""
     if not 1 <= segment_tokens <= 1 << 20:
         raise ValueError(f"segment_tokens is {segment_tokens}; expected 1 to {1 << 20}")
     if len(prompts) > MAX_PROMPTS:

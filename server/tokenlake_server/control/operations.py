@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -36,12 +37,12 @@ log = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error")
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
-LOGGERS = "tokenlake"
-"""Names of the loggers whose level can be set begin with this."""
+LOGGERS = ("tokenlake", "tokenlake_server")
+"""The loggers whose level can be set, and that of each logger below them."""
 
 
 class Admin:
-    """Its methods are called in the admin thread."""
+    """The methods of the service `Admin`. They are called in the admin thread."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Admin:
         return pb.GetConfigResponse(settings=settings)
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.ExplainResponse:
-        """How a request used the pool."""
+        """Return the tokens of a request that were found in the pool, and the reasons for those that were not."""
         answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
         funnel = answer.funnel
         if funnel is None:
@@ -220,7 +221,7 @@ class Admin:
     async def measure_peer(self, caller: Caller, message: pb.MeasurePeerRequest) -> pb.MeasurePeerResponse:
         """Measure the paths from another node to this one."""
         if not message.node or message.node == self._config.node:
-            raise ValueError("expected the name of another node")
+            raise ValueError(f"field 'node' is {message.node!r}; expected the name of another node")
         max_bytes = min(message.max_bytes or MAX_BYTES, MAX_BYTES)
         max_s = min(message.max_s or MAX_S, MAX_S) if message.max_s >= 0 else MAX_S
         paths = await asyncio.to_thread(self._measurement.measure, message.node, max_bytes, max_s)
@@ -240,16 +241,16 @@ class Admin:
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
         node = "" if message.node == self._config.node else message.node
-        log.info("'%s' lets node '%s' drain", caller.name, message.node or self._config.node)
-        await self._bridge.coroutine(lambda: self._membership.drain(node))
+        with _logged(caller, f"the drain of node '{message.node or self._config.node}'"):
+            await self._bridge.coroutine(lambda: self._membership.drain(node))
         return pb.DrainResponse()
 
     async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
         """Remove a node that is gone."""
         if not message.node:
-            raise ValueError("expected the name of a node")
-        log.info("'%s' removes node '%s'", caller.name, message.node)
-        await self._bridge.coroutine(lambda: self._membership.remove(message.node))
+            raise ValueError("field 'node' is empty; expected the name of a node")
+        with _logged(caller, f"the removal of node '{message.node}'"):
+            await self._bridge.coroutine(lambda: self._membership.remove(message.node))
         return pb.RemoveResponse()
 
     async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
@@ -261,13 +262,15 @@ class Admin:
             or (what == "all" and not message.all)
             or (what == "segment_bytes" and not message.segment_bytes)
         ):
-            raise ValueError("expected keys, all or segment_bytes")
+            raise ValueError(
+                "an EvictRequest needs one of the fields 'keys', 'all' (true) and 'segment_bytes' (above 0)"
+            )
         if what != "keys":
             done = await self._evict(tenant, b"", message.segment_bytes)
             evicted, kept = done.evicted, done.kept
         else:
             if not message.keys:
-                raise ValueError("expected keys")
+                raise ValueError("field 'keys' is empty; expected keys of segments")
             count = len(keys_of(message.keys))
             if count > MAX_KEYS:
                 raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
@@ -289,7 +292,7 @@ class Admin:
         """End the sessions of engines whose weights changed, and evict their segments."""
         tenant, digest = caller.target(message.tenant).name, message.weights_digest
         if not digest:
-            raise ValueError("expected weights_digest")
+            raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         sessions, layouts = await self._bridge.call(
             lambda: (self._engines.retire(tenant, digest), self._engines.layouts(tenant))
         )
@@ -303,13 +306,24 @@ class Admin:
         """Set the least level of the messages that are logged."""
         if message.level not in LEVELS:
             raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
-        if message.logger and message.logger.partition(".")[0] not in (LOGGERS, "tokenlake_server"):
+        if message.logger and message.logger.partition(".")[0] not in LOGGERS:
             raise ValueError(f"the logger is {message.logger!r}; expected one below tokenlake or tokenlake_server")
         logger = logging.getLogger(message.logger or None)
         previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
         logger.setLevel(message.level.upper())
         log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
         return pb.SetLogLevelResponse(previous=previous)
+
+
+@contextlib.contextmanager
+def _logged(caller: Caller, change: str) -> Iterator[None]:
+    """Log a change of the members that a caller asks for, once it is made or refused."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
+        raise
+    log.info("'%s' asked for %s: accepted", caller.name, change)
 
 
 def _disks(snapshot: Snapshot) -> Iterator[pb.Disk]:

@@ -48,7 +48,7 @@ MAX_REPORTS = 4096
 
 
 class Scheduling:
-    """Its methods are called in the admin thread."""
+    """The methods of the service `Scheduling`. They are called in the admin thread."""
 
     def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener) -> None:
         self._bridge = bridge
@@ -84,7 +84,7 @@ class Scheduling:
 
     async def get_cache_load(self, caller: Caller, message: pb.GetCacheLoadRequest) -> pb.GetCacheLoadResponse:
         """The share of each node's time for attention over cached segments."""
-        fleet, model, instances = self._fleets.get(caller.own().name, message.fleet, time.monotonic())
+        fleet, model, instances = self._fleets.update(caller.own().name, message.fleet, time.monotonic())
         tree, rates = tree_of(message.tree, caller.own()), _rates(fleet, message)
         load = cache_load(message.requests, tree, instances, model.layers, rates)
         return pb.GetCacheLoadResponse(load={str(node): share for node, share in load.items()})
@@ -99,7 +99,7 @@ class Scheduling:
             raise ConfigurationError("scheduler", "", expected) from None
         if len(message.batches) > MAX_BATCHES:
             raise LimitReached(f"{len(message.batches)} batches; the limit is {MAX_BATCHES}")
-        fleet, model, instances = self._fleets.get(caller.own().name, message.fleet, time.monotonic())
+        fleet, model, instances = self._fleets.update(caller.own().name, message.fleet, time.monotonic())
         tree = tree_of(message.tree, caller.own())
         idle = _chosen(instances, message.idle)
         batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
@@ -109,7 +109,7 @@ class Scheduling:
     async def get_start(self, caller: Caller, message: pb.GetStartRequest) -> pb.GetStartResponse:
         """The instance where a request starts soonest."""
         tenant, now = caller.own(), time.monotonic()
-        fleet, _, instances = self._fleets.get(tenant.name, message.fleet, now)
+        fleet, _, instances = self._fleets.update(tenant.name, message.fleet, now)
         (request,) = await self._requests(tenant, [message.prompt], message.fleet.segment_tokens)
         # The time on a disk is the same for each instance, so that it does not change the choice.
         owners, _ = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s, disks=False)
@@ -124,11 +124,11 @@ class Scheduling:
         return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
 
     async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:
-        """Take what happened to requests of a fleet."""
+        """Record the events of requests of a fleet: sent, first token, finished."""
         if len(message.happened) > MAX_REPORTS:
             raise LimitReached(f"{len(message.happened)} reports; the limit of a message is {MAX_REPORTS}")
         tenant, now = caller.own(), time.monotonic()
-        fleet, _, _ = self._fleets.get(tenant.name, message.fleet, now)
+        fleet, _, _ = self._fleets.update(tenant.name, message.fleet, now)
         for each in message.happened:
             fleet.happened(each, tenant, message.fleet.segment_tokens, now)
         return pb.ReportResponse(under_way=len(fleet))

@@ -30,7 +30,7 @@ from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
 from tokenlake_server.control.operations import Admin
 from tokenlake_server.control.scheduling import Scheduling
-from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, fail, handlers_of, require_role
+from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, abort_with, handlers_of, require_role
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
@@ -116,7 +116,7 @@ class ControlServer:
             self._handlers[path] = grpc.stream_stream_rpc_method_handler(self._reflect)
         self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
-        """Where the server listens with TLS; None if it does not."""
+        """The address at which the server listens with TLS; None without the setting `control`."""
         self._server: grpc.aio.Server | None = None
         if self.socket is not None:
             prepare(self.socket, "control_socket")
@@ -175,7 +175,7 @@ class ControlServer:
             finally:
                 self._reflecting -= 1
         except Exception as error:
-            await fail(context, error, "ServerReflectionInfo")
+            await abort_with(context, error, "ServerReflectionInfo")
 
     # -- the end
 

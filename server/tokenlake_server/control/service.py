@@ -1,4 +1,5 @@
-"""How a method is called: the role, the message, the deadline, the status code of an error."""
+"""Wraps the functions of the services for gRPC: checks the role, decodes the message, limits the time, and turns errors
+into status codes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tokenlake.errors import (
 from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control.callers import Caller, Callers
 
-__all__ = ["CALL_S", "STALL_S", "Context", "OutOfRange", "Stream", "Unary", "fail", "handlers_of", "require_role"]
+__all__ = ["CALL_S", "STALL_S", "Context", "OutOfRange", "Stream", "Unary", "abort_with", "handlers_of", "require_role"]
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,11 @@ def require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueTy
     return caller
 
 
-async def fail(context: Context, error: Exception, method: str) -> None:
+async def abort_with(context: Context, error: Exception, method: str) -> None:
     """End the call with the status of the error."""
     code = _code(error)
-    text = str(error) or "the daemon did not answer in time"
+    unnamed = "the daemon did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+    text = str(error) or unnamed
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", method, exc_info=error, extra={"kind": "control"})
         text = "the daemon failed on this call; its log has the error"
@@ -86,7 +88,7 @@ async def fail(context: Context, error: Exception, method: str) -> None:
 
 
 class _Method:
-    """One method, as gRPC calls it: with the bytes of a message."""
+    """One method: checks the role of a caller, and decodes the bytes of the message that gRPC passes."""
 
     def __init__(self, descriptor: MethodDescriptor, callers: Callers, role: role_pb2.Role.ValueType) -> None:
         self.name = descriptor.name
@@ -110,7 +112,7 @@ def _unary(method: _Method, function: Unary) -> grpc.RpcMethodHandler[Any, Any]:
             async with asyncio.timeout(CALL_S):
                 return (await function(caller, message)).SerializeToString()
         except Exception as error:
-            await fail(context, error, method.name)
+            await abort_with(context, error, method.name)
             raise AssertionError("unreachable: abort raises") from error
 
     return grpc.unary_unary_rpc_method_handler(call)
@@ -127,7 +129,7 @@ def _stream(method: _Method, function: Stream) -> grpc.RpcMethodHandler[Any, Any
                 except TimeoutError:
                     raise TimeoutError(f"the reader of this stream took nothing for {STALL_S:.0f} s") from None
         except Exception as error:
-            await fail(context, error, method.name)
+            await abort_with(context, error, method.name)
 
     return grpc.unary_stream_rpc_method_handler(call)
 

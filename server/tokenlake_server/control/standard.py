@@ -34,11 +34,11 @@ _STATUS = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Whether the services serve. `""` and `tokenlake.v1.Admin` serve while the daemon runs and its control loop
-    answers; the others once the node is a member of its cluster."""
+    """The service `Health`. `""` and `tokenlake.v1.Admin` are reported as serving while the daemon runs and its control
+    loop answers; the others once the node is a member of its cluster."""
 
     def __init__(self, bridge: Bridge, member: Callable[[], bool], services: Sequence[str]) -> None:
-        """`member` is called on the control loop. `services`: the names of all."""
+        """`member` is called on the control loop. `services`: the names of all services."""
         self._bridge = bridge
         self._member = member
         self._services = {"": False} | {name: name.rpartition(".")[2] != "Admin" for name in services}
@@ -135,11 +135,6 @@ class Reflection:
             self._index_message(f"{name}.{nested.name}", nested, file)
         for enum in message.enum_type:
             self._symbols[f"{name}.{enum.name}"] = file
-
-    @property
-    def services(self) -> list[str]:
-        """The names of all services."""
-        return list(self._services)
 
     def answer(self, message: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
         """Answer one question."""

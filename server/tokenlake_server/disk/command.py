@@ -127,11 +127,11 @@ def verify_command(path: Path, file: Path | None, as_json: bool) -> None:
 @disk.command("wipe")
 @_path
 @click.option("--aside", is_flag=True, help="Only the files that were kept aside.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def wipe_command(path: Path, aside: bool, yes: bool) -> None:
     """Remove all files of the disk tier from PATH; other files stay. The daemon must not run."""
     with _opened(path, lock=False) as files:
-        # The lock would leave a file of this user.
+        # Without the lock, which would create a file that belongs to this user.
         if not aside_names(files) + ([] if aside else own_names(files)):
             click.echo(f"{path} has no such files")
             return
@@ -206,7 +206,7 @@ def _row(files: DirectoryFiles, each: SurveyedSlab) -> dict[str, Any]:
 def _verified(
     files: DirectoryFiles, slabs: list[SurveyedSlab], keys: DiskKeys, advance: Callable[[int], None]
 ) -> Iterator[tuple[StoredSegment, str]]:
-    """Each segment, and what is wrong with it."""
+    """Each segment, and a text about its damage; empty if there is none."""
     kept = threading.local()
 
     def check(file: File, where: StoredSegment) -> tuple[StoredSegment, str]:

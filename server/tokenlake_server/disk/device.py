@@ -69,7 +69,7 @@ GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.EN
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Bounds of a device: times in seconds, the number of errors, and the effort of a check."""
+    """Limits after which a device is set aside (in seconds, and in errors), and the size of the file that checks it."""
 
     slow_s: float = 5.0
     """An operation that takes longer sets the device aside."""
@@ -89,7 +89,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a device needs of its daemon."""
+    """The parts of the daemon that a device uses."""
 
     cluster: str
     node: str
@@ -99,11 +99,11 @@ class Surroundings:
     """Passes an event to the rules; from any thread."""
     deliver: Callable[[Event], bool]
     """As `post`, but returns when the event was handled; False where the daemon ends."""
-    contents: Callable[[], Contents]
+    contents: Contents
 
 
 class DeviceState(NamedTuple):
-    """What the metrics page and `status` show of a device."""
+    """The state of a device, for the metrics page and `tokenlake status`."""
 
     path: str
     serving: bool
@@ -117,7 +117,7 @@ class DeviceState(NamedTuple):
     read_errors: int
     write_errors: int
     mismatches: int
-    """Places that did not hold the segment that the index names."""
+    """Number of reads that found other bytes at a place than those of the segment that the index names."""
 
 
 class _Segments:
@@ -128,7 +128,7 @@ class _Segments:
         self.slots = unpack_slots(instruction.slots)
         self.places = unpack_places(instruction.places)
         self.left = len(self.keys)
-        """Segments that have not ended."""
+        """Number of the segments whose read or write has not ended."""
         self.codes = bytearray([Code.LOST]) * self.left
         self._names = instruction.tenant, instruction.slot_bytes, instruction.shards
 
@@ -199,7 +199,8 @@ class Device:
         surroundings: Surroundings,
         patience: Patience = Patience(),
     ) -> None:
-        """`limit`: most bytes of all slabs; None: what is free. `open_files`: opens the directory at `path`."""
+        """`limit`: most bytes of all slabs; None: the free space of the device. `open_files`: opens the directory at
+        `path`."""
         self.number = number
         self.path = path
         self._limit = limit
@@ -209,15 +210,15 @@ class Device:
         self._lock = threading.Lock()
         """Guards all fields below."""
         self._changed = threading.Condition(self._lock)
-        """For the thread of the index: there are records, or the state changed."""
+        """Wakes the thread of the index when there are records for it, or when the state has changed."""
         self._queued = threading.Condition(self._lock)
-        """For the other threads: there are segments to read or write, or the daemon ends."""
+        """Wakes the other threads when there are segments to read or write, or when the daemon ends."""
         self._store: DiskStore | None = None
         """None while the device is not in use."""
         self._queue = _Queue()
         self._jobs: dict[int, _Read] = {}
         self._records: deque[_Write | DiskForget | DiskTrim] = deque()
-        """What the thread of the index is to record, in order."""
+        """The changes that the thread of the index has to record, in order."""
         self._running: dict[str, float] = {}
         """Begin of the operation of each thread."""
         self._errors: deque[float] = deque()
@@ -345,7 +346,8 @@ class Device:
             except OSError as error:
                 self._failed(store, error, "read" if isinstance(job, _Read) else "write")
             except Exception:
-                log.exception("a segment could not be %s", "read" if isinstance(job, _Read) else "written")
+                what = "read" if isinstance(job, _Read) else "written"
+                log.exception("%s: a segment could not be %s", self.path, what)
             self._finish(job, index, code)
 
     def _take(self, prefers_writes: bool) -> tuple[DiskStore, _Op] | None:
@@ -401,7 +403,7 @@ class Device:
         size = len(stored.checksums)
         job.checksums[index * size : (index + 1) * size] = stored.checksums
         if stored.content:
-            self._around.contents().offer(each.tenant, [job.keys[index]], [stored.content])
+            self._around.contents.offer(each.tenant, [job.keys[index]], [stored.content])
         return Code.LOCAL
 
     def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:
@@ -409,7 +411,7 @@ class Device:
         where = job.where(index)
         (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
         size = CHECKSUM_BYTES * each.shards
-        content = self._around.contents().contents(each.tenant, [job.keys[index]], 1 << 12)
+        content = self._around.contents.contents(each.tenant, [job.keys[index]], 1 << 12)
         stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"")
         store.write(segment_io, where, segment, stored)
         return Code.COMMITTED
@@ -445,7 +447,8 @@ class Device:
             done = self._all_ended()
             self._errors.clear()
             self._changed.notify_all()
-            # Under the lock, before any read is lost with the device: the rules do not count it as damage then.
+            # Posted under the lock, so that the rules learn of it before the reads that the device loses end: they
+            # count a lost read of a device in use as damage.
             self._around.post(events.DiskGone(self.number, reason))
         log.error("the disk tier at %s is set aside, and its segments are not used: %s", self.path, reason)
         for event in done:
@@ -598,7 +601,8 @@ class Device:
                 self._tell_capacity(store, full)
 
     def _ending(self) -> bool:
-        """True when no write will end any more. Called while the thread of the index does not use the files."""
+        """True if the daemon ends and no thread reads or writes. Called while the thread of the index does not use the
+        files."""
         return self._closing and not self._running
 
     def _record(self, store: DiskStore, batch: list[_Write | DiskForget | DiskTrim], sync: bool) -> None:
@@ -635,7 +639,7 @@ class _SlowCheck(Exception):
 
 
 def _lose(write: _Write) -> None:
-    """Let no segment of a write count as written."""
+    """Mark all segments of a write as not written."""
     write.codes[:] = bytes([Code.LOST]) * len(write.codes)
 
 

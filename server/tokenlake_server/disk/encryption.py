@@ -19,14 +19,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 __all__ = ["NO_KEY", "SALT_BYTES", "TAG_BYTES", "DiskKeys", "nonce"]
 
 NO_KEY = 0
-"""In place of the number of a key: not encrypted."""
+"""The number of no key: the segment is not encrypted."""
 SALT_BYTES = 32
 TAG_BYTES = 16
 
 
 class DiskKeys:
-    """The keys of a daemon, by number. The number of a key is the same on every node and after every restart, and says
-    nothing of the key."""
+    """The keys of a daemon, by number. The number of a key is the same on every node and after every restart, and does
+    not help to find the key."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         """`keys`: 16 to 64 bytes each, that for new segments first; none: nothing is encrypted."""

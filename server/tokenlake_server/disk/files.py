@@ -1,6 +1,6 @@
 """The operations on files that the disk tier uses, and their implementation on a directory.
 
-The tests have another implementation, which loses at a power failure what was not synced.
+The tests have another implementation, in which a power failure discards all writes that were not synced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["LOCK", "DirectoryFiles", "DirectoryInUse", "File", "Files"]
+__all__ = ["DirectoryFiles", "DirectoryInUse", "File", "Files"]
 
 LOCK = "lock"
 """Name of the file that a daemon locks, so that no other process writes to the directory."""

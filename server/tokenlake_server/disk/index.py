@@ -64,7 +64,7 @@ _READ_BYTES = 8 << 20
 
 
 class Kind:
-    """What a record says."""
+    """The kinds of a record."""
 
     STORED = 1
     """The place `slot` of a slab holds a segment."""
@@ -175,7 +175,7 @@ class Index:
         self._end = 0
         """Bytes of the present log."""
         self._earlier_bytes = self._earlier_logs = 0
-        """Of the logs that no snapshot covers, but the present one."""
+        """Bytes and number of the logs that no snapshot covers, without the present log."""
         self._base_bytes = 0
         """Bytes of the records that were in force when the index was read last."""
         self._unsynced = False

@@ -1,4 +1,4 @@
-"""A segment at its place on a device: what is written, and how a read verifies it.
+"""A segment at its place on a device: the bytes that a write stores there, and their verification by a read.
 
 ::
 

@@ -9,8 +9,8 @@ The directory has these files, all with mode 0600::
     aside-K-...           files of another version or cluster, which no daemon uses
 
 A segment is stored in this order: its bytes are written, the slab is synced, the record is appended to the index, the
-index is synced. So a segment in the index was on the device; a later segment in the same place is told from it by
-each read.
+index is synced. So the bytes of each segment in the index were on the device. Each read verifies that a later segment
+has not replaced them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class WrongKeys(Exception):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which daemon may use a directory. Each field after `format` may differ in another version."""
+    """The owner of a directory and the format of its files, in a file of their own. Another format may have other
+    fields than `format`. A daemon uses a directory of its format and its cluster."""
 
     format: int
     cluster: str = ""
@@ -86,7 +87,7 @@ class Slab(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One entry of a batch: the place of a segment, and what the index keeps of it."""
+    """One entry of a batch: the place of a segment, and the facts about the segment that the index keeps."""
 
     slot: int
     generation: int
@@ -184,7 +185,7 @@ class DiskStore:
         self._names_changed = False
         self.keys = DiskKeys()
         self.aside = ""
-        """Why the files of the directory were kept aside at `open`; empty if they were not."""
+        """The reason why `open` kept the former files of the directory aside; empty if it used them."""
         self.unreadable = 0
         """Segments in the index at `open` whose key of the setting `disk_keys` is missing."""
 
@@ -201,7 +202,12 @@ class DiskStore:
         if identity is not None and identity.encrypted and not keys.current:
             raise WrongKeys("its segments are encrypted, and the setting 'disk_keys' is empty")
         if identity is not None and keys.current and not identity.encrypted:
-            log.warning("the segments of the disk tier were not encrypted: they are removed")
+            log.warning(
+                "the segments of disk %s of node '%s' were stored without encryption, and 'disk_keys' is set now: they "
+                "are removed",
+                identity.device,
+                identity.node,
+            )
             for name in names:
                 self._files.remove(name)
             self._files.sync_names()
@@ -418,7 +424,7 @@ def _slab_name(number: int) -> str:
 
 
 def _refusal(identity: Identity | None, cluster: str) -> str:
-    """Why a directory with files must not be used; empty if it may be."""
+    """The reason why a daemon of this cluster must not use the files of a directory; empty if it may."""
     if identity is None:
         return f"the directory has no whole {IDENTITY}"
     if identity.format != FORMAT:

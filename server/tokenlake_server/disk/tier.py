@@ -48,7 +48,7 @@ BUDGET = _gauge(
     "budget_bytes", "Bytes that may be written to the device now, of the budget `disk_writes_per_day`; absent at 0"
 )
 SEGMENTS = _gauge("segments", "Segments on the device", "tenant", "slot_bytes")
-USED = _gauge("used_bytes", "Bytes of the places of these segments", "tenant", "slot_bytes")
+USED = _gauge("used_bytes", "Bytes of the places of the segments on the device", "tenant", "slot_bytes")
 ERRORS = _gauge(
     "errors",
     "Operations on the device since the start that failed (`read`, `write`), and places that did not hold the segment "
@@ -68,9 +68,11 @@ class DiskTier:
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
         abort: Callable[[AbortFetch], None],
+        contents: Contents,
     ) -> None:
-        """Locks the directories. `abort`: carries out the end of a transfer from another node. Raises
-        `ConfigurationError` for a directory that cannot be used by this daemon."""
+        """Locks the directories. `abort`: carries out the end of a transfer from another node. `contents` has the
+        contents of segments, which are kept with their bytes. Raises `ConfigurationError` for a directory that cannot
+        be used by this daemon."""
         self._driver = driver
         self._loop = loop
         self._abort = abort
@@ -78,8 +80,6 @@ class DiskTier:
         self._closing = False
         self._saved = asyncio.Event()
         self._alarm: asyncio.TimerHandle | None = None
-        self.contents = Contents()
-        """Has the contents of segments, which are kept with their bytes."""
         around = Surroundings(
             config.cluster,
             config.node,
@@ -87,7 +87,7 @@ class DiskTier:
             arena,
             driver.post,
             self._deliver,
-            lambda: self.contents,
+            contents,
         )
         opened = _locked(config.disk)
         self._devices = [
@@ -224,16 +224,13 @@ def _lock(disk: Disk) -> Files | None:
 
 
 def _opener(path: str, first: Files | None) -> Callable[[], Files]:
-    """Opens a directory; at first the one that is open already."""
+    """A function that opens the directory. Its first call returns `first`, the directory as it is open already."""
     opened = [first] if first is not None else []
-
-    def open_files() -> Files:
-        return opened.pop() if opened else _reopened(path)
-
-    return open_files
+    return lambda: opened.pop() if opened else _opened(path)
 
 
-def _reopened(path: str) -> Files:
+def _opened(path: str) -> Files:
+    """The directory, locked. Raises OSError."""
     try:
         return DirectoryFiles(Path(path))
     except DirectoryInUse as process:

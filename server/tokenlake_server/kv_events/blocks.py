@@ -1,4 +1,4 @@
-"""The blocks that the readers of one stream know, and the events that keep them right.
+"""The blocks that the readers of one stream know, and the events that update them.
 
 A segment of this node is published when its content is known and the segment before it is published::
 
@@ -132,7 +132,7 @@ class Blocks:
         parent = block_hash(content.parent, 0) if content.parent else None
         segment = _Segment(encoded, block_hash(key, 0), parent, content.adapter, content.root)
         self._present[key] = segment
-        if self._current(segment, now):
+        if self._accept_root(segment, now):
             self._publish(key, segment, content)
         else:
             self.other_layout += 1
@@ -169,7 +169,7 @@ class Blocks:
         self._events.clear()
         self.restate_due = True
 
-    # -- what the readers are told
+    # -- the events for the readers
 
     def take(self) -> list[Event]:
         """The events since the last call, which tell the readers what happened."""
@@ -191,8 +191,9 @@ class Blocks:
         if self._events:
             yield self.take()
 
-    def _current(self, segment: _Segment, now: float) -> bool:
-        """Whether the readers are told of segments with this root."""
+    def _accept_root(self, segment: _Segment, now: float) -> bool:
+        """True if segments with the root of this one are published. Takes this root as the current one of its adapter
+        if there is none, or if no segment with the current one was stored for `ROOT_S`."""
         known = self._roots.get(segment.adapter)
         if known is None:
             self._roots[segment.adapter] = _Root(segment.root, now)

@@ -6,9 +6,9 @@
       offer: contents -----> inbox ------> Blocks -> events -> message -> Replay, Sockets
       store: changes ------> log --------> one round each POLL_S, PART changes at a time
 
-Nothing runs on the control loop but `offer`. A message has the events of at most `PART` changes. Its sequence number
-begins with the time of the daemon's start, so that a reader which knows the messages of an earlier start notices that
-it missed some.
+On the control loop run only `offer` and, when the log has overtaken the admin thread, `_walk`. A message has the events
+of at most `PART` changes. Its sequence number begins with the time of the daemon's start, so that a reader which knows
+the messages of an earlier start notices that it missed some.
 
 All readers are told all blocks anew, behind an `AllBlocksCleared`, when the daemon starts, when one of them subscribes,
 when one asks for messages that are not kept any more, and when the log has overtaken this thread.
@@ -72,16 +72,30 @@ OF_OTHER_LAYOUTS = Metric(
     "model",
     kind="gauge",
 )
+DROPPED = Metric(
+    "tokenlake_kv_event_dropped_contents_total",
+    "Contents of segments that were dropped, because 32 MiB of others waited to be published: their segments are not "
+    "published",
+    "tenant",
+    kind="gauge",
+)
+REFUSED = Metric(
+    "tokenlake_kv_event_refused_replays_total",
+    "Requests of routers for a replay that were malformed, or beyond the 8 at a time",
+    "tenant",
+    "model",
+    kind="gauge",
+)
 
 POLL_S = 0.02
 """Seconds between two rounds without work."""
 PART = 24
-"""Changes in one message: some 30 KiB, and half a millisecond of this thread."""
+"""Limit of the changes in one message, which takes some 30 KiB and half a millisecond of the admin thread."""
 WALK_SLOTS = 512
 RESTATE_S = 0.5
 RESTATE_REST = 20
-"""The readers are told all blocks anew after `RESTATE_S`, and after so many times the seconds that it took last, at
-the earliest."""
+"""Between two times at which all blocks are published anew are at least `RESTATE_S` seconds, and at least
+`RESTATE_REST` times the seconds that the first of them took."""
 RESTATE_PAUSE_S = 0.001
 """Seconds between two messages that tell the blocks anew, so that readers keep up."""
 MAX_REPLAY_BYTES = 16 << 20
@@ -101,7 +115,7 @@ class _Stream:
         self.sequence = sequence
         self.messages = 0
         self.wanted = True
-        """Some reader has to be told all blocks."""
+        """True while all blocks have to be published anew."""
         self.restated = 0
         self.next_restatement = float("-inf")
         self.sockets: Sockets | None = None
@@ -136,8 +150,8 @@ class KvEvents(Contents):
         """Contents, with the number of the newest change before they were offered."""
         self._inbox_bytes = 0
         self._inbox_lock = threading.Lock()
-        self.dropped = 0
-        """Contents that were dropped because too many waited."""
+        self._dropped = dict.fromkeys(self._streams, 0)
+        """By tenant, the number of contents that were dropped because too many waited."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 64)
         self._run: asyncio.Task[None] | None = None
@@ -155,11 +169,20 @@ class KvEvents(Contents):
             return
         size = sum(map(len, contents))
         with self._inbox_lock:
-            if self._inbox_bytes + size > MAX_INBOX_BYTES:
-                self.dropped += len(contents)
+            if self._inbox_bytes + size <= MAX_INBOX_BYTES:
+                self._inbox_bytes += size
+                self._inbox.append((self._log.newest, tenant, keys, contents))
                 return
-            self._inbox_bytes += size
-            self._inbox.append((self._log.newest, tenant, keys, contents))
+            first = not self._dropped[tenant]
+            self._dropped[tenant] += len(contents)
+        if first:
+            log.warning(
+                "segments of tenant '%s' are not published to routers: %d MiB of tokens wait for the thread that "
+                "publishes (further ones are counted by %s)",
+                tenant,
+                MAX_INBOX_BYTES >> 20,
+                DROPPED.name,
+            )
 
     def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
         """The contents of READY segments, to be sent to another node with their bytes; empty where they are not known.
@@ -189,12 +212,12 @@ class KvEvents(Contents):
 
     @property
     def endpoints(self) -> list[tuple[str, str]]:
-        """Where each stream, in the order of the settings, publishes and answers requests for a replay."""
+        """For each stream, in the order of the settings, the ZMQ endpoints of its events and of its replays."""
         return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
 
     def gauges(self) -> list[Level]:
         """See `Contents`."""
-        found: list[Level] = []
+        found = [Level(DROPPED, (tenant,), count) for tenant, count in self._dropped.items()]
         for stream in self._each():
             blocks, labels = stream.blocks, (stream.config.tenant, stream.config.model)
             found += (
@@ -203,6 +226,7 @@ class KvEvents(Contents):
                 Level(RESTATEMENTS, labels, stream.restated),
                 Level(WITHOUT_TOKENS, labels, blocks.unknown),
                 Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
+                Level(REFUSED, labels, stream.sockets.refused if stream.sockets is not None else 0),
             )
         return found
 

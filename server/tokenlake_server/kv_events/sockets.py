@@ -17,23 +17,23 @@ import zmq
 from tokenlake.config import Address
 from tokenlake_server.kv_events.replay import Replay
 
-__all__ = ["HIGH_WATER_MARK", "MAX_REPLAYS", "Sockets"]
+__all__ = ["Sockets"]
 
 log = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
-"""Messages that wait for a reader that does not read, at most; further ones are dropped for it."""
+"""Limit of the messages that wait for a reader that does not read; further ones are dropped for this reader."""
 MAX_REPLAYS = 8
-"""Replays at a time; further requests are answered as if the messages were not kept."""
+"""Limit of the replays at a time; further requests are answered as if the messages were not kept."""
 REPLAY_MESSAGES = 64
-"""Messages of a replay that wait for a reader that does not read."""
+"""Limit of the messages of a replay that wait for a reader that does not read."""
 STALL_S = 5.0
-"""Seconds after which a replay ends whose reader takes no message."""
+"""Seconds after which a replay ends if its reader takes no message."""
 PAUSE_S = 0.01
 MAX_REQUEST_BYTES = 1024
 """Limit of a frame from a reader; the connection of one that sends a longer frame is closed."""
 REQUESTS = 64
-"""Requests of readers that are looked at in one round."""
+"""Limit of the requests of readers that are handled in one round."""
 _END = b"\xff" * 8
 _NUMBER_BYTES = 8
 
@@ -74,7 +74,8 @@ class Sockets:
 
     @property
     def endpoints(self) -> tuple[str, str]:
-        """Where both sockets listen, as ZMQ writes it; empty for one that is not there."""
+        """The ZMQ endpoints of the sockets for events and for replays; empty for a socket that the settings do not
+        have."""
         both = (self._events, self._replay)
         first, second = ("" if each is None else each.getsockopt_string(zmq.LAST_ENDPOINT) for each in both)
         return first, second
@@ -84,7 +85,7 @@ class Sockets:
         self._events.send_multipart((self._topic, sequence.to_bytes(_NUMBER_BYTES, "big"), payload), zmq.NOBLOCK)
 
     def joined(self) -> bool:
-        """Whether a reader has subscribed since the last call."""
+        """True if a reader has subscribed since the last call."""
         found = False
         for _ in range(REQUESTS):
             try:
@@ -105,8 +106,13 @@ class Sockets:
             if len(frames) == 3 and not frames[1] and len(frames[2]) == _NUMBER_BYTES:
                 found.append((frames[0], int.from_bytes(frames[2], "big")))
             else:
-                self.refused += 1
+                self._refuse("it is not [empty, number of 8 bytes]")
         return found
+
+    def _refuse(self, reason: str) -> None:
+        if not self.refused:
+            log.warning("a request for a replay of '%s' was refused: %s", self._topic.decode(), reason)
+        self.refused += 1
 
     def answer(self, reader: bytes, start: int, kept: Replay) -> bool:
         """Begin to answer a request. Returns False where the answer is empty, and the reader has to be told all blocks
@@ -116,7 +122,7 @@ class Sockets:
         if earlier is not None:
             earlier.cancel()
         if len(self._replays) >= MAX_REPLAYS:
-            self.refused += 1
+            self._refuse(f"{MAX_REPLAYS} others are under way")
             with contextlib.suppress(zmq.ZMQError):  # the reader has gone, or reads nothing
                 self._replay_message(reader, _END, b"")
             return False

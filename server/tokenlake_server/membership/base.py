@@ -57,7 +57,7 @@ class Membership(Protocol):
         this one."""
         ...
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the record soon, because a peer named a higher epoch. Calls may be as many as there are messages."""
         ...
 

@@ -13,7 +13,7 @@ __all__ = ["draining", "removed"]
 
 def draining(cluster: str, node: str, *, alive: bool = False) -> Callable[[Stored], RingRecord]:
     """The edit after which a member drains. It raises `MembershipRefused` for a node that is no member, and with
-    `alive` for one whose daemon is not registered: it would not hear of it."""
+    `alive` for one whose daemon is not registered: such a daemon would not read the new record."""
 
     def edit(stored: Stored) -> RingRecord:
         record = _record(stored)

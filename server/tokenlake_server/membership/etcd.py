@@ -69,10 +69,10 @@ class EtcdMembership:
             self.members = members
             self._changed(members)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the keys again soon."""
         if self._keeper is not None and not self._closed:
-            self._thread.call_soon(self._keeper.look)
+            self._thread.call_soon(self._keeper.refresh)
 
     async def drain(self, node: str = "") -> None:
         """Mark this node, or another one, as draining. Raises `Unreachable`, and `MembershipRefused` for a node that is

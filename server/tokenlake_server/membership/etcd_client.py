@@ -1,7 +1,7 @@
 """A connection to one member of etcd: the calls that a membership makes, over gRPC.
 
 The messages are a subset of etcd's (`etcd_subset.proto`), and methods are named by their literal paths, so that no
-package of etcd's API is needed. This is the only module that knows gRPC.
+package of etcd's API is needed. In the membership, only this module uses gRPC.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that ended, was compacted or missed a change costs one more read and loses nothi
 
     read all keys -> write what is missing (one transaction) -> read again -> publish -> wait
         ^                                                                                  |
-        +------------ the watch reports a change, the lease has ended, or `look` ----------+
+        +------------ the watch reports a change, the lease has ended, or `refresh` -------+
 
     any error: the next endpoint, from the beginning; the daemon keeps the members that it has
 
@@ -49,16 +49,17 @@ log = logging.getLogger(__name__)
 LEASE_S = 5
 """Seconds for which a registration outlives its last renewal."""
 RETRY_S = 1.0
-"""Seconds until the next attempt of a node that may not join, and between two reads because of `look`."""
+"""Seconds until the next attempt of a node that may not join, and between two reads because of `refresh`."""
 PAUSE_S = 0.3
 """Mean seconds between two attempts to reach etcd. It is random, so that nodes do not return all at once."""
 ANSWER_S = 0.5
 """Seconds within which the daemon of another registration of this node's name must accept a connection."""
 RIVAL_S = 3 * LEASE_S
-"""Seconds for which such a daemon is remembered after its registration expired: it may have lost etcd only."""
+"""Seconds for which such a daemon is remembered after its registration expired: it may run, and be cut off from etcd
+only."""
 
 Publish = Callable[[Members | None, MembershipState], None]
-"""Called with the members, None where they are as before, and the state."""
+"""A function that is called with the members (None if they have not changed) and the state of the membership."""
 
 
 class Keeper:
@@ -85,7 +86,7 @@ class Keeper:
         self._absent: frozenset[str] = frozenset()
         self._looks = False
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the keys again, at most once in `RETRY_S`."""
         if not self._looks:
             self._looks = True
@@ -172,8 +173,9 @@ class Keeper:
         if self._rival is None:
             return
         rival, until = self._rival
-        # A registration that replaced that of this node belongs to a daemon that started later, whether or not it can
-        # be reached from here. Else a daemon at the address of this one has ended: this one listens there.
+        # A registration that replaced that of this node belongs to a daemon that started later, even if it cannot be
+        # reached from here. Otherwise a daemon registered at the address of this node has ended, because this one
+        # listens there now.
         displaced = self._registered and rival is found
         others = rival.address != self._registration.address
         if displaced or (now < until and others and await _answers(rival.at())):
@@ -218,7 +220,7 @@ class Keeper:
             )
         return stored.record
 
-    # -- what the daemon is told
+    # -- members and states for the daemon
 
     def _accept(self, record: RingRecord, stored: Stored) -> float | None:
         if self._warning.logged:
@@ -230,7 +232,7 @@ class Keeper:
         self._addresses = {name: at for name, at in known.items() if name != self._node}
         self._note_absent(record, stored)
         if self._node in record.members:
-            self._warning.due(None, _now())
+            self._warning.should_log(None, _now())
             self._publish(Members(record, self._addresses), self._state(""))
             return None
         problem = (
@@ -259,7 +261,7 @@ class Keeper:
         self._publish(None, self._state(str(error) or repr(error)))
 
     def _warn(self, kind: object, problem: str) -> None:
-        if self._warning.due(kind, _now()):
+        if self._warning.should_log(kind, _now()):
             log.error("membership: %s", problem)
 
     def _state(self, problem: str) -> MembershipState:
@@ -274,7 +276,7 @@ def _now() -> float:
 
 
 def _first(error: BaseException) -> BaseException:
-    """An error that a group of errors holds."""
+    """The first error within a group of errors, or `error` itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

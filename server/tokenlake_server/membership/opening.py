@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tokenlake.config import ServerConfig
-from tokenlake.errors import ConfigurationError
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.membership.base import Membership
 from tokenlake_server.membership.static import StaticMembership
+from tokenlake_server.start_errors import ModuleMissing
 
 __all__ = ["open_membership"]
 
@@ -17,13 +17,12 @@ def open_membership(
     config: ServerConfig, incarnation: int, loop: asyncio.AbstractEventLoop, thread: AdminThread
 ) -> Membership:
     """The membership of a daemon that runs on `loop`. `thread` runs its gRPC; the caller closes it. Raises
-    `ConfigurationError` where `etcd` is set and grpcio is not installed."""
+    `ModuleMissing` where `etcd` is set and grpcio is not installed."""
     if not config.etcd:
         return StaticMembership(config)
     try:
         from tokenlake_server.membership.etcd import EtcdMembership  # grpcio is an extra
     except ModuleNotFoundError as error:
-        needed = f"nothing, because the module {error.name!r} is not installed: pip install 'tokenlake[etcd]'"
-        raise ConfigurationError("etcd", ",".join(map(str, config.etcd)), needed) from error
+        raise ModuleMissing("etcd", ",".join(map(str, config.etcd)), error.name, "etcd") from error
 
     return EtcdMembership(config, incarnation, loop, thread)

@@ -25,17 +25,17 @@ def static_members(config: ServerConfig) -> Members:
 
 
 class StaticMembership:
-    """A list that nothing changes."""
+    """The members that the setting `peers` lists. They do not change while the daemon runs."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.members = static_members(config)
         self.state = MembershipState("peers", known=True, epoch=self.members.record.epoch)
 
     def start(self, address: Address, changed: OnMembers) -> None:
-        """Nothing changes a static list."""
+        """Do nothing: the members of a static list never change."""
 
-    def look(self) -> None:
-        """The list is known already."""
+    def refresh(self) -> None:
+        """Do nothing: a static list is never read again."""
 
     async def drain(self, node: str = "") -> None:
         """Raises `MembershipRefused`."""
@@ -46,4 +46,4 @@ class StaticMembership:
         raise MembershipRefused(_NEEDS_ETCD)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: a static list holds no resources."""

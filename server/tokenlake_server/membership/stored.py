@@ -44,9 +44,9 @@ written by a daemon, or its unit is far too small for the nodes of today."""
 MAX_EPOCH = 1 << 48
 _NAME = kinds.name()
 _NO_VALUE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
-"""Errors of a value that no daemon wrote: other JSON, numbers out of range, lists in lists without end."""
+"""Errors of a value that no daemon wrote: other JSON, numbers out of range, lists that are nested too deeply."""
 CONFLICT_S = 0.05
-"""Mean seconds until a change is tried again that met another one."""
+"""Mean seconds until a change that conflicted with another one is tried again."""
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class StoredNode(NamedTuple):
-    """A registration as it is in etcd; None where its value is none of ours."""
+    """A key of a registration in etcd. `registration` is None if no daemon wrote its value."""
 
     registration: Registration | None
     mod_revision: int
@@ -82,8 +82,6 @@ class Stored(NamedTuple):
     mod_revision: int
     """The revision of the ring record; 0 where there is none."""
     nodes: Mapping[str, StoredNode]
-    foreign: tuple[str, ...]
-    """Keys that no version known here writes."""
 
 
 def prefix_of(cluster: str) -> bytes:
@@ -120,7 +118,7 @@ def parse(cluster: str, found: Iterable[Read]) -> Stored:
             f"etcd holds keys of another application below {prefix_of(cluster).decode()}, such as {foreign[0]!r}; give "
             "the cluster another name ('cluster'), or remove the keys"
         )
-    return Stored(record, text, revision, nodes, tuple(foreign))
+    return Stored(record, text, revision, nodes)
 
 
 def decode_ring(key: bytes, text: bytes) -> RingRecord:

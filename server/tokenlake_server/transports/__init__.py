@@ -1,2 +1,2 @@
-"""How the bytes of segments get from the memory of one daemon into that of another one: `base` is the contract,
+"""The transports, which copy segments from the memory of one daemon into that of another one: `base` is the contract,
 `choice` the registry."""

@@ -1,6 +1,6 @@
 """The contract of transports.
 
-A reader asks for segments on a bulk connection, and the sender answers there. A transport is what brings the bytes:
+A reader asks for segments on a bulk connection, and the sender answers there. A transport carries the bytes:
 
 ::
 
@@ -57,7 +57,7 @@ class Incoming:
     stream: BulkStream
     answer: peer.Pulled
     slots: Sequence[memoryview]
-    """Where the segments go, in the order of the answer."""
+    """The slots that receive the segments, in the order of the answer."""
     until: float
     """The time (`time.monotonic`) at which the first bytes must have come."""
     stall_s: float
@@ -68,7 +68,7 @@ class Incoming:
     hold: Callable[[Settling, range], None]
     """To be called with a read that may still write, and the indices of the slots into which it may."""
     buffer: bytearray
-    """For encrypted bytes, during the transfer."""
+    """Memory of the caller for encrypted bytes, which the transport may use during the transfer."""
 
 
 class Inflow(Protocol):
@@ -79,7 +79,7 @@ class Inflow(Protocol):
         no progress is made in time, ConnectionError when the sender ends, `ReadFailed`; and `ProtocolRefused`."""
 
     def taken(self, count: int) -> None:
-        """So many segments, from the first one on, have been verified. Raises OSError."""
+        """Record that the first `count` segments have been verified. Raises OSError."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Outgoing:
 
     stream: BulkStream
     answer: peer.Pulled
-    """Without places."""
+    """The answer without the places of segments in memory, which a transport may add."""
     slots: Sequence[SlotRef]
     """The segments whose code is LOCAL, in order; none where a probe is answered, with `answer.slot_bytes` bytes."""
     until: float
@@ -98,7 +98,7 @@ class Outgoing:
 
 
 class Transport(Protocol):
-    """Brings the bytes of segments. Used by many threads."""
+    """Carries the bytes of segments between two daemons. Used by many threads at the same time."""
 
     def receive(self, incoming: Incoming) -> contextlib.AbstractContextManager[Inflow]:
         """The bytes of the segments. When the context is left, no more bytes come into the slots, but for those that

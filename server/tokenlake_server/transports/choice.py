@@ -20,7 +20,7 @@ __all__ = ["Transports", "open_transports"]
 
 log = logging.getLogger(__name__)
 
-MISSING = "NIXL is not installed: pip install --no-deps nixl-cu12"
+MISSING = "NIXL is not installed: pip install --no-deps nixl-cu12, or another build of nixl"
 
 
 class Transports:

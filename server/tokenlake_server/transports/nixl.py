@@ -100,7 +100,7 @@ class _Read:
         """The time at which the reader left; 0: it has not."""
         self.settled = False
         self.failed = ""
-        """Why no more bytes come; empty while they may."""
+        """The reason why no further bytes will be received; empty while some may be."""
         self._pieces = deque(pieces)
         self._changed = threading.Condition()
         self._arrived = 0
@@ -159,12 +159,12 @@ class _Read:
             return piece
 
     def not_started(self) -> None:
-        """Nothing is under way, although a piece was to be started."""
+        """Record that the piece that was to be started was not, so that no piece is under way."""
         with self._changed:
             self._asked = self._arrived
 
     def came(self, stop: int) -> int:
-        """The bytes up to `stop` are there. Returns the number of those that were not before."""
+        """Record that the bytes up to `stop` have been received. Returns the number of those that are new."""
         with self._changed:
             nbytes, self._arrived = stop - self._arrived, stop
             self._moved_at = time.monotonic()
@@ -172,13 +172,13 @@ class _Read:
         return nbytes
 
     def fail(self, reason: str) -> None:
-        """No more bytes come, or it is not known whether some do."""
+        """Record that the read has failed: no further bytes are expected, although the network may still write some."""
         with self._changed:
             self.failed = self.failed or reason
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Nothing of it is under way any more."""
+        """Record that no piece of the read is under way any more, so that its slots may be reused."""
         with self._changed:
             self.settled = True
             calls, self._calls = self._calls, []
@@ -192,12 +192,12 @@ class _Remote:
     def __init__(self, told: peer.MemoryAgent, before: _Remote | None) -> None:
         self.told = told
         self.met = False
-        """True if this node's agent knows what was told."""
+        """True if this node's agent has loaded the description that the other node sent."""
         self.proven: bool = before is not None and before.proven and before.told.agent == told.agent
         """True if the last probe, or read, from the agent succeeded."""
         self.probe_at = 0.0
         self.failures: int = before.failures if before is not None else 0
-        """Without a success since."""
+        """Number of failed probes and reads since the last one that succeeded."""
 
     @property
     def ready(self) -> bool:
@@ -236,15 +236,15 @@ class Nixl:
         self._described: frozenset[int] = frozenset()
         """The regions that `_introduction` describes; only these are lent."""
         self._lent = 0
-        """Answers with places that are under way: this node is read."""
+        """Number of answers with places that are under way, during which other nodes read the memory of this one."""
         self._introduction: peer.MemoryAgent | None = None
-        """Of the present life; None while this node lends nothing."""
+        """The description of the present agent for other nodes; None while no memory of this node may be read."""
         self._closing = False
         self._probe = mmap.mmap(-1, 2 * peer.PROBE_BYTES)
         """The bytes that probes of other nodes read, then those that this node's last probe has read."""
         self._probe[: peer.PROBE_BYTES] = os.urandom(peer.PROBE_BYTES)
         self._probe_checksum = _checksum(self._probe[: peer.PROBE_BYTES])
-        # The fields below belong to the agent's thread.
+        # Only the agent's thread changes the fields from here to `_failures`; `gauges` reads some of them.
         self._agent: Agent | None = None
         self._lives = 0
         self._version = 0
@@ -371,7 +371,7 @@ class Nixl:
             self._order_and_wait(lambda: self._deregister(span))
 
     def add(self, region: int) -> None:
-        """The region has new memory, which is lent when the other nodes know it."""
+        """Register the new memory of the region. Other nodes may read it once they have received its description."""
         span = self._span(region)
 
         def register() -> None:
@@ -404,7 +404,7 @@ class Nixl:
     # -- other nodes
 
     def heard(self, node: str, message: peer.MemoryAgent) -> None:
-        """A node has told how it can be read."""
+        """Take the message by which a node says how its memory can be read."""
         with self._changed:
             before = self._remotes.pop(node, None)
             if message.agent and set(message.networks) & set(self._networks):
@@ -412,7 +412,7 @@ class Nixl:
         self._order(self._meet_all)
 
     def lost(self, node: str) -> None:
-        """The control connection with a node has ended."""
+        """Forget the agent of a node, whose control connection has ended."""
         with self._changed:
             self._remotes.pop(node, None)
 
@@ -425,7 +425,7 @@ class Nixl:
         self._order(forget)
 
     def gauges(self) -> list[Level]:
-        """For the metrics page."""
+        """The gauges of NIXL, for the metrics page."""
         with self._changed:
             ready = sum(remote.ready for remote in self._remotes.values())
         unsettled = sum(bool(read.ended_at) for read in list(self._reads))
@@ -482,7 +482,7 @@ class Nixl:
                 return
 
     def _work(self) -> None:
-        """Own the agent until the daemon ends, in a thread."""
+        """Make the agent, carry out the work for it, and poll its reads until the daemon ends. Runs in a thread."""
         moved_at = 0.0
         while self._wait_for_work():
             began = time.perf_counter()
@@ -591,7 +591,7 @@ class Nixl:
             self._agent.forget(self._known.pop(node))
 
     def _poll(self, agent: Agent) -> bool:
-        """Look after all reads. Returns whether some bytes came, or were asked for."""
+        """Poll all reads, and start their next pieces. Returns True if bytes were received, or a piece was started."""
         moved = False
         for read in self._reads:
             if not read.failed:
@@ -669,7 +669,7 @@ class Nixl:
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
-        """There is no agent: nothing is under way."""
+        """End all reads with `reason`. To be called when there is no agent, so that no piece is under way."""
         reads, self._reads = self._reads, []
         for read in reads:
             read.handles.clear()

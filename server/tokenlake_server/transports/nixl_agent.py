@@ -1,8 +1,8 @@
 """One life of a NIXL agent: the only module that touches NIXL. No method is called by two threads at a time.
 
-Descriptors are tuples, and what other nodes need is the agent's own encoding, in bytes: neither pickle nor NIXL's etcd
-nor its listener is used. NIXL's package sets the logging of the process up when it is imported, so that its extension
-module is loaded by its path, without the package.
+Descriptors are tuples, and the description for other nodes has the agent's own encoding, in bytes: neither pickle nor
+NIXL's etcd nor its listener is used. NIXL's package sets the logging of the process up when it is imported, so that its
+extension module is loaded by its path, without the package.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Agent:
     gone."""
 
     def __init__(self, name: str) -> None:
-        """`name`: unlike that of every other agent, in every life. Raises OSError."""
+        """`name` differs from the names of all other agents, and of earlier agents of this node. Raises OSError."""
         self.name = name
         nixl = library()
         if nixl is None:

@@ -12,7 +12,7 @@ from tokenlake_server.blocking_sockets import ended, limit_wait
 from tokenlake_server.bulk_stream import ROOM_BYTES, is_length
 from tokenlake_server.transports.base import Incoming, Outgoing
 
-__all__ = ["PROGRESS_BYTES", "Tcp"]
+__all__ = ["Tcp"]
 
 PROGRESS_BYTES = 64 << 10
 """Bytes, or the rest of a piece, that count as progress. A path that passes fewer, for instance only small packets,

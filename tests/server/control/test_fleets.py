@@ -40,7 +40,7 @@ def start(instance: str = "a") -> Start:
 
 
 def fleet(all_: Fleets | None = None, now: float = 0.0, name: str = "f") -> Fleet:
-    found, _, _ = (Fleets() if all_ is None else all_).get("red", message(name), now)
+    found, _, _ = (Fleets() if all_ is None else all_).update("red", message(name), now)
     return found
 
 
@@ -77,13 +77,13 @@ def test_requests_of_a_router_that_died_expire() -> None:
 
 def test_an_instance_that_leaves_takes_its_requests_along() -> None:
     all_ = Fleets()
-    one, _, _ = all_.get("red", message(a="n0", b="n1"), 0.0)
+    one, _, _ = all_.update("red", message(a="n0", b="n1"), 0.0)
     one.sent(request("r"), start("a"), 0.0)
     one.sent(request("s"), start("b"), 0.0)
     one.happened(pb.Happened(gone="a"), TENANT, 16, 0.0)
     assert len(one) == 1
     # A restarted instance on another node has nothing under way.
-    all_.get("red", message(b="n2"), 0.0)
+    all_.update("red", message(b="n2"), 0.0)
     assert len(one) == 0
     assert one.router.instances["b"] == NodeId("n2")
     one.router.check_integrity()
@@ -93,10 +93,14 @@ def test_fleets_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "MAX_FLEETS", 2)
     all_ = Fleets()
     first = fleet(all_, name="one")
-    assert all_.get("blue", message("one"), 0.0)[0] is not first
+    other = all_.update("blue", message("one"), 0.0)[0]
+    assert other is not first
+    second = fleet(all_, name="two")
     assert fleet(all_, name="one") is first
-    fleet(all_, name="two")
-    assert len(all_) == 2
+    fleet(all_, name="three")
+    assert len(all_) == 3
     assert fleet(all_, name="one") is first
+    assert all_.update("blue", message("one"), 0.0)[0] is other, "another tenant's fleets end none"
+    assert fleet(all_, name="two") is not second
     with pytest.raises(LimitReached, match="2001 instances"):
-        all_.get("red", message("one", **{f"i{number}": "n0" for number in range(2000)}), 0.0)
+        all_.update("red", message("one", **{f"i{number}": "n0" for number in range(2000)}), 0.0)

@@ -149,7 +149,7 @@ def served(
 ) -> Iterator[Scene]:
     """A device that serves these files, until the block ends."""
     scene = Scene()
-    around = Surroundings("c", "node", keys or DiskKeys(), scene.arena, scene.post, scene.deliver, Contents)
+    around = Surroundings("c", "node", keys or DiskKeys(), scene.arena, scene.post, scene.deliver, Contents())
     scene.device = Device(0, "/disk", limit, open_files, around, patience)
     scene.device.start()
     try:

@@ -1,0 +1,79 @@
+"""The streams of a daemon: contents and requests that they refuse are counted and logged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+pytest.importorskip("zmq")
+import zmq
+
+from tests.robustness.live import wait_until
+from tests.server.kv_events.scene import MODEL, Stream
+from tokenlake.config import ServerConfig, load_config
+from tokenlake.core import NodeCore
+from tokenlake.identity import SegmentKey
+from tokenlake_server.admin_thread import AdminThread
+from tokenlake_server.daemon import core_config
+from tokenlake_server.driver import Driver
+from tokenlake_server.kv_events.publisher import DROPPED, MAX_INBOX_BYTES, REFUSED, KvEvents
+
+CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
+
+
+def settings(stream: Stream) -> ServerConfig:
+    text = f'memory = "1MiB"\n{stream.toml()}'
+    return load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
+
+
+@contextlib.asynccontextmanager
+async def published(stream: Stream) -> AsyncIterator[KvEvents]:
+    config, loop, thread = settings(stream), asyncio.get_running_loop(), AdminThread()
+    driver = Driver(NodeCore(core_config(config, 1)), loop, lambda event, error: None)
+    made = KvEvents(config, thread, loop, driver)
+    try:
+        yield made
+    finally:
+        await made.close()
+        await asyncio.to_thread(thread.close)
+
+
+def count(events: KvEvents, name: str) -> float:
+    return sum(each.value for each in events.gauges() if each.metric.name == name)
+
+
+def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream("a")
+
+    async def scene() -> None:
+        async with published(stream) as events:
+            assert count(events, DROPPED.name) == 0
+            # Each offer is larger than the limit.
+            for number in range(3):
+                events.offer("default", [SegmentKey(bytes([number]) * 32)] * 2, [CONTENT, CONTENT])
+            assert count(events, DROPPED.name) == 6
+
+    asyncio.run(scene())
+    lines = [each.getMessage() for each in caplog.records if "not published to routers" in each.getMessage()]
+    assert len(lines) == 1
+    assert "'default'" in lines[0]
+
+
+def test_malformed_requests(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream("a")
+
+    async def scene() -> None:
+        async with published(stream) as events:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as noisy:
+                noisy.setsockopt(zmq.LINGER, 0)
+                noisy.connect(stream.endpoints[1])
+                for _ in range(2):
+                    noisy.send_multipart([b"", b"short"])
+                await asyncio.to_thread(wait_until, lambda: count(events, REFUSED.name) == 2, "both were refused")
+
+    asyncio.run(scene())
+    lines = [each.getMessage() for each in caplog.records if "request for a replay" in each.getMessage()]
+    assert lines == [f"a request for a replay of 'kv@node:a@{MODEL}' was refused: it is not [empty, number of 8 bytes]"]
