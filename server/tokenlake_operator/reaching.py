@@ -47,6 +47,7 @@ from tokenlake.local_socket import PREFIX, sockets_to_try
 from tokenlake_server.certificates import certificate_of
 from tokenlake_server.config_file import read_foreign_file
 from tokenlake_server.identity import node_of
+from tokenlake_server.local_socket import listens
 
 if TYPE_CHECKING:
     # grpcio is an extra, which a list of members does not need.
@@ -263,7 +264,7 @@ def _of_node(settings: Settings, suffix: str) -> list[str]:
     found = [each.removesuffix(ENGINES_SUFFIX) + suffix for each in paths]
     if settings.origin["node"] != DEFAULT:
         return found
-    listening = [each for each in _beside(found, suffix) if _listens(each)]
+    listening = [each for each in _beside(found, suffix) if listens(each)]
     if len(listening) > 1:
         names = ", ".join(PurePosixPath(each).stem.removeprefix(PREFIX) for each in listening)
         raise Unreachable(f"several daemons run here: name one with --node ({names})")
@@ -281,19 +282,6 @@ def _beside(places: Sequence[str], suffix: str = SUFFIX) -> list[str]:
             continue
         found += [f"{directory}/{name}" for name in names if name.startswith(PREFIX) and name.endswith(suffix)]
     return found
-
-
-def _listens(path: str) -> bool:
-    """True where a process may listen at the path; False for the socket of a dead daemon."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(DIAL_S)
-        try:
-            sock.connect(path)
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-    return True
 
 
 def _why(places: Sequence[str], failures: Sequence[tuple[str, Unreachable]]) -> str:

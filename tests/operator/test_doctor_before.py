@@ -9,9 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ import pytest
 from tests.operator.scene import GivenNode, checks, run
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.doctor.machine import Machine
-from tokenlake_operator.doctor.places import DIAL_S, accepts
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.ports import reserve_port
 
@@ -423,23 +420,6 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     lines = run(doctor, "--config", unread).stdout
     assert "the settings cannot be read" in lines
     assert "did you mean 'metrics'?" in lines
-
-
-def test_a_daemon_that_accepts_no_connection_holds_up_no_check(node: GivenNode) -> None:
-    """As a stopped daemon does, whose queue of connections is full."""
-    path = node.settings["socket"]
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(str(path))
-        listener.listen(0)
-        for _ in range(2):
-            waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            waiting.setblocking(False)
-            with suppress(BlockingIOError):
-                waiting.connect(str(path))
-        began = time.monotonic()
-        assert accepts(str(path))
-        assert time.monotonic() - began < 10 * DIAL_S
 
 
 def test_without_a_daemon_and_a_file_the_settings_of_a_node_are_not_checked() -> None:

@@ -19,7 +19,7 @@ from tokenlake_operator.doctor.certificates import check_certificates
 from tokenlake_operator.doctor.cluster import compare
 from tokenlake_operator.doctor.machine import Machine, check_machine
 from tokenlake_operator.doctor.membership import check_membership
-from tokenlake_operator.doctor.places import DIAL_S, accepts, check_directories, check_ports, check_sockets
+from tokenlake_operator.doctor.places import check_directories, check_ports, check_sockets
 from tokenlake_operator.doctor.running import check_changed, check_node
 from tokenlake_operator.doctor.settings import check_settings
 from tokenlake_operator.nodes import Node, reach_all
@@ -27,12 +27,15 @@ from tokenlake_operator.reaching import Target, one_line, operates
 from tokenlake_operator.words import per_second, span
 from tokenlake_server.config_file import read_config_file, read_foreign_file
 from tokenlake_server.connected_process import credentials
+from tokenlake_server.local_socket import listens
 from tokenlake_server.tables import print_rows
 
 __all__ = ["doctor", "examine"]
 
 MEASURE_S = 10.0
 """Seconds that all measurements take together, at 1 s each at most."""
+DIAL_S = 1.0
+"""Limit of the seconds in which a connection to a socket of this machine is made: a stopped daemon accepts none."""
 FOUND = 1
 """The exit status where something was found."""
 
@@ -132,7 +135,7 @@ class _Given:
         """True if a process accepts connections at one of the daemon's sockets, as far as this user can see."""
         config = self._settings.config if self._settings is not None else None
         paths = [self._target.path] if self._target.path else [config.control_socket, config.socket] if config else []
-        return any(accepts(path) for path in paths if path)
+        return any(listens(path) for path in paths if path)
 
     def check(self, nodes: Sequence[Node], machine: Machine | None) -> Iterator[Finding]:
         """Check the settings, and this machine for them. `nodes`: those that answer, this one first."""

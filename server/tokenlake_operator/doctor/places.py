@@ -15,11 +15,9 @@ from tokenlake.errors import ListenerUntrusted
 from tokenlake.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_server.disk.device import RESERVE_BYTES
+from tokenlake_server.local_socket import listens
 
-__all__ = ["DIAL_S", "accepts", "check_directories", "check_ports", "check_sockets"]
-
-DIAL_S = 1.0
-"""Limit of the seconds in which a connection to a socket of this machine is made: a stopped daemon accepts none."""
+__all__ = ["check_directories", "check_ports", "check_sockets"]
 
 
 def check_ports(config: ServerConfig) -> Iterator[Finding]:
@@ -103,26 +101,12 @@ def _left(path: Path, where: str, user: int) -> Iterator[Finding]:
         problem = f"the socket of another user, uid {found.st_uid}, lies there"
         cure = f"run the daemon as that user, remove {path} as that user or root, or choose another path"
         yield Finding("error", "socket-owner", where, problem, cure)
-    elif accepts(str(path)):
+    elif listens(str(path)):
         problem = "another daemon listens there"
         yield Finding("error", "socket-in-use", where, problem, "give each daemon of a machine its own 'node'")
     else:
         problem = "a daemon that ended by force left its socket there: engines find no daemon"
         yield Finding("warning", "socket-stale", where, problem, "start the daemon; it replaces the socket")
-
-
-def accepts(path: str) -> bool:
-    """True if a process accepts connections at the path, or may do so: this user may be refused, and a daemon that is
-    stopped answers no connection."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(DIAL_S)
-        try:
-            sock.connect(path)
-        except (PermissionError, BlockingIOError, TimeoutError):
-            return True
-        except OSError:
-            return False
-    return True
 
 
 def check_directories(config: ServerConfig) -> Iterator[Finding]:
