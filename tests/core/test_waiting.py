@@ -505,6 +505,22 @@ def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_en
     assert [Code(reply.codes[0]) for (reply,) in replies].count(Code.REMOTE) == 3
 
 
+def test_a_match_whose_node_missed_the_change_is_answered_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former directory node answers MISSING, and UNKNOWN where it is asked for the marker."""
+    cluster, engines, _ = scene(each=1)
+    before, after = cluster.core(0).ring, Ring(cluster.record.with_member("n4", 16 * REGION_BYTES))
+    pairs = ((key, before.candidates(key)[0], after.candidates(key)[0]) for key in prompt("moves", 400))
+    key = next(key for key, old, new in pairs if old[0] == "n1" and "n1" not in new)
+    monkeypatch.setattr(cluster.node(0), "follow", lambda: None)
+    cluster.add(missed=["n0"])
+    cluster.run_for(1.0)
+    asked = len(said(cluster, 0, peer.Lookup))
+    replies = wait_for(engines[0], [key], 5.0)
+    cluster.run_for(1.0)
+    assert [reply.codes[0] for reply in replies] == [Code.UNKNOWN]
+    assert len(said(cluster, 0, peer.Lookup)) - asked <= 4
+
+
 @pytest.mark.parametrize("step", range(20))
 def test_segments_that_arrive_during_a_lookup_do_not_end_the_wait(step: int) -> None:
     """Another engine of the node stores a part of the prompt between the lookup and its answers, and the rest later."""

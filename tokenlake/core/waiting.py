@@ -293,7 +293,8 @@ class WaitingMatches:
             if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
                 if reply.lease:
                     self._peers.tell(directory_node, wire.ReleaseLease((reply.lease,)))
-                code = Code(reply.codes[0]) if reply.codes[0] in (Code.PENDING, Code.MISSING) else Code.LOCAL
+                told = Code(reply.codes[0])
+                code = told if told in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL
             answered(code)
 
         if directory_node == self._context.node:
