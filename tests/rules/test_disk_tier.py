@@ -104,6 +104,30 @@ def test_a_held_segment_stays_until_its_time_has_passed() -> None:
     assert written(tier, segment_of(2), 10.0) == Place(0, 2)
 
 
+def test_an_entry_that_is_held_often_takes_no_more_memory_and_stays_until_the_last_time() -> None:
+    tier = tier_of(2)
+    written(tier, segment_of(1))
+    written(tier, segment_of(2))
+    often, once = (tier.find(TENANT, key_of(number)) for number in (1, 2))
+    tier.hold(once, 9.0)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            tier.hold(often, 10.0 + number / 1000)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 100_000
+    tier.expire(29.9)
+    tier.check_integrity()
+    assert written(tier, segment_of(3), 29.9) == Place(1, 2)
+    assert tier.find(TENANT, key_of(1)) == often
+    tier.expire(30.0)
+    written(tier, segment_of(4), 30.0)
+    assert len(tier) == 2
+    tier.check_integrity()
+
+
 def test_a_segment_that_is_read_back_is_not_written_again() -> None:
     tier = tier_of(2)
     written(tier, segment_of(1))

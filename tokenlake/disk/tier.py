@@ -161,10 +161,8 @@ class DiskTier:
         """Number of reads under way, by (number of the slab, place)."""
         self._voids: deque[tuple[Slab, int]] = deque()
         """Slabs of devices that have gone, and how many of their places were looked at to remove the entries."""
-        self._holds: dict[int, float] = {}
-        """Time in seconds until which an entry is held for a reader."""
-        self._ends: deque[tuple[float, int]] = deque()
-        """(time, entry) of holds, the earliest first; one that was held again since is void."""
+        self._holds: OrderedDict[int, float] = OrderedDict()
+        """Time in seconds until which each entry is held for a reader, the earliest first."""
         self._admissions: dict[tuple[TenantId, int], Admission] = {}
         self._evicted = Rate(EVICTIONS_HALF_LIFE_S)
         """Bytes that memory evicts per second."""
@@ -387,21 +385,19 @@ class DiskTier:
             self._drop_void(slab)
 
     def hold(self, entry: int, until: float) -> None:
-        """Keep an entry until this time, because a reader was told of it. No earlier hold ends later. Does nothing
-        while too many entries are held."""
+        """Keep an entry until this time, because a reader was told of it. The time must not be before that of any hold
+        that stands. Does nothing while too many entries are held."""
         if entry not in self._holds and len(self._holds) >= MAX_HELD:
             return
         self._leave_order(self.slab(entry), entry, used=True)
         self._holds[entry] = until
-        self._ends.append((until, entry))
+        self._holds.move_to_end(entry)
 
     def expire(self, now: float) -> None:
         """End the holds whose time has passed."""
-        while self._ends and self._ends[0][0] <= now:
-            until, entry = self._ends.popleft()
-            if self._holds.get(entry) == until:
-                del self._holds[entry]
-                self._settle(self.slab(entry), entry, now, now)
+        while self._holds and next(iter(self._holds.values())) <= now:
+            entry, _ = self._holds.popitem(last=False)
+            self._settle(self.slab(entry), entry, now, now)
 
     def touch(self, entry: int, hints: Hints | None, now: float) -> None:
         """Count an access of a segment that is on disk only."""
