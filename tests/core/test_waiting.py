@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
-from tests.sim.arena import REGION_BYTES, SHARDS
+from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine, Storing
+from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core import waiting
+from tokenlake.core import events, waiting
+from tokenlake.core.instructions import Welcomed
 from tokenlake.core.waiting import (
     DEFERRED_WAITS,
     IN_FLIGHT_CLAIMS,
@@ -366,6 +367,20 @@ def test_claims_end_with_the_process() -> None:
     cluster.run_for(0.3)
     assert waiting == []
     writer.die()
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    assert cluster.core(0).census()["claims"] == 0
+
+
+def test_claims_move_to_the_new_connection_of_a_process() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    session, old, new = said(cluster, 0, Welcomed)[-1].session, writer.processes[0].connection, 4711
+    cluster.node(0).deliver(events.Joined(new, 1, "red", SLOT_BYTES, SHARDS, SEGMENT_TOKENS, session, old))
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    assert waiting == []
+    cluster.node(0).deliver(events.ProcessGone(new))
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
     assert cluster.core(0).census()["claims"] == 0

@@ -357,6 +357,7 @@ class NodeCore:
     # -- engines
 
     def _joined(self, event: events.Joined) -> None:
+        resumed = self._sessions.process(ConnectionId(event.resume))
         joined = self._sessions.join(
             ConnectionId(event.connection),
             TenantId(event.tenant),
@@ -367,6 +368,8 @@ class NodeCore:
             ConnectionId(event.resume),
         )
         if isinstance(joined, Session):
+            if resumed is not None and not resumed.alive:
+                self._markers.move(resumed.connection, ConnectionId(event.connection))
             begin_tenant(self._context.counters, joined.tenant)
             self._refusals.begin_tenant(joined.tenant)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))

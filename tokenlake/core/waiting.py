@@ -366,6 +366,11 @@ class InFlightMarkers:
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
+    def move(self, old: ConnectionId, new: ConnectionId) -> None:
+        """Move the in-flight markers of a process that goes on over another connection."""
+        if old in self._claimed:
+            self._claimed[new] = self._claimed.pop(old)
+
     def process_gone(self, connection: ConnectionId) -> None:
         """Withdraw the in-flight markers of a process that left or died."""
         tenant, claimed = self._claimed.pop(connection, (TenantId(""), {}))
