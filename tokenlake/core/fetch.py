@@ -903,8 +903,9 @@ class LeaseReads:
             fetch.failed.append(index)
             if code is Code.BAD_CHECKSUM:
                 fetch.wrong.add(index)
-        elif wanted and code.refused:
-            # This node has no slot for the item. It stays leased at its node, and a later fetch may find a slot.
+        elif wanted and (code.refused or code is Code.PENDING):
+            # This node has no slot for the item, or another engine of this node is writing the segment and may not
+            # commit it. The item stays leased at its node, and a later fetch may bring it.
             if lease.trail is not None:
                 lease.trail.refused = code
         elif wanted:

@@ -88,7 +88,8 @@ class Trail:
     lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
     """Number of hits that were not used, by (reason, detail)."""
     refused: Code | None = None
-    """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
+    """Code of the latest refusal to give a hit a slot for its fetch, or PENDING where another engine was writing it into
+    a slot; None without one."""
 
     def __post_init__(self, request: engine.Match) -> None:
         self.name = request.request
@@ -112,6 +113,8 @@ class Trail:
             return self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
         if node in self.silent:
             return self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
+        if self.refused is Code.PENDING:
+            return self._lose(MissReason.PENDING, "an engine of the reader's node was writing it")
         if self.refused is not None:
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
