@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
+from tests.core.scenes import ask, calm, copies, match, missed, placed, said, store, tell
 from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
@@ -187,6 +187,21 @@ def test_a_lookup_that_was_not_answered_is_repeated(silent: str) -> None:
     assert cluster.core(3).counters[UNANSWERED_WAITS] == 1
     cluster.settle()
     cluster.check_settled()
+
+
+def test_a_node_that_answers_after_a_wait_does_not_count_as_slow() -> None:
+    cluster, engines, keys = scene(each=1)
+    store(cluster, engines[1], keys[:1])
+    config = cluster.core(3).config
+    cluster.node(1).freeze()
+    waiting = wait_for(engines[3], keys[:1], 2.0)
+    cluster.run_for(2 * config.match_deadline_s)
+    assert waiting == []
+    cluster.node(1).thaw()
+    cluster.run_for(config.suspect_s)
+    assert waiting[0].codes == bytes([Code.REMOTE])
+    tell(cluster, engines[3].processes[0], engine.Release(((waiting[0].lease, 0, 1),)))
+    assert missed(cluster.core(3).counters) == {"skipped": SEGMENT_TOKENS}
 
 
 def test_lookups_of_a_frozen_node_are_repeated_until_it_is_suspect() -> None:

@@ -115,7 +115,7 @@ class MatchResult(NamedTuple):
     leases: tuple[tuple[NodeId, int], ...] = ()
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
-    """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
+    """Nodes that did not answer a lookup of the match since its last wait, or have segments of it and deliver none."""
     places: list[int] | None = None
     """Index of the key of each hit, ascending; None for a prefix."""
 
@@ -146,12 +146,13 @@ class _Found:
         self.accesses: list[KnownAccess] = []
         """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
         access."""
-        self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
-        """Forget the owners and leases at other nodes; the copies of this node stay."""
+        """Forget the owners and leases at other nodes, and which nodes did not answer; the copies of this node stay."""
+        self.silent: list[NodeId] = []
+        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none. Lookups before a
+        wait do not count."""
         self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
         self.owners: list[NodeId | None] = [None] * len(self.segments)
         """The other node where each segment is leased; None where it is not leased elsewhere."""
