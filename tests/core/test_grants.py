@@ -92,6 +92,35 @@ def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
     scene.check()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_beginning_that_the_last_process_gave_back_first_counts_as_read_last(processes: int) -> None:
+    scene = Scene()
+    lease = scene.lease([None, None])
+    segments = [segment for segment in lease.segments if segment is not None]
+    if processes == 2:
+        assert scene.grants.attach_lease(scene.session, lease, TWO)
+        scene.grants.release(scene.session, TWO, [(lease, 0, 2)])
+    scene.context.now = 1.0
+    scene.grants.release(scene.session, ONE, [(lease, 0, 1)])
+    scene.context.now = 2.0
+    scene.grants.release(scene.session, ONE, [(lease, 1, 2)])
+    assert [segment.touched for segment in segments] == [2.0, 2.0]
+    scene.check()
+
+
+def test_the_beginning_counts_as_read_once_where_two_processes_gave_back_the_deepest_items_first() -> None:
+    scene = Scene()
+    lease = scene.lease([None, None])
+    segments = [segment for segment in lease.segments if segment is not None]
+    assert scene.grants.attach_lease(scene.session, lease, TWO)
+    for now, start in ((1.0, 1), (2.0, 0)):
+        scene.context.now = now
+        for connection in (ONE, TWO):
+            scene.grants.release(scene.session, connection, [(lease, start, start + 1)])
+    assert [segment.touched for segment in segments] == [2.0, 1.0]
+    scene.check()
+
+
 def test_the_end_of_a_lease_releases_the_leases_at_other_nodes() -> None:
     scene = Scene()
     lease = scene.lease([None, OTHER, OTHER])

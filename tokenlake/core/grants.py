@@ -86,7 +86,7 @@ class Lease:
         self.trail: Trail | None = None
         """The record of the request for `Explain`; None for a request without a name."""
         self.returned_from = len(keys)
-        """Index from which on all items were given back, the deepest first."""
+        """Index from which on every process has given all items back, if they were given back deepest first."""
         self.shipped = 0
         """Number of items, from the first on, over which an engine computed attention on the nodes where they are."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
@@ -354,8 +354,6 @@ class Grants:
             for index in range(stop - 1, start - 1, -1):
                 if given[index - start] and not lease.is_held(index):
                     self._drop(session, lease, index, index + 1, 1)
-        if stop == lease.returned_from:
-            lease.returned_from = start
         if 1 not in flags:
             del lease.held[connection]
             if lease.held:
@@ -376,6 +374,8 @@ class Grants:
     def _drop(self, session: SessionGrants, lease: Lease, start: int, stop: int, count: int) -> None:
         """Unpin the `count` items in a range that no process holds any more, and count them as read, attended to in
         place, or skipped."""
+        if start < lease.returned_from <= stop:
+            lease.returned_from = start
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         session.pinned -= len(dropped)
