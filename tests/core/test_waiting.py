@@ -153,6 +153,37 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster.check_settled()
 
 
+def test_an_engine_that_dies_before_its_marker_is_granted_keeps_no_other_from_computing() -> None:
+    cluster, engines, keys = scene(each=1)
+    wait_for(engines[3], keys[:1], 5.0)
+    until = cluster.clock.now + 1.0
+    while not any(each.claim_s for each in said(cluster, 3, peer.Lookup)) and cluster.clock.now < until:
+        cluster.run_for(0.0001)
+    cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[2], keys[:1], 5.0)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
+def test_an_engine_that_dies_while_its_poll_is_answered_keeps_no_other_from_computing() -> None:
+    cluster, engines, keys = scene(each=1)
+    prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
+    cluster.run_for(0.05)
+    wait_for(engines[3], keys[:1], 5.0)
+    cluster.run_for(0.2)
+    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    before = len(said(cluster, 3, peer.Lookup))
+    until = cluster.clock.now + 1.0
+    while len(said(cluster, 3, peer.Lookup)) == before and cluster.clock.now < until:
+        cluster.run_for(0.0001)
+    cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[2], keys[:1], 5.0)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
 def test_segments_of_a_node_that_died_are_not_hits() -> None:
     cluster, engines, keys = scene(each=1)
     store(cluster, engines[1], keys[:1])

@@ -599,7 +599,9 @@ class Matches:
 
         def resume(code: Code) -> None:
             if code is Code.MISSING or not match.process.alive:
-                # This node has the marker: the engine of the match computes the segment.
+                # With MISSING this node has the marker: the engine of the match computes the segment.
+                if code is Code.MISSING:
+                    self._withdraw_unused(search, gap)
                 found.codes[gap] = _MISSING
                 self._finish(match)
             else:
@@ -620,10 +622,19 @@ class Matches:
             search.found.codes[gap] = code
             if code is Code.PENDING:
                 self._pause(search, wait, gap)
-            else:
-                self._finish(search.match)
+                return
+            if code is Code.MISSING:
+                self._withdraw_unused(search, gap)
+            self._finish(search.match)
 
         self._waiting.claim(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
+
+    def _withdraw_unused(self, search: _Search, gap: int) -> None:
+        """Withdraw the in-flight marker that this node got for the match, if its process died meanwhile: no engine
+        computes the segment, unless another one of this node has stored it or is writing it."""
+        key = search.keys[gap]
+        if not search.match.process.alive and self._context.store.get(search.tenant, key) is None:
+            self._directory_node.withdraw(search.tenant, [key])
 
     def _restart(self, search: _Search) -> None:
         """Release the leases at other nodes, and ask again for every key of which this node has no copy. After a wait
