@@ -424,6 +424,7 @@ class SegmentStore:
         for at, data in learned.items():
             self._learned.pop(at, None)
             self._learned[at] = data
+            self._odds.pop(at, None)
             while len(self._learned) > MAX_LEARNED_POOLS:
                 del self._learned[next(iter(self._learned))]
 
