@@ -283,6 +283,20 @@ def test_reads_of_a_device_wait_for_each_other() -> None:
     assert len(queue) == 0
 
 
+def test_a_device_whose_capacity_changes_keeps_the_rate_that_was_measured() -> None:
+    tier = tier_of(4)
+    queue: ReadQueue[int] = ReadQueue(tier.devices)
+    queue.add(0, 1, 1 << 20)
+    assert queue.take(0) == 1
+    queue.ended(0, 1 << 20, 0.1, True)
+    measured = queue.predict_s(1 << 20)
+    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    assert queue.predict_s(1 << 20) == measured
+    tier.gone(0)
+    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    assert queue.predict_s(1 << 20) < measured
+
+
 def test_a_segment_on_disk_takes_little_memory() -> None:
     count = 10_000
     tier = tier_of(count)

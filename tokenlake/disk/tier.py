@@ -85,13 +85,12 @@ class Slab:
 class Device:
     """One device, as the file layer reported it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, read_rate: float, write_rate: float) -> None:
         self.number = number
         self.capacity = 0
-        self.read_rate = self.write_rate = 1.0
-        """Bytes per second, measured."""
-        self.ready = False
-        """True while the device can be read."""
+        self.read_rate, self.write_rate = max(1.0, read_rate), max(1.0, write_rate)
+        """Bytes per second: those that the file layer reported when the device was opened. Reads change that of
+        reads."""
         self.writable = False
         """True once everything on it was found."""
         self.used = 0
@@ -529,11 +528,11 @@ class DiskTier:
     # -- devices
 
     def ready(self, number: int, capacity: int, read_rate: float, write_rate: float, now: float) -> None:
-        """A device can be read, or has another capacity now."""
-        device = self.devices.setdefault(number, Device(number))
-        device.ready = True
+        """A device can be read, or has another capacity now: then its rates stay."""
+        device = self.devices.get(number)
+        if device is None:
+            device = self.devices[number] = Device(number, read_rate, write_rate)
         device.capacity = capacity
-        device.read_rate, device.write_rate = max(1.0, read_rate), max(1.0, write_rate)
         device.budget.resize(capacity * self._writes_per_day, now)
 
     def found(
