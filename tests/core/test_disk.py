@@ -14,6 +14,7 @@ from tokenlake.core import events
 from tokenlake.core.disk import KEPT, WRITTEN
 from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
+from tokenlake.disk.reads import READS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
@@ -274,6 +275,21 @@ def test_two_readers_of_one_segment_on_disk_share_a_read() -> None:
     assert count(cluster, 0, READ) == 4
     assert sum(len(order.keys) // 32 for order in said(cluster, 0, DiskRead)) == 4
     cluster.check()
+
+
+def test_reads_that_wait_for_their_device_keep_the_node_consistent() -> None:
+    cluster = calm(1, disk_places=60)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer, 8)
+    gone = on_disk(cluster, 0, [key for keys in stored for key in keys])[: READS + 2]
+    disk_of(cluster).slow_s = 0.01
+    leases = [match(cluster, writer, [key]).lease for key in gone]
+    replies = [ask(writer.processes[0], engine.Fetch, lease, 0, 1, 5.0) for lease in leases]
+    cluster.run_for(0.005)
+    assert len(said(cluster, 0, DiskRead)) == READS
+    cluster.check()
+    cluster.run_for(1.0)
+    assert [reply.codes for [reply] in replies] == [bytes([Code.LOCAL])] * (READS + 2)
 
 
 def test_nothing_is_written_while_memory_has_room_for_more() -> None:

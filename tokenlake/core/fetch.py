@@ -667,7 +667,9 @@ class Transfers:
     def check_integrity(self) -> None:
         """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
         assert self._probes == sum(not transfer.segments for transfer in self._under_way.values())
-        segments = [s for transfer in (*self._under_way.values(), *self._queue) for s in transfer.segments]
+        transfers = (*self._under_way.values(), *self._queue, *self._reads)
+        segments = [segment for transfer in transfers for segment in transfer.segments]
+        self._reads.check_integrity()
         assert all(self._settling.values())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)
