@@ -329,10 +329,13 @@ class NodeCore:
         """Returns the instructions of the event and empties the list. The new generations of reissued slots come first,
         because a reader compares generations before it uses bytes; then the instructions that the handlers emitted;
         last the reports of the segments that the event evicted."""
-        context = self._context
         self._disk.follow()
-        if context.store.evicted:
+        if self._context.store.evicted:
             self._report_evicted()
+        return self._emitted()
+
+    def _emitted(self) -> list[Instruction]:
+        context = self._context
         out, context.out = context.out, []
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
@@ -340,13 +343,14 @@ class NodeCore:
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:
-        """Returns the instructions that the failed handler emitted. If the reports of evicted segments fail as well
-        they are dropped: a directory entry that becomes stale by that is corrected by the next node that follows it."""
+        """Returns the instructions that the failed handler emitted. If the work for the disk or the reports of evicted
+        segments fail as well, these reports are dropped: a directory entry that becomes stale by that is corrected by
+        the next node that follows it."""
         try:
             return self._take_instructions()
         except Exception:
             self._context.store.evicted = []
-            return self._take_instructions()
+            return self._emitted()
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
