@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.core.scenes import answer, ask, calm, fetch, match, missed, placed, prepare, said, store
+import pytest
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, match, missed, placed, prepare, said, store
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -15,6 +17,7 @@ from tokenlake.core.disk import KEPT, WRITTEN
 from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
 from tokenlake.disk.reads import READS
+from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
@@ -162,6 +165,20 @@ def test_a_segment_on_disk_stays_known_when_its_reader_reports_the_read() -> Non
         for keys in far:
             assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
             cluster.run_for(1.0)
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_late_hints_reach_a_segment_on_disk(asker: int) -> None:
+    """Hints of an engine of the owner, whose directory node is another node, and of an engine of that node."""
+    cluster, *engines, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    engines[asker].processes[0].tell(engine.Hint(join_keys(keys), Hints(Outlook.OVER, stop_reason="stop")))
+    cluster.run_for(1.0)
+    cluster.check()
+    assert on_disk(cluster, 0, keys) == keys
+    assert read(cluster, engines[0], keys, 0) == bytes([Code.LOCAL]) * 4
+    hints = [copies(cluster, key)[0].hints for key in keys]
+    assert {(each.outlook, each.stop_reason) for each in hints} == {(Outlook.OVER, "stop")}
 
 
 def test_a_segment_that_leaves_the_disk_is_reported_as_evicted() -> None:

@@ -163,14 +163,18 @@ class Touches:
     def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
         """Apply hints that an engine gave after its match to segments of one prompt, in prompt order.
 
-        Hints for segments that this node lacks go to their directory nodes, which relay them to the owners.
+        Hints for segments that this node has neither in memory nor on disk go to their directory nodes, which relay
+        them to the owners.
         """
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
         self._context.store.hint(here, hints, self._context.now)
+        on_disk = self._context.on_disk(tenant, keys, found)
+        for entry in on_disk.values():
+            self._context.disk.hint(entry, hints, self._context.now)
         report = _Report(hints, used=False, relayed=False)
         self._report_copies(here, report)
-        absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+        absent = [keys[at] for at, segment in enumerate(found) if segment is None and at not in on_disk]
         for node, its_keys in self._peers.by_directory_node(absent).items():
             if node != self._context.node:
                 self._add(node, tenant, report, its_keys)
@@ -191,8 +195,11 @@ class Touches:
             self._context.store.hint(owned, message.hints, self._context.now)
         on_disk = self._context.on_disk(tenant, keys, found)
         # A report may name a segment twice.
-        for entry in dict.fromkeys(on_disk.values()) if message.used else ():
-            self._context.disk.touch(entry, message.hints, self._context.now)
+        for entry in dict.fromkeys(on_disk.values()):
+            if message.used:
+                self._context.disk.touch(entry, message.hints, self._context.now)
+            elif message.hints is not None:
+                self._context.disk.hint(entry, message.hints, self._context.now)
         if not message.relayed:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)

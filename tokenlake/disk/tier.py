@@ -408,6 +408,19 @@ class DiskTier:
             self._leave_order(slab, entry, used=True)
             self._settle(slab, entry, now, now)
 
+    def hint(self, entry: int, hints: Hints, now: float) -> None:
+        """Apply hints that came after the last access of a segment on disk; no access."""
+        slab, note, noted = self.slab(entry), self.note(entry), self._index.note(entry)
+        packed = self._notes.pack(note._replace(hints=hints.merged_over(note.hints)))
+        if packed == noted:
+            return
+        self._index.set_note(entry, packed)
+        if self._index.groups[entry]:
+            # Its place in the order follows from its hints.
+            at = slab.order.accessed_at(entry)
+            slab.order.leave(entry)
+            self._settle(slab, entry, at, now)
+
     # -- leaving
 
     def forget(self, entry: int, rule: str = DISK_RULE) -> None:
