@@ -47,7 +47,7 @@ class Scene:
         return segment
 
     def write(self, count: int, *connections: ConnectionId) -> Write:
-        write = Write(WriteId(7), RED, connections[0])
+        write = Write(WriteId(7), connections[0])
         write.open = {number: self.reserve(number) for number in range(count)}
         self.grants.add_write(self.session, write)
         for connection in connections[1:]:

@@ -20,7 +20,7 @@ evicted from disk, so that its reader can fetch it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -38,7 +38,6 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, SlotPool, State
 from tokenlake.store.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
 from tokenlake.wire import Code
-from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Disk"]
@@ -74,15 +73,10 @@ class _Write(NamedTuple):
 class Disk:
     """Decides what is written to the devices of this node, and keeps the directory informed."""
 
-    def __init__(
-        self, context: Context, directory_node: DirectoryNode, on_redundant: Callable[[wire.Redundant], None]
-    ) -> None:
-        """`on_redundant`: called with the answer of this node's own directory when segments that were found on a device
-        are owned by other nodes."""
+    def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
         self._tier = context.disk
         self._directory_node = directory_node
-        self._on_redundant = on_redundant
         self._writes: dict[int, _Write] = {}
         self._evictions = 0
         """Segments that memory evicted since the rules last looked for segments to write."""
@@ -347,9 +341,7 @@ class Disk:
         del keys[:TOLD]
         if not keys:
             self._told.popleft()
-        redundant = self._directory_node.tell_owned(tenant, some)
-        if redundant.keys:
-            self._on_redundant(redundant)
+        self._directory_node.tell_owned(tenant, some)
         return bool(self._told)
 
     def gone(self, device: int) -> None:

@@ -129,9 +129,8 @@ class Write:
     """One reservation of slots. A segment stays pinned until it is committed, or until every process that may write
     into its slot gave it back."""
 
-    def __init__(self, write: WriteId, tenant: TenantId, connection: ConnectionId) -> None:
+    def __init__(self, write: WriteId, connection: ConnectionId) -> None:
         self.id = write
-        self.tenant = tenant
         self.nbytes = 0
         """The bytes that are charged for the write."""
         self.open: dict[int, Segment] = {}
@@ -442,7 +441,7 @@ class Grants:
         write.expired = True
         for segment in write.open.values():
             self._context.store.discard(segment, self._context.now)
-        self._withdraw(write.tenant, [segment.key for segment in write.open.values()])
+        self._withdraw(session.tenant, [segment.key for segment in write.open.values()])
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
 
@@ -464,7 +463,7 @@ class Grants:
             if segment.state is State.RESERVED:
                 self._context.store.discard(segment, self._context.now)
                 withdrawn.append(segment.key)
-        self._withdraw(write.tenant, withdrawn)
+        self._withdraw(session.tenant, withdrawn)
 
     def check_integrity(self, sessions: Iterable[SessionGrants]) -> None:
         """Raises AssertionError when the bytes of a tenant differ from those of its `sessions`."""

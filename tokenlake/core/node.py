@@ -90,11 +90,18 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._peers = Peers(context, self._lost, self._suspected, self._restored, self._other_ring)
-        self._directory_node = DirectoryNode(context, self._peers, lambda message: self._ownership.redundant(message))
+        self._peers = Peers(
+            context,
+            self._lost,
+            self._suspected,
+            lambda peer_: self._directory_node.restored(peer_),
+            lambda peer_: self._ring_change.differs(peer_),
+        )
+        self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
         self._ownership = Ownership(context, self._peers, self._directory_node)
-        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
+        self._directory_node.on_redundant = self._ownership.redundant
+        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
@@ -102,7 +109,7 @@ class NodeCore:
         self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
-        self._disk = Disk(context, self._directory_node, self._ownership.redundant)
+        self._disk = Disk(context, self._directory_node)
         self._ownership.forget_on_disk = self._disk.forget
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node)
@@ -177,7 +184,7 @@ class NodeCore:
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
-            engine.Heartbeat: lambda process, m: None,
+            engine.Heartbeat: self._heartbeat,
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
@@ -385,12 +392,13 @@ class NodeCore:
         process = self._sessions.process(ConnectionId(event.connection))
         if process is None:
             return
-        message = event.message
+        self._handlers[type(event.message)](process, event.message)
+        # After the handler: that of a heartbeat tells whether the session had expired.
+        self._sessions.renew(process.session)
+
+    def _heartbeat(self, process: Process, request: engine.Heartbeat) -> None:
         alive = self._sessions.renew(process.session)
-        if isinstance(message, engine.Heartbeat):
-            self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
-        else:
-            self._handlers[type(message)](process, message)
+        self._context.emit(Answer(process.connection, engine.HeartbeatReply(request.id, alive)))
 
     def _attach(self, process: Process, request: engine.Attach) -> None:
         if WriteId(request.lease) in process.session.writes:
@@ -411,12 +419,6 @@ class NodeCore:
     def _suspected(self, peer_: Peer) -> None:
         self._directory_node.lost(peer_)
         self._ownership.owner_lost(peer_)
-
-    def _other_ring(self, peer_: Peer) -> None:
-        self._ring_change.differs(peer_)
-
-    def _restored(self, peer_: Peer) -> None:
-        self._directory_node.restored(peer_)
 
     def _peer_sent(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)

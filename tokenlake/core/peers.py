@@ -52,7 +52,7 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 from tokenlake.wire.fields import NO_RING, RingVersion
 
-__all__ = ["LEAST_RATE", "Call", "OnReply", "Peer", "Peers", "Reply"]
+__all__ = ["LEAST_RATE", "Call", "Peer", "Peers", "Reply"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")

@@ -65,7 +65,7 @@ class Writes:
         everything = split_keys(request.keys)
         keys = everything[:PIECE]
         hints = with_access(request.hints, session.recent.access(everything, request.first))
-        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
+        write = Write(WriteId(self._context.next_id()), process.connection)
         room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from enum import StrEnum
 
-__all__ = ["SHARE", "Admission", "DailyBudget", "Refusal"]
+__all__ = ["DAY_S", "SHARE", "Admission", "DailyBudget", "Refusal"]
 
 SHARE = 0.5
 """Limit of written bytes, as a share of the bytes that memory evicts."""
@@ -89,11 +89,6 @@ class Admission:
         self._requests: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
         """By request: the least number of accesses of a segment that was admitted, and the greatest of one that was
         refused."""
-
-    @property
-    def threshold(self) -> float:
-        """The least retention value that is admitted, in accesses per second."""
-        return self._threshold
 
     def evicted(self, segments: int) -> None:
         """Count segments that memory evicted."""

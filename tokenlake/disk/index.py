@@ -13,11 +13,12 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 
-__all__ = ["NO_ENTRY", "Index"]
+__all__ = ["NO_ENTRY", "NO_NEIGHBOUR", "Index"]
 
 NO_ENTRY = -1
+NO_NEIGHBOUR = 0xFFFFFFFF
+"""In place of the entry before the first one of a group, and behind the last."""
 _LEAST_TABLE = 64
-_NONE = 0xFFFFFFFF
 
 
 class Index:
@@ -79,8 +80,8 @@ class Index:
             self.slabs.append(slab)
             self.slots.append(slot)
             self.shards.append(shards)
-            self.previous.append(_NONE)
-            self.next.append(_NONE)
+            self.previous.append(NO_NEIGHBOUR)
+            self.next.append(NO_NEIGHBOUR)
             self.groups.append(0)
         self._count += 1
         if 3 * self._count > 2 * len(self._table):

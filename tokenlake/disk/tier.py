@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
+from tokenlake.disk.admission import DAY_S, SHARE, Admission, DailyBudget, Refusal
 from tokenlake.disk.index import NO_ENTRY, Index
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.order import TOGETHER_S, Order
@@ -39,7 +39,6 @@ from tokenlake.store.removals import DISK_RULE
 
 __all__ = ["Device", "DiskTier", "Forgotten", "Slab", "SlabUse"]
 
-DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
 MAX_SLABS = 0xFFFF
 MAX_WRITING_S = 1.0
@@ -129,7 +128,7 @@ def _fill(device: Device) -> tuple[float, float]:
 
 class DiskTier:
     """All entries of a node. Changes nothing outside itself but the field `disk` of segments. An entry that is being
-    written is found by `entry_of` only."""
+    written is not found."""
 
     def __init__(
         self,
@@ -177,11 +176,6 @@ class DiskTier:
             return NO_ENTRY
         entry = self._index.find(tenant, key)
         return NO_ENTRY if entry in self._writing else entry
-
-    def entry_of(self, tenant: TenantId, key: SegmentKey) -> int:
-        """Returns the number of the entry of a segment that is on a device or is being written to one; `NO_ENTRY` if
-        there is none."""
-        return self._index.find(tenant, key) if self._index else NO_ENTRY
 
     def slab(self, entry: int) -> Slab:
         """The slab of an entry."""
@@ -563,7 +557,7 @@ class DiskTier:
         beyond = place.slot - len(slab.entries) + 1
         if beyond > 0 and device.used + beyond * slab.stride > device.capacity:
             return None
-        if self.entry_of(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
+        if self._index.find(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
             return None
         for _ in range(beyond):
             slab.entries.append(0)

@@ -224,7 +224,7 @@ class SegmentStore:
             if len(self._unserved) < MAX_UNSERVED:
                 self._unserved[PoolId(tenant, slot_bytes)] = None
             return self.refusal(tenant, Code.NO_REGION)
-        if kind is Kind.DIRTY and not self._room_for(kind, self._budgets.dirty, pool):
+        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
             return Code.WRITE_BUDGET
         if not pool.free and self.regions.room(tenant):
             self._grow(pool)
@@ -546,10 +546,6 @@ class SegmentStore:
 
     def _capacity(self, pool: SlotPool) -> int:
         return pool.slots + self.regions.room(pool.tenant) * pool.region_slots
-
-    def _room_for(self, kind: Kind, share: float, pool: SlotPool) -> int:
-        """Returns how many further segments of `kind` the pool may take within `share` of its capacity."""
-        return max(0, pool.budget(share, self._capacity(pool)) - pool.counts[kind])
 
     def _free(self, pool: SlotPool, segment: Segment) -> None:
         self._slots.clear(segment.place)

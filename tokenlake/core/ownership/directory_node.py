@@ -30,14 +30,13 @@ from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["DirectoryNode"]
+__all__ = ["WALKED_SLOTS", "DirectoryNode"]
 
 SWEPT_ENTRIES = 512
 """Directory entries that are examined at once, before other events are handled, after a peer came back with a new
 incarnation."""
 WALKED_SLOTS = 512
-"""Slots that are examined at once, before other events are handled, while this node tells other nodes which segments it
-owns."""
+"""Slots that are examined at once, before other events are handled, by a walk over all segments of this node."""
 TOLD_AT_ONCE = 64
 """Nodes that are told at once that this node has advertised after a change of the ring."""
 
@@ -58,12 +57,12 @@ class DirectoryNode:
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
-    def __init__(self, context: Context, peers: Peers, on_redundant: Callable[[wire.Redundant], None]) -> None:
-        """`on_redundant`: called with the answer of this node's own directory when a walk told it segments that other
-        nodes own."""
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self.on_redundant: Callable[[wire.Redundant], None] = lambda message: None
+        """Called when this node told its own directory that it owns segments, and the directory names other owners of
+        some of them."""
         self._context = context
         self._peers = peers
-        self._on_redundant = on_redundant
         self._directory = Directory(context.config.directory_limit)
         self._known: dict[NodeId, Incarnation] = {}
         """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
@@ -167,7 +166,6 @@ class DirectoryNode:
     def claim(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
         """Set an in-flight marker: an engine of `node` computes the segment, for at most `seconds`. It has no effect
         where the segment exists or another node's marker stands."""
-        # `min` in this order: a deadline that is not a number is replaced by `reservation_s`.
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
         if deadline > self._context.now:
             self._directory.mark(tenant, key, node, self._incarnation(node), deadline, self._context.now)
@@ -197,13 +195,19 @@ class DirectoryNode:
 
     # -- owners
 
-    def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> wire.Redundant:
+    def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> None:
         """Tell the directory nodes of `keys` that this node owns these segments. `previous`: the node that handed the
-        segments over, whose entries in the directory are replaced; empty if there is none. Returns the answer of
-        this node (see `owned`) for the keys of which it is the directory node; another directory node answers with a
-        `Redundant` message, and only if it knows another owner of some of its keys."""
+        segments over, whose entries in the directory are replaced; empty if there is none. A directory node that knows
+        another owner of some of its keys answers with a `Redundant` message; this node calls `on_redundant` for the
+        keys of which it is the directory node."""
         own = self._tell(keys, lambda packed: wire.Owned(tenant, packed, previous))
-        return self.owned(self._context.node, tenant, own, NodeId(previous))
+        self._own(tenant, own, NodeId(previous))
+
+    def _own(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None) -> None:
+        """Record in the directory of this node that this node owns these segments."""
+        redundant = self.owned(self._context.node, tenant, keys, previous)
+        if redundant.keys:
+            self.on_redundant(redundant)
 
     def owned(
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
@@ -453,9 +457,7 @@ class DirectoryNode:
             for key, keeper, told in zip(keys, keepers, chosen(packed, pairs, keepers), strict=True):
                 if told:
                     by_keeper.setdefault(keeper, []).append(key)
-            redundant = self.owned(self._context.node, tenant, by_keeper.pop(self._context.node, []))
-            if redundant.keys:
-                self._on_redundant(redundant)
+            self._own(tenant, by_keeper.pop(self._context.node, []))
             for keeper, its_keys in by_keeper.items():
                 self._peers.tell(keeper, wire.Owned(tenant, join_keys(its_keys)))
 

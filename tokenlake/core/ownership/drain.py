@@ -23,7 +23,8 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Drained, Note
-from tokenlake.core.ownership.handover import Handover
+from tokenlake.core.ownership.directory_node import WALKED_SLOTS
+from tokenlake.core.ownership.handover import MAX_OFFERS, Handover
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId
 from tokenlake.metrics import Metric
@@ -36,12 +37,8 @@ LEFT_BEHIND = Metric(
     "tokenlake_drain_left_segments_total", "Primary copies that this node still had when it had drained"
 )
 
-WALKED_SLOTS = 512
-"""Slots that are examined at once, before other events are handled."""
 EXAMINED = 128
 """Segments that are examined for one offer."""
-MAX_OFFERS = 8
-"""Offers of this node that are under way at a time."""
 OFFER_SEGMENTS, OFFER_BYTES = 32, 64 << 20
 """Limits of one offer; it has at least one segment."""
 REFUSED_S = 2.5

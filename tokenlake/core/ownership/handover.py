@@ -22,7 +22,6 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels
@@ -34,7 +33,7 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Handover"]
+__all__ = ["MAX_OFFERS", "Handover"]
 
 HANDED_OVER = Metric("tokenlake_handed_over_segments_total", "Segments that another node took over from this one")
 
@@ -48,7 +47,8 @@ FARTHER = 3.0
 """For each level between two full nodes (`tokenlake.location`) the other one must be so many times `CLEARLY` emptier in
 addition, because the segments cross slow links."""
 MAX_OFFERS = 8
-"""Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
+"""Maximum number of offers of this node that are under way at a time. The segments of a write that finds so many stay
+here; a drain makes its next offer when one is answered."""
 MAX_TAKEN = 64
 """Offers that this node takes at a time. The full nodes of a large cluster all offer to a node that has just joined: it
 refuses the others, which stay where they are."""
@@ -65,13 +65,11 @@ class Handover:
         context: Context,
         peers: Peers,
         directory_node: DirectoryNode,
-        ownership: Ownership,
         transfers: Transfers,
     ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
@@ -192,8 +190,7 @@ class Handover:
                     if codes[at] == Code.COMMITTED and (held is None or not held.owned):
                         codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
-                # As directory node, this node may know that a third node owns some of the segments.
-                self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
+                self._directory_node.tell_owned(tenant, taken, previous=node)
                 self._taking -= 1
                 self._reply(node, message.call, bytes(codes))
                 if taken:

@@ -62,7 +62,7 @@ class Ownership:
         # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, kind in reversed(list(zip(segments, kinds, strict=True))):
             store.become(segment, kind, now)
-        self.redundant(self._directory_node.tell_owned(tenant, [segment.key for segment in segments]))
+        self._directory_node.tell_owned(tenant, [segment.key for segment in segments])
 
     def redundant(self, message: wire.Redundant) -> None:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become

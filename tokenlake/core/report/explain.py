@@ -88,8 +88,8 @@ class Trail:
     lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
     """Number of hits that were not used, by (reason, detail)."""
     refused: Code | None = None
-    """Code of the latest refusal to give a hit a slot for its fetch, or PENDING where another engine was writing it into
-    a slot; None without one."""
+    """Code of the latest refusal to give a hit a slot for its fetch, or PENDING where an engine of this node was
+    writing the segment; None without one."""
 
     def __post_init__(self, request: engine.Match) -> None:
         self.name = request.request

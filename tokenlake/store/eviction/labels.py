@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenlake.hints import Hints
 
-__all__ = ["UNLABELLED", "Label", "Labels"]
+__all__ = ["Label", "Labels"]
 
 Label = tuple[int, str, str]
 """The label of a request, from its hints: (outlook, category, stop reason). The eviction policy keeps statistics by
