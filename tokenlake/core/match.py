@@ -23,8 +23,8 @@ wait have one deadline, that of the engine's request.
 
 A request computes consecutive segments on one node, so the owner of a segment mostly has its neighbours. The first
 lookups therefore ask for the missing keys at places 0, 1, 3, 7, 15, ... only, and the owner that they name is asked for
-the rest; a prompt that no node knows costs a few lookups. Little is missed where a directory node does not answer,
-because its keys are asked of the owner of their neighbours. Here the pool has the keys 0 to 7 of 16::
+the rest; a prompt that no node knows costs a few lookups. A match finds most segments although a directory node does
+not answer, because the owner of the neighbouring segments is asked for them. Here the pool has the keys 0 to 7 of 16::
 
     missing keys         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
     directory nodes      0 1   3       7                     15 <- not known
@@ -183,8 +183,9 @@ class _Found:
         return [index for index, (segment, owner) in enumerate(places) if segment is not None or owner is not None]
 
     def set_codes_behind(self, gap: int, answered: set[int]) -> None:
-        """Set the code MISSING for the keys behind `gap`, the index of the first missing segment, whose directory nodes
-        have not `answered`."""
+        """Set the code MISSING for the keys behind `gap` (the index of the first missing segment, whose code is known)
+        that are UNKNOWN because their directory nodes were not asked. `answered`: the indices of the keys whose
+        directory nodes have answered."""
         codes = self.codes
         if gap < len(codes) and codes[gap] != _UNKNOWN:
             for index in range(gap + 1, len(codes)):
@@ -224,7 +225,8 @@ class _Search:
     directory_nodes: dict[int, NodeId] = field(default_factory=dict)
     """The node that keeps the directory entry of each missing key, by index of the key, ascending."""
     previous: dict[int, NodeId] = field(default_factory=dict)
-    """The node that kept it before the ring changed, where that is another one; empty some time after a change."""
+    """The node that kept the entry of a missing key before the last change of the ring, by index of the key, where that
+    is another node than now. Empty `previous_ring_s` after the change."""
     marked: dict[int, NodeId] = field(default_factory=dict)
     """By index of a key: the previous directory node that has its in-flight marker."""
     deadline: float = 0.0
@@ -439,13 +441,15 @@ class Matches:
         return {node: sorted(indices) for node, indices in calls.items()}
 
     def _hurry(self, search: _Search, number: int) -> None:
-        """Lookups that were sent together have taken `PART_OF_DEADLINE`: send the next ones without the answers that
-        are still missing. `number`: the count of rounds at that time; later rounds make the call void."""
+        """Send the next lookups without the answers that are still missing, because those that were sent together have
+        taken `PART_OF_DEADLINE`. `number`: the number of the round in which they were sent; the call has no effect
+        after a later round has begun."""
         if search.open and search.rounds == number and not search.hurries:
             search.hurries = True
             self._continue(search)
 
     def _send(self, search: _Search, calls: dict[NodeId, list[int]]) -> None:
+        """Send a lookup to each node of `calls`, for the keys at its indices."""
         may_defer = search.wait is not None and self._waiting.may_be_deferred(search.wait)
         search.awaited += len(calls)
         for node, indices in calls.items():
@@ -462,8 +466,8 @@ class Matches:
             self._peers.call(node, lookup, limit_s, partial(self._answered, search, node, indices))
 
     def _answered(self, search: _Search, node: NodeId, indices: list[int], reply: Reply | None) -> None:
-        """Handle the answer of `node` to a lookup of the keys at `indices`; `reply` is None if it did not answer in
-        time."""
+        """Handle the answer of `node` to a lookup of the keys at `indices`. `reply`: None if the node did not answer in
+        time or cannot be called."""
         answer = reply if isinstance(reply, wire.LookupReply) else None
         if not search.open:
             if answer is not None and answer.lease:
@@ -478,7 +482,8 @@ class Matches:
             redirected = self._take(search, node, indices, answer)
             if redirected and self._context.now < search.deadline:
                 self._send(search, {NodeId(answer.redirect): redirected})
-        # A redirect whose node went away meanwhile has ended the search already.
+        # If the node of the redirect cannot be called, `_send` has already handled its missing answer, which may have
+        # ended the search.
         if search.open and (search.hurries or not search.awaited):
             self._continue(search)
 
@@ -551,7 +556,8 @@ class Matches:
             search.marked[index] = node
 
     def _named(self, search: _Search, index: int, node: NodeId, owner: NodeId) -> None:
-        """The directory node `node` named `owner`."""
+        """Record that the directory node `node` named `owner` as the owner of segment `index`. If it named this node,
+        its entry is stale: this node lacks the segment."""
         search.found.named[index] = (node, owner)
         if owner == self._context.node:
             search.denied.add((index, owner))

@@ -451,7 +451,7 @@ class NodeCore:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
         if self._context.disk:
-            # What is on disk goes on being a segment of this node.
+            # This node still owns the segments that are on disk.
             evicted = [each for each in evicted if self._context.disk.find(each.tenant, each.key) < 0]
         groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
         for segment in evicted:

@@ -65,7 +65,7 @@ class Orders:
         self._context.in_slices(work)
 
     def _evict(self, segments: list[Segment]) -> tuple[int, int]:
-        """Evict those that are READY. Returns how many were, and how many stay."""
+        """Evict those of the segments that are READY. Returns how many were evicted, and how many stay."""
         ready = [each for each in segments if each.state is State.READY]
         for segment in ready:
             self._context.store.evict(segment, self._context.now)

@@ -44,12 +44,13 @@ REDIRECTED = Metric("tokenlake_redirected_lookups_total", "Lookups redirected to
 DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while the segment is sent to other readers")
 
 PEER_LEASE_SHARE = 0.5
-"""Share of a pool's capacity (in slots) that all other nodes together may lease, and of the sends under way to one of
-them; the rest is left for the engines of this node."""
+"""Share of a pool's capacity (in slots) that all other nodes together may lease, and share of it that the segments of
+the sends under way to one node may have. The rest is left for the engines of this node."""
 READERS_PER_SLOT = 64
 """Maximum mean number of leases of other nodes on each slot that they may lease; a bound on the memory for leases."""
 SLICE = 1024
-"""Segments whose leases are released at once before other events are handled; at least one lease."""
+"""Number of segments whose leases one slice of work releases before other events are handled; a slice releases at least
+one lease."""
 FAN_OUT = 2
 """Number of readers of a segment that this node serves at a time."""
 RECIPIENTS_KEPT_S = 2.0
@@ -107,8 +108,8 @@ class FanOut:
         until = self._context.now + deadline_s(self._peers.predict_s(node, nbytes))
         for segment in segments:
             recipients = self._entry(segment)
-            # A reader that was redirected and still reads from this node found no copy at the other node, which is
-            # therefore no recipient any more.
+            # A reader that was redirected and reads from this node all the same found no copy at the node to which it
+            # was redirected: that node does not count as a recipient any more.
             recipients.until.pop(recipients.redirected.pop(node, node), None)
             recipients.deferred_until.pop(node, None)
             recipients.until[node] = until
@@ -211,8 +212,8 @@ class _Send(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """Segments that another node pulls from this one. While some of them are read from disk, those in memory are
-    pinned, until all are in memory."""
+    """Segments that another node pulls from this one. While some of them are being read from disk, the pull pins those
+    in memory."""
 
     stream: int
     node: NodeId
@@ -324,10 +325,10 @@ class Serving:
         codes: bytearray,
         epoch: int,
     ) -> list[NodeId]:
-        """Set the codes of the keys whose segments this node lacks from the directory. `disk`: the indices of those
-        that it has on disk. Returns the owner for each code
-        ELSEWHERE, in the order of the keys. `epoch`: that of the reader's ring; on a newer ring than this node's, this
-        node may be the directory node of keys of which it knows nothing."""
+        """Set the codes of the keys whose segments this node lacks from the directory. `disk`: the indices of the keys
+        whose segments it has on disk. Returns the owner for each code ELSEWHERE, in the order of the keys. `epoch`:
+        that of the reader's ring; on a newer ring than this node's, this node may be the directory node of keys of
+        which it knows nothing."""
         absent_code = _MISSING if epoch <= self._context.record.epoch else Code.UNKNOWN
         here = self._context.node
         absent = [index for index, segment in enumerate(found) if segment is None and index not in disk]
@@ -370,8 +371,9 @@ class Serving:
         return leased
 
     def _room(self, pool: PoolId, wanted: int) -> int:
-        """Returns how many further slots of `pool` other nodes may lease; -1 if they have so many leases that not even
-        `wanted` more on slots that are leased already are granted."""
+        """Returns how many further slots of `pool` other nodes may lease. Returns -1 if `wanted` further leases would
+        exceed the limit of leases (`READERS_PER_SLOT`): then slots that are leased already get no further lease
+        either."""
         limit = int(PEER_LEASE_SHARE * self._context.store.capacity(pool))
         room = limit - len(self._leased.get(pool, _NO_LEASES))
         return room if self._pins + wanted <= READERS_PER_SLOT * limit else -1
@@ -477,7 +479,7 @@ class Serving:
             )
 
     def _read(self, pull: _Pull, segment: Segment | None, code: Code) -> None:
-        """A segment of a pull was read from disk, or was not (None)."""
+        """Handle the end of the read of one segment of a pull from disk. `segment`: None if it was not read."""
         pull.awaited -= 1
         if segment is not None:
             pull.segments.append(segment)
@@ -492,7 +494,8 @@ class Serving:
     def _send(self, pull: _Pull, found: Sequence[Segment | None]) -> None:
         node = pull.node
         sizes = {segment.slot_bytes for segment in found if segment is not None}
-        # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
+        # All segments of a correct request have one layout. A request for segments of two sizes is malformed, and gets
+        # none.
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
         if sent:

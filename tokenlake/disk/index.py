@@ -52,7 +52,7 @@ class Index:
 
     @property
     def limit(self) -> int:
-        """A number above that of each entry."""
+        """A number greater than that of each entry."""
         return len(self.slots)
 
     def find(self, tenant: str, key: SegmentKey) -> int:
@@ -112,7 +112,7 @@ class Index:
         self._count -= 1
 
     def holds(self, entry: int) -> bool:
-        """Whether the number is that of an entry."""
+        """Returns True if an entry has this number."""
         return entry < len(self.slabs) and self.slabs[entry] != 0xFFFF
 
     def key(self, entry: int) -> SegmentKey:

@@ -1,4 +1,4 @@
-"""The order in which segments leave a slab: that of the learned policy of memory, by groups.
+"""The order in which segments leave a slab: by the retention values of the learned policy of memory, in groups.
 
 Segments that were accessed at about the same time, with equal features (the inputs of the model of re-use), form a
 group: the model values them alike at every age. The group of least value gives a segment up first, and of one group the

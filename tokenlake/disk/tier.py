@@ -68,7 +68,8 @@ class Slab:
         self.generations = array("I")
         """By place: the number of segments that it has had."""
         self.newest = 0
-        """The greatest generation that any place had before this process."""
+        """The greatest generation of the places that were found on the device, and of those by which the slab was
+        shortened. New places begin with it."""
         self.resident: OrderedDict[int, tuple[Segment, float]] = OrderedDict()
         """The segments of the slab that are in memory too, by entry, and the time of an access of each. The order is
         that of these times, approximately."""
@@ -127,8 +128,8 @@ def _fill(device: Device) -> tuple[float, float]:
 
 
 class DiskTier:
-    """All entries of a node. Changes nothing outside itself but the field `disk` of segments. An entry that is being
-    written is not found."""
+    """All entries of a node. Changes nothing outside itself but the field `disk` of segments, and gives the models of
+    re-use samples to learn from. An entry that is being written is not found."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class DiskTier:
         return self._index.shards[entry]
 
     def note(self, entry: int) -> Note:
-        """What is known of the segment of an entry."""
+        """The note of an entry: depth, accesses and hints of its segment."""
         return self._notes.unpack(self._index.note(entry))
 
     def packed_note(self, entry: int) -> bytes:
@@ -209,8 +210,8 @@ class DiskTier:
         return self.note(entry).hints.access, max(0.0, now - at)
 
     def walk(self, start: int, entries: int) -> tuple[list[int], int | None]:
-        """Returns the entries of segments that are on a device and not in memory, of those with the numbers from
-        `start` on, `entries` of them, and the number at which the walk continues (None at the end)."""
+        """Examines the `entries` numbers of entries from `start` on. Returns those of segments that are on a device and
+        not in memory, and the number at which the walk continues (None at the end)."""
         index, limit = self._index, min(self._index.limit, start + entries)
         found = [
             entry
@@ -258,7 +259,8 @@ class DiskTier:
         return refusal or self._write(slab, segment, accesses, victim, now)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
-        """As `admit`, before the daemon ends: no limit holds but the space, for which segments of less value leave."""
+        """As `admit`, before the daemon ends: only the space of the devices and their writes under way limit what is
+        written. Segments of less value leave for it."""
         device = self._device_to_write()
         if device is None:
             return Refusal.QUEUE
@@ -288,8 +290,8 @@ class DiskTier:
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
-        """The write of an entry has ended; `done`: its bytes are on the device. Returns True if the segment is on disk
-        from now on: it is void if it has left memory meanwhile as wrong or by an order."""
+        """Handle the end of the write of an entry. `done`: its bytes are on the device. Returns True if the segment is
+        on disk from now on; False also if it left memory during the write, which makes its entry void."""
         slab = self.slab(entry)
         slab.device.writing -= slab.stride
         self._writing.discard(entry)
@@ -418,7 +420,7 @@ class DiskTier:
     # -- leaving
 
     def forget(self, entry: int, rule: str = DISK_RULE) -> None:
-        """A segment on disk is void: its place gets another one, once no read of it is under way."""
+        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way."""
         slab = self.slab(entry)
         if entry in slab.resident:
             slab.resident.pop(entry)[0].disk = NO_ENTRY
@@ -526,7 +528,8 @@ class DiskTier:
         return self._admissions.setdefault((tenant, slot_bytes), Admission())
 
     def _share_of_day(self, now: float) -> float:
-        """The share of what memory evicts that the budget of bytes per day allows to write, over all devices."""
+        """Returns the share of the bytes evicted from memory that the budget of bytes per day allows to write, over all
+        devices."""
         if not self._writes_per_day:
             return SHARE
         rate = sum(each.capacity for each in self.devices.values()) * self._writes_per_day / DAY_S
@@ -546,7 +549,8 @@ class DiskTier:
         self, number: int, tenant: TenantId, slot_bytes: int, key: SegmentKey, place: Place, shards: int, note: bytes
     ) -> int | None:
         """An earlier process wrote a segment to the device. Returns its entry, or None if it is not taken: another
-        entry has its key or its place, or the note is none. It is in order from `recovered` on."""
+        entry has its key or its place, the device has no room for its place, or its note is damaged. `settle` puts it
+        in order."""
         device = self.devices[number]
         slab = self._slab_on(device, tenant, slot_bytes)
         slab.newest = max(slab.newest, place.generation)

@@ -71,14 +71,14 @@ class DirectoryNode:
         and the epoch of the ring on which they hash to this node."""
         self._complete = False
         self._kept: Ring | None = None
-        """While this node is not complete since a change of the ring: the ring before, on which it was complete. None
-        if it was not."""
+        """The ring before the last change, if this node was complete on it and is not complete on the present one; else
+        None."""
         self._changed_at = -math.inf
         """Time in seconds of the last change of the ring."""
         self._left: dict[NodeId, None] = {}
         """Nodes that left the ring record, until their entries are swept."""
         self._moved = False
-        """True while the directory may have entries of keys that this node keeps no entries of any more."""
+        """True while the directory may have entries of keys of which this node is no candidate any more."""
         self._walks: dict[NodeId, int] = {}
         """For each peer that was lost or restored, and for a change of the ring (`_CHANGE`), the id of the walk over
         this node's segments that is under way because of it."""
@@ -88,7 +88,8 @@ class DirectoryNode:
     @property
     def complete(self) -> bool:
         """True once every peer has advertised, or `sync_grace_s` has passed since the start or since the last change of
-        the ring. After a change, peers that cannot be reached are not awaited."""
+        the ring. After a change of the ring on which this node was complete, it does not wait for peers that it cannot
+        reach."""
         if not self._complete:
             since = max(self._context.started, self._changed_at)
             waited = self._context.now >= since + self._context.config.sync_grace_s
@@ -124,8 +125,8 @@ class DirectoryNode:
         return answers
 
     def _ask_kept(self, keys: Sequence[SegmentKey], entries: list[Entry | None]) -> list[tuple[Code, NodeId | None]]:
-        """The answers of a node that is complete only for the keys of which it was the directory node before the ring
-        changed."""
+        """Returns the answers (see `ask`) while `_kept` is set: for a key without an entry, MISSING if this node was
+        its directory node on the previous ring too, otherwise UNKNOWN."""
         here, ring, kept = self._context.node, self._context.ring, self._kept
         assert kept is not None
         absent = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
@@ -212,10 +213,11 @@ class DirectoryNode:
     def owned(
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
     ) -> wire.Redundant:
-        """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which
-        the directory names another owner that can be reached, and these owners. The entries of `previous`, and of a
-        node that cannot be reached, are replaced; so is each entry where this node stands in for the directory node: it
-        may be of an earlier outage, and its owner has told later changes to the directory node."""
+        """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which the
+        directory names another owner that can be reached, and these owners. Entries of `previous`, and of nodes that
+        cannot be reached, are replaced. Where this node stands in for the directory node of a key, each entry is
+        replaced: it may come from an earlier outage of the directory node, and its owner has told only the directory
+        node of later changes."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
         incarnation, here = self._incarnation(node), self._context.node
@@ -300,8 +302,8 @@ class DirectoryNode:
         self._walk(peer.node, lambda: not self._peers.reachable(peer.node), _about(peer.node))
 
     def restored(self, peer: Peer) -> None:
-        """`peer` can be reached again and may have missed messages: advertise to it. Entries of an earlier incarnation
-        of it stop to count."""
+        """`peer` can be reached again and may have missed messages: advertise to it. Entries of its earlier
+        incarnations do not count any more."""
         if self._known.get(peer.node, Incarnation(0)) != peer.incarnation:
             self._known[peer.node] = peer.incarnation
             self._directory.forget(peer.node, peer.incarnation)
@@ -309,7 +311,8 @@ class DirectoryNode:
         self._advertise(peer.node)
 
     def _advertise(self, node: NodeId, *, later: bool = False) -> None:
-        """Tell `node` the segments of this node that hash to it, then that this was all."""
+        """Tell `node` the segments of this node that hash to it, and then, by `AdvertisingDone`, that it was told all
+        of them."""
 
         def done() -> None:
             self._peers.tell(node, wire.AdvertisingDone(self._context.ring_version))
@@ -337,8 +340,8 @@ class DirectoryNode:
         return self._candidate(self._context.node, join_keys(keys))
 
     def _candidate(self, node: NodeId, keys: bytes) -> list[bool]:
-        """Whether `node` is a candidate of each of the concatenated `keys`, on the present ring or, while the ring
-        changes, on the previous one."""
+        """Returns, for each of the concatenated `keys`, True if `node` is a candidate of the key on the present ring
+        or, while the previous ring counts, on that one."""
         now = [node in pair for pair in self._context.ring.candidates(keys)]
         if self._context.previous_ring is None or all(now):
             return now

@@ -133,8 +133,8 @@ class Drain:
 
     def _receiver(self) -> tuple[NodeId | None, float]:
         """Returns the node to offer segments to next, and the retention value above which it is offered them: the node
-        with the most free memory for each offer under way; if all are full, the one that would evict the segment of
-        the least value. (None, infinity) if no node can take segments."""
+        with the most free memory for each offer under way; if all are full, the one that would evict the segment of the
+        least value. (None, infinity) if no node can take segments."""
         since = self._context.now - REFUSED_S
         able = [
             peer
@@ -153,8 +153,9 @@ class Drain:
         return self._context.store.retention_value(segment, self._context.now)
 
     def _next_part(self, least: float) -> list[Segment]:
-        """Returns the next segments to offer, which were written with the same hints and are worth more than `least`;
-        none at the end of the round."""
+        """Returns the next primary copies to offer: they have the same pool, number of shards and hints, and retention
+        values above `least`. Returns none at the end of the round, or if none of the next `EXAMINED` segments has such
+        a value."""
         part: list[Segment] = []
         examined = 0
         while self._by_age and len(part) < OFFER_SEGMENTS and examined < EXAMINED:
@@ -202,5 +203,5 @@ def _primary(segment: Segment) -> bool:
 
 
 def _together(a: Segment, b: Segment) -> bool:
-    """Whether one offer may have both segments."""
+    """Returns True if one offer may contain both segments: an offer names one size, number of shards and hints."""
     return a.pool is b.pool and len(a.checksums) == len(b.checksums) and a.hints == b.hints

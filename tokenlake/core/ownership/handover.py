@@ -44,8 +44,8 @@ LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
 FARTHER = 3.0
-"""For each level between two full nodes (`tokenlake.location`) the other one must be so many times `CLEARLY` emptier in
-addition, because the segments cross slow links."""
+"""Between two full nodes, each level of location between them (`tokenlake.location`) raises the minimum lead for a
+hand-over by so many times `CLEARLY`, because the segments cross slow links."""
 MAX_OFFERS = 8
 """Maximum number of offers of this node that are under way at a time. The segments of a write that finds so many stay
 here; a drain makes its next offer when one is answered."""
@@ -86,7 +86,8 @@ class Handover:
             self._context.after(self._context.config.gossip_s, self._compare)
 
     def ring_changed(self) -> None:
-        """The members have changed."""
+        """Follow a change of the members: forget the leads of nodes that left, and begin to compare if this node was
+        alone."""
         self._leads = {node: lead for node, lead in self._leads.items() if self._peers.get(node) is not None}
         if not self._comparing:
             self.start()
@@ -111,9 +112,9 @@ class Handover:
             self.offer(node, segments, lambda: None)
 
     def offer(self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None]) -> None:
-        """Offer READY primary copies of one pool, in prompt order, to `node`. `done` is called once, when the offer is
-        answered or its deadline has passed. Copies that `node` took by then are cached copies here; the others stay
-        primary."""
+        """Offer READY segments of one pool that this node owns (primary copies, and copies that the policy did not
+        admit), in prompt order, to `node`. `done` is called once, when the offer is answered or its deadline has
+        passed. The copies of segments that `node` took by then are cached copies here; the others stay as they are."""
         first = segments[0]
         make = partial(
             wire.Offer,

@@ -62,13 +62,14 @@ class Trail:
     slot_bytes: int
     name: str = field(init=False)
     tokens: int = field(init=False)
-    """Number of tokens of the prompt; 0 if the engine did not give it. That of independent keys is not compared with
-    the tokens of their segments: several of them may stand for the same tokens."""
+    """Number of tokens of the prompt; 0 if the engine did not give it, and for independent keys, several of which may
+    stand for the same tokens."""
     first: bytes = field(init=False)
     """Key of the first segment of the prompt."""
     match_s: float = 0.0
     fetch_s: float = 0.0
-    """Seconds until the match was answered, and those of its slowest fetch."""
+    """`match_s`: seconds from the request to the answer of the match. `fetch_s`: seconds of the slowest fetch of its
+    hits; 0 without one."""
     hits: int = 0
     beyond: bytes = b""
     """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
@@ -82,7 +83,7 @@ class Trail:
     silent: dict[NodeId, None] = field(default_factory=dict)
     """Nodes that did not answer the match or a fetch within the deadline."""
     unconnected: frozenset[NodeId] = frozenset()
-    """Those silent nodes that were not connected when they were needed."""
+    """Those of the `silent` nodes that had no connection to this node at that time."""
     fetched: int = 0
     useful: int = 0
     lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
@@ -148,10 +149,10 @@ class RecentRequest(NamedTuple):
     """Key of the first segment of the prompt; empty where it has none."""
     asked: int
     hits: int
-    """Tokens in full segments, and those of them that the match found."""
+    """`asked`: tokens in full segments of the prompt. `hits`: those of them that the match found."""
     match_s: float
     fetch_s: float
-    """Seconds until the match was answered, and those of its slowest fetch."""
+    """`match_s`, `fetch_s`: as in `Trail`."""
 
 
 class _Question(NamedTuple):
@@ -162,7 +163,7 @@ class _Question(NamedTuple):
     tenant: TenantId
     trail: Trail
     removals: dict[SegmentKey, RemovalReport]
-    """How missing segments left the pool, by key, as far as a node remembers."""
+    """For each missing segment of which a node remembers it, by key: how the segment left the pool."""
     silent: dict[NodeId, None]
     """Directory nodes that did not answer in time."""
 
@@ -177,8 +178,8 @@ class Explain:
         self._keys = 0
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
-        """Remember a request of whose match the segments `keys` are no hits, for the reasons in `codes`; its hits are
-        in `trail`, which replaces an earlier record of the same name."""
+        """Remember a named request. `trail`: the record of its match, which replaces an earlier record of the same
+        name. `keys`, `codes`: the segments that are no hits, and the reason of each."""
         trail.beyond = codes
         missing = Code.MISSING
         for key, code in zip(keys, codes, strict=True):

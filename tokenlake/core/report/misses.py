@@ -86,7 +86,7 @@ def away(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> Away:
 
 def reason_of(code: int, first: int, unknown: MissReason) -> MissReason:
     """Returns the reason why a segment with this code, which is not MISSING, is no hit. `first`: the code of the first
-    segment of the prompt that is none. `unknown`: the reason for the code UNKNOWN."""
+    segment of the prompt that is no hit. `unknown`: the reason for the code UNKNOWN."""
     if code in _FOUND:
         return MissReason.LIMIT if first == Code.SESSION_LIMIT else MissReason.BEHIND_A_GAP
     if code == Code.PENDING:
@@ -123,10 +123,10 @@ def count_beyond(
     unknown: MissReason,
     other_layout: bool,
 ) -> None:
-    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments behind its hits, one byte
-    each. `tokens`: of a segment. `known`: how many of these segments, from the first on, were accessed before.
-    `unknown`: the reason of those with the code UNKNOWN. `other_layout`: this node has segments of other layouts
-    only."""
+    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments that are no hits, one byte
+    each. `tokens`: number of tokens of a segment. `known`: how many of these segments, from the first on, were accessed
+    before. `unknown`: the reason for segments with the code UNKNOWN. `other_layout`: the tenant has only segments of
+    other layouts on this node."""
     new = _OTHER_LAYOUT if other_layout else _NEVER_STORED
     evicted, missing = beyond.count(_MISSING, 0, known), beyond.count(_MISSING)
     if evicted:
