@@ -181,6 +181,40 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
     assert {each.tenant: each.segments for each in tier.usage()}[blue] == 1
 
 
+def test_a_second_slab_grows_to_an_equal_part_of_a_full_device_and_no_further() -> None:
+    tier, blue = tier_of(160), TenantId("blue")
+
+    def write(numbers: range, *tenants: TenantId) -> None:
+        for number in numbers:
+            for tenant in tenants:
+                # Half as many segments may be written as memory evicts.
+                tier.evicted(tenant, SLOT, 2, float(number))
+                written(tier, segment_of(number, float(number), tenant), float(number))
+
+    write(range(160), TENANT)
+    write(range(160, 260), TENANT, blue)
+    tier.check_integrity()
+    assert {each.tenant: each.segments for each in tier.usage()} == {TENANT: 80, blue: 80}
+    evicted = tier.evictions
+    write(range(260, 280), TENANT, blue)
+    # Each segment takes the place of one of its own slab.
+    assert tier.evictions == evicted + 40
+    tier.check_integrity()
+
+
+def test_a_slab_at_the_quota_of_its_tenant_takes_nothing_from_another() -> None:
+    tier, blue = tier_of(160, {"blue": 0.25}), TenantId("blue")
+    for number in range(160):
+        written(tier, segment_of(number), 0.0)
+    for number in range(160, 210):
+        written(tier, segment_of(number, 1.0, blue), 1.0)
+    evicted = tier.evictions
+    for number in range(210, 250):
+        written(tier, segment_of(number, 1.0, blue), 1.0)
+    assert tier.evictions == evicted + 40
+    assert {each.tenant: each.segments for each in tier.usage()}[blue] == 40
+
+
 def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
     tier = tier_of(4)
     written(tier, segment_of(1))

@@ -244,7 +244,7 @@ class DiskTier:
             return Refusal.QUEUE
         slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
         room = self._has_room(slab)
-        if not room and not len(slab.order):
+        if not room:
             self._make_room(slab)
             room = self._has_room(slab)
         victim = None if room else slab.order.victim(now)
@@ -483,10 +483,11 @@ class DiskTier:
         return bool(slab.free) or self._may_grow(slab)
 
     def _may_grow(self, slab: Slab) -> bool:
-        device = slab.device
-        if device.used + slab.stride > device.capacity:
-            return False
-        quota = self._quotas.get(slab.tenant, 1.0)
+        return slab.device.used + slab.stride <= slab.device.capacity and self._within_quota(slab)
+
+    def _within_quota(self, slab: Slab) -> bool:
+        """Returns True if one more place of the slab is within the quota of its tenant."""
+        device, quota = slab.device, self._quotas.get(slab.tenant, 1.0)
         if quota >= 1.0:
             return True
         taken = sum(each.nbytes for each in device.slabs.values() if each.tenant == slab.tenant)
@@ -502,14 +503,18 @@ class DiskTier:
         return len(slab.entries) - 1
 
     def _make_room(self, slab: Slab) -> None:
-        """Shrink the largest slab of the device by some places, if this one has less than an equal part."""
+        """Shrink the largest slab of the device by some places, at most to an equal part of the device, if this slab
+        has less than an equal part and may grow by the quota of its tenant."""
         device = slab.device
         largest = max(device.slabs.values(), key=lambda each: each.nbytes)
         sharing = sum(each is slab or each.nbytes > 0 for each in device.slabs.values())
-        if largest is slab or slab.nbytes + slab.stride > device.capacity / sharing:
+        part = device.capacity / sharing
+        if largest is slab or slab.nbytes + slab.stride > part or not self._within_quota(slab):
             return
         last = len(largest.entries)
         while len(largest.entries) > last - SHRUNK and device.used + slab.stride * SHRUNK > device.capacity:
+            if largest.nbytes - largest.stride < part:
+                break
             slot = len(largest.entries) - 1
             entry = largest.entries[slot] - 1 if slot >= 0 else NO_ENTRY
             if slot < 0 or entry in self._writing or entry in self._holds or (largest.number, slot) in self._reads:
