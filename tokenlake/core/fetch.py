@@ -457,7 +457,7 @@ class Transfers:
         while self._to_probe and self._probes < MAX_PROBES:
             node = next(iter(self._to_probe))
             del self._to_probe[node]
-            if self._peers.answers(node):
+            if self._peers.bulk_alive(node):
                 self._doubted.discard(node)
             elif not self._peers.usable(node):
                 self._probe_in(node, self._context.config.gossip_s)
@@ -467,7 +467,7 @@ class Transfers:
 
     def _probed(self, node: NodeId) -> None:
         self._probes -= 1
-        if self._peers.answers(node):
+        if self._peers.bulk_alive(node):
             self._doubted.discard(node)
         else:
             self._probe_in(node, self._context.config.gossip_s)
@@ -574,13 +574,13 @@ class Transfers:
         if transfer.timer is not None:
             transfer.timer.cancel()
         if answered and transfer.device is None:
-            self._peers.answered(transfer.node)
+            self._peers.bulk_answered(transfer.node)
         if not transfer.segments:
             self._probed(transfer.node)
             return
         if answered is False and transfer.device is None:
             waited_s = min(transfer.answer_s, self._context.now - transfer.started_at)
-            times = self._peers.unanswered(transfer.node, transfer.started_at, waited_s)
+            times = self._peers.bulk_silent(transfer.node, transfer.started_at, waited_s)
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
@@ -927,7 +927,7 @@ class LeaseReads:
         """Record that an item leased at `node` cannot be fetched from any node."""
         self._grants.item_lost(fetch.lease, index)
         if fetch.lease.trail is not None:
-            late = fetch.answered or not self._peers.answers(node)
+            late = fetch.answered or not self._peers.bulk_alive(node)
             session = fetch.process.session
             gone = self._context.removals.get(session.tenant, fetch.lease.keys[index])
             rule = gone.rule if gone is not None and node == self._context.node else ""

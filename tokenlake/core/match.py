@@ -52,7 +52,14 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.report.explain import Explain, Trail
-from tokenlake.core.report.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
+from tokenlake.core.report.misses import (
+    NO_NODES,
+    UnheardNodes,
+    count_beyond,
+    count_missed,
+    only_other_layouts,
+    unheard_nodes,
+)
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
@@ -352,7 +359,7 @@ class Matches:
         search.open, search.hurries, search.rounds = True, False, 0
         here = self._context.node
         own = [index for index, node in search.directory_nodes.items() if node == here]
-        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        answers = self._directory_node.answers(search.tenant, search.keys_of(own)) if own else ()
         known = self._directory_node.last_access(search.tenant, search.keys_of(own))
         if known is not None:
             search.found.accesses.append((own[known[0]], *known[1:]))
@@ -370,7 +377,7 @@ class Matches:
         """Ask this node's directory for the keys that moved away from it."""
         here = self._context.node
         own = [index for index, node in search.previous.items() if node == here]
-        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        answers = self._directory_node.answers(search.tenant, search.keys_of(own)) if own else ()
         for index, (code, owner) in zip(own, answers, strict=True):
             search.asked.add((index, here))
             if owner is not None:
@@ -796,7 +803,7 @@ class Matches:
         leased at other nodes are counted later: when they are fetched, attended to in place, or released unread."""
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
         counters, size, tenant = self._context.counters, session.segment_tokens, session.tenant
-        asked, beyond, missed, gone = keys * size, b"", _NO_KEYS, NO_NODES
+        asked, beyond, missed, unheard = keys * size, b"", _NO_KEYS, NO_NODES
         if 0 < request.tokens - asked < size and not request.independent:
             count_missed(counters, tenant, MissReason.TOO_SHORT, request.tokens - asked)
             asked = request.tokens
@@ -805,21 +812,21 @@ class Matches:
             count_missed(counters, tenant, MissReason.SKIPPED, (keys - hits) * size)
         elif hits < keys:
             beyond, missed = result.missed(match.keys)
-            gone = away(self._peers, result.silent, beyond)
+            unheard = unheard_nodes(self._peers, result.silent, beyond)
             known = result.access.known - hits
             other_layout = known < len(beyond) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
-            count_beyond(counters, tenant, size, beyond, known, gone.reason, other_layout)
+            count_beyond(counters, tenant, size, beyond, known, unheard.reason, other_layout)
         elif result.silent:
-            gone = away(self._peers, result.silent, beyond)
+            unheard = unheard_nodes(self._peers, result.silent, beyond)
         if request.request or result.owners:
-            self._leave_trail(match, result, lease, gone, beyond, missed)
+            self._leave_trail(match, result, lease, unheard, beyond, missed)
 
     def _leave_trail(
         self,
         match: _Match,
         result: MatchResult,
         lease: Lease | None,
-        gone: Away,
+        unheard: UnheardNodes,
         beyond: bytes,
         missed: list[SegmentKey],
     ) -> None:
@@ -834,7 +841,7 @@ class Matches:
                 trail.disks[node] = f"the disk of {node}"
             elif node in match.found.disk_s:
                 trail.disks[node] = f"{node}, in part from its disk,"
-        trail.silent, trail.unconnected = dict(gone.silent), gone.unconnected
+        trail.silent, trail.unconnected = dict(unheard.silent), unheard.unconnected
         if lease is not None:
             lease.trail = trail
         if match.request.request:

@@ -465,7 +465,7 @@ class NodeCore:
     def _copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
         """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
         first: the owner according to this node's directory, then the two candidates of the key."""
-        answers = self._directory_node.ask(tenant, list(keys))
+        answers = self._directory_node.answers(tenant, list(keys))
         candidates = self._context.ring.candidates(join_keys(keys))
         delivering = {peer_.node for peer_ in self._peers if peer_.delivers}
         return [

@@ -471,7 +471,7 @@ class Peers:
 
     # -- the bulk path
 
-    def answered(self, node: NodeId) -> None:
+    def bulk_answered(self, node: NodeId) -> None:
         """A transfer from `node` was answered: segments can be fetched from it."""
         peer = self._peer(node)
         if peer.bulk.overdue:
@@ -479,7 +479,7 @@ class Peers:
         peer.bulk.heard(self._context.now)
         peer.waited_s = 0.0
 
-    def answers(self, node: NodeId) -> bool:
+    def bulk_alive(self, node: NodeId) -> bool:
         """Returns False from the time when transfers from `node` have waited too long without bytes, until one is
         answered; otherwise True."""
         return not self._peer(node).bulk.overdue
@@ -501,11 +501,11 @@ class Peers:
         if seconds > self._slowest_s(peer):
             peer.slowest_s, peer.slowest_at = seconds, self._context.now
 
-    def unanswered(self, node: NodeId, began: float, waited_s: float) -> int:
+    def bulk_silent(self, node: NodeId, began: float, waited_s: float) -> int:
         """A transfer of segments from `node` that began at the time `began` was not answered in `waited_s` seconds.
-        Once transfers have waited for `patience_s`, no segments are fetched from the node until `answered` is called
-        for it, unless another transfer was answered since `began`. Returns how many times in a row the bulk path became
-        overdue; 0 if it did not become overdue by this call."""
+        Once transfers have waited for `patience_s`, no segments are fetched from the node until `bulk_answered` is
+        called for it, unless another transfer was answered since `began`. Returns how many times in a row the bulk path
+        became overdue; 0 if it did not become overdue by this call."""
         peer = self._peer(node)
         self._context.counters.add(UNANSWERED)
         known = peer.bulk.overdue

@@ -335,7 +335,7 @@ class Serving:
         missing = [keys[index] for index in absent]
         nodes: list[NodeId] = []
         candidates = self._context.ring.candidates(join_keys(missing))
-        answers = self._directory_node.ask(tenant, missing)
+        answers = self._directory_node.answers(tenant, missing)
         for index, pair, (code, elsewhere) in zip(absent, candidates, answers, strict=True):
             # A reader that was told that this node owns some segments also asks for their neighbours, of which this
             # node is not a candidate and knows nothing.

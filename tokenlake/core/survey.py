@@ -101,7 +101,7 @@ class Survey:
             question.reads([keys[index] for index in on_disk], self._transfers.disk_s(nbytes))
         asked = dict(self._peers.by_directory_node(missing, previous=True))
         own = asked.pop(here, [])
-        for key, (_, owner) in zip(own, self._directory_node.ask(tenant, own), strict=True):
+        for key, (_, owner) in zip(own, self._directory_node.answers(tenant, own), strict=True):
             if owner is not None:
                 question.has(key, owner)
         self._waiting += 1

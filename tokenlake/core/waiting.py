@@ -301,7 +301,7 @@ class WaitingMatches:
             answered(code)
 
         if directory_node == self._context.node:
-            code, owner = self._directory_node.ask(tenant, [key])[0]
+            code, owner = self._directory_node.answers(tenant, [key])[0]
             if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
                 code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:

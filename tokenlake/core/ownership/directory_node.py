@@ -103,7 +103,7 @@ class DirectoryNode:
         told = peer.up and incarnation == peer.incarnation and epoch >= self._context.record.epoch
         return told or (self._kept is not None and not peer.reachable)
 
-    def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
+    def answers(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
         """Returns the directory's answer for each key: ELSEWHERE with the usable node that owns the segment, or
         PENDING, MISSING or UNKNOWN without a node."""
         entries = self._directory.get_all(tenant, keys, self._context.now)
@@ -125,8 +125,8 @@ class DirectoryNode:
         return answers
 
     def _ask_kept(self, keys: Sequence[SegmentKey], entries: list[Entry | None]) -> list[tuple[Code, NodeId | None]]:
-        """Returns the answers (see `ask`) while `_kept` is set: for a key without an entry, MISSING if this node was
-        its directory node on the previous ring too, otherwise UNKNOWN."""
+        """Returns the answers (see `answers`) while `_kept` is set: for a key without an entry, MISSING if this node
+        was its directory node on the previous ring too, otherwise UNKNOWN."""
         here, ring, kept = self._context.node, self._context.ring, self._kept
         assert kept is not None
         absent = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
@@ -355,7 +355,7 @@ class DirectoryNode:
         """True while this node tells the new directory nodes which of its segments moved to them."""
         return _CHANGE in self._walks
 
-    def ring_changes(self) -> None:
+    def before_ring_change(self) -> None:
         """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
         peers that can be reached have advertised on the new ring."""
         members = self._context.record.members
@@ -365,7 +365,7 @@ class DirectoryNode:
         self._complete = False
         self._changed_at = self._context.now
 
-    def ring_changed(self, left: Iterable[Peer]) -> None:
+    def after_ring_change(self, left: Iterable[Peer]) -> None:
         """The ring has changed from `Context.previous_ring`, on which all segments were told, and these members left:
         tell the new directory nodes the segments of this node that moved to them. Walks that are under way begin
         again."""

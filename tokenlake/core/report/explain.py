@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.report.misses import Away, only_other_layouts, reason_of
+from tokenlake.core.report.misses import UnheardNodes, only_other_layouts, reason_of
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.removals import CACHED_RULE, Removal
@@ -98,7 +98,7 @@ class Trail:
         self.first = request.keys[:KEY_BYTES]
 
     @property
-    def keys(self) -> int:
+    def charged_keys(self) -> int:
         """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its codes at one key per 32."""
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
@@ -189,10 +189,10 @@ class Explain:
                     break
         earlier = self._trails.pop((tenant, trail.name), None)
         self._trails[tenant, trail.name] = trail
-        self._keys += trail.keys - (earlier.keys if earlier is not None else 0)
+        self._keys += trail.charged_keys - (earlier.charged_keys if earlier is not None else 0)
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
-            self._keys -= oldest.keys
+            self._keys -= oldest.charged_keys
 
     def recent(self) -> list[RecentRequest]:
         """The newest requests, at most `MAX_TRAILS`, the oldest first."""
@@ -310,7 +310,7 @@ class Explain:
         codes = Counter(beyond)
         del codes[Code.MISSING]
         silent = _names(node for node in question.trail.silent if node not in unconnected)
-        unknown = Away(question.trail.silent, unconnected).reason
+        unknown = UnheardNodes(question.trail.silent, unconnected).reason
         reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
             detail = ""
@@ -367,7 +367,7 @@ class Explain:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of keys is wrong."""
-        assert self._keys == sum(trail.keys for trail in self._trails.values())
+        assert self._keys == sum(trail.charged_keys for trail in self._trails.values())
 
 
 def _names(nodes: Iterable[NodeId]) -> str:

@@ -19,8 +19,8 @@ from tokenlake.wire.funnel import MissReason
 __all__ = [
     "MISSED",
     "NO_NODES",
-    "Away",
-    "away",
+    "UnheardNodes",
+    "unheard_nodes",
     "begin_tenant",
     "count_beyond",
     "count_missed",
@@ -53,7 +53,7 @@ _NEVER_STORED, _OTHER_LAYOUT, _EVICTED = MissReason.NEVER_STORED, MissReason.OTH
 _NOT_KNOWN = MissReason.UNKNOWN
 
 
-class Away(NamedTuple):
+class UnheardNodes(NamedTuple):
     """The nodes because of which a match does not know where segments are."""
 
     silent: dict[NodeId, None]
@@ -71,17 +71,17 @@ class Away(NamedTuple):
         return MissReason.UNREACHABLE
 
 
-NO_NODES = Away({}, frozenset())
+NO_NODES = UnheardNodes({}, frozenset())
 
 
-def away(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> Away:
+def unheard_nodes(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> UnheardNodes:
     """Returns the nodes that may be the reason why segments are UNKNOWN; none if no segment is. `silent`: the nodes
     that did not answer a lookup. If there are none, a directory node answered UNKNOWN because it cannot call an owner,
     and each peer that this node cannot call may be that owner. `beyond`: the codes of the segments that are no hits."""
     nodes = dict.fromkeys(silent)
     if not nodes and _UNKNOWN in beyond:
         nodes = {peer.node: None for peer in peers if not peer.usable}
-    return Away(nodes, frozenset(node for node in nodes if not peers.connected(node))) if nodes else NO_NODES
+    return UnheardNodes(nodes, frozenset(node for node in nodes if not peers.connected(node))) if nodes else NO_NODES
 
 
 def reason_of(code: int, first: int, unknown: MissReason) -> MissReason:
