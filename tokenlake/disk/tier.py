@@ -13,7 +13,8 @@
     READ       it is being read back, or held for a reader: it keeps its place
 
 A device has one slab per tenant and slot size. A slab grows by one place at a time while the device has room and the
-tenant's quota allows it; then a new segment takes the place of the one of least retention value in the slab.
+tenant's quota allows it. On a full device a slab with less than an equal part of it takes places of the largest one; in
+any other slab a new segment takes the place of the one of least retention value.
 """
 
 from __future__ import annotations
