@@ -16,6 +16,7 @@ from tests.sim.malformed import NEVER_MALFORMED, NOT_FOR_THE_RULES, PEER_MESSAGE
 from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
+from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import Answer, CheckSlot, Instruction, Note, SendToPeer, Stamp, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.ownership.directory_node import DirectoryNode
@@ -277,6 +278,22 @@ def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch
         failing(patch, DirectoryNode, "tell_evicted")
         out = failed(core, events.SlotChecked(check.check, False), now)
     assert [type(each) for each in out] == [Note]
+    assert core.handle(events.SendDone(4711), now) == []
+    core.check_integrity()
+
+
+def test_a_failure_of_the_work_for_the_disk_after_each_event_is_reported_like_that_of_a_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = calm(2)
+    writer = cluster.join(0)
+    cluster.run_for(0.05)
+    core, now = cluster.core(0), cluster.clock.now
+    with monkeypatch.context() as patch:
+        failing(patch, Disk, "follow")
+        request = engine.Prepare(1, join_keys(placed(cluster, 0, 1, 2)), 0)
+        out = failed(core, events.Requested(writer.processes[0].connection, request), now)
+    assert {Stamp, Answer} <= {type(each) for each in out}
     assert core.handle(events.SendDone(4711), now) == []
     core.check_integrity()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.core.scenes import answer, ask, calm, fetch, match, missed, placed, prepare, said, store
+import pytest
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, match, missed, placed, prepare, said, store
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -14,6 +16,8 @@ from tokenlake.core import events
 from tokenlake.core.disk import KEPT, WRITTEN
 from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
+from tokenlake.disk.reads import READS
+from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
@@ -62,6 +66,15 @@ def on_disk(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[Seg
     """Those of the segments that are on the disk of a node and not in its memory."""
     tier, memory = cluster.core(node)._context.disk, cluster.core(node).store.index(RED)
     return [key for key in keys if tier.find(RED, key) >= 0 and key not in memory]
+
+
+def slow_down(cluster: Cluster) -> None:
+    """The disk of node 0 is opened again, and is slow now."""
+    disk_of(cluster).rate = 1e6
+    cluster.node(0).deliver(events.DiskGone(0, "replaced"))
+    cluster.run_for(1.0)
+    cluster.node(0).find_disk()
+    cluster.run_for(1.0)
 
 
 def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], node: int) -> bytes:
@@ -152,6 +165,20 @@ def test_a_segment_on_disk_stays_known_when_its_reader_reports_the_read() -> Non
         for keys in far:
             assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
             cluster.run_for(1.0)
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_late_hints_reach_a_segment_on_disk(asker: int) -> None:
+    """Hints of an engine of the owner, whose directory node is another node, and of an engine of that node."""
+    cluster, *engines, stored = full()
+    keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
+    engines[asker].processes[0].tell(engine.Hint(join_keys(keys), Hints(Outlook.OVER, stop_reason="stop")))
+    cluster.run_for(1.0)
+    cluster.check()
+    assert on_disk(cluster, 0, keys) == keys
+    assert read(cluster, engines[0], keys, 0) == bytes([Code.LOCAL]) * 4
+    hints = [copies(cluster, key)[0].hints for key in keys]
+    assert {(each.outlook, each.stop_reason) for each in hints} == {(Outlook.OVER, "stop")}
 
 
 def test_a_segment_that_leaves_the_disk_is_reported_as_evicted() -> None:
@@ -267,6 +294,21 @@ def test_two_readers_of_one_segment_on_disk_share_a_read() -> None:
     cluster.check()
 
 
+def test_reads_that_wait_for_their_device_keep_the_node_consistent() -> None:
+    cluster = calm(1, disk_places=60)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer, 8)
+    gone = on_disk(cluster, 0, [key for keys in stored for key in keys])[: READS + 2]
+    disk_of(cluster).slow_s = 0.01
+    leases = [match(cluster, writer, [key]).lease for key in gone]
+    replies = [ask(writer.processes[0], engine.Fetch, lease, 0, 1, 5.0) for lease in leases]
+    cluster.run_for(0.005)
+    assert len(said(cluster, 0, DiskRead)) == READS
+    cluster.check()
+    cluster.run_for(1.0)
+    assert [reply.codes for [reply] in replies] == [bytes([Code.LOCAL])] * (READS + 2)
+
+
 def test_nothing_is_written_while_memory_has_room_for_more() -> None:
     cluster = calm(1, regions=60, disk_places=40)
     store(cluster, cluster.join(0), prompt("few", 4))
@@ -353,7 +395,7 @@ def test_the_owners_of_a_lease_come_with_the_time_on_their_disks() -> None:
     fast = located(writer).disk_s
     assert 0 < fast[0] < 1e-3
     assert located(reader).disk_s == fast
-    cluster.node(0).deliver(events.DiskReady(0, disk_of(cluster).capacity, 1e6, 1e6))
+    slow_down(cluster)
     assert located(writer).disk_s[0] > 500 * fast[0]
     assert located(reader).disk_s[0] > 500 * fast[0]
     assert read(cluster, writer, keys, 0) == bytes([Code.LOCAL]) * 4

@@ -17,13 +17,14 @@ from tests.core.scenes import (
     most_at_once,
     offer,
     placed,
+    prepare,
     said,
     store,
     tell,
 )
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine
+from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tokenlake.core import events, peers
 from tokenlake.core import fetch as fetches
 from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
@@ -120,6 +121,32 @@ def test_one_transfer_serves_two_sessions() -> None:
         tell(cluster, reader.processes[0], engine.Release(((lease, 0, 3),)))
     assert [segment.pins for segment in segments] == [0] * 3
     assert not cluster.core(0).census()["leases to peers"]
+
+
+def test_an_item_that_a_local_engine_writes_stays_leased() -> None:
+    cluster = calm(regions=8)
+    writer, reader, beside = cluster.join(0), cluster.join(2), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    prepared = prepare(cluster, beside, keys[:1])
+    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.PENDING, Code.LOCAL]
+    tell(cluster, beside.processes[0], engine.Abort(prepared.write))
+    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOCAL, Code.LOCAL]
+    assert missed(cluster.core(2).counters) == {}
+    cluster.check()
+
+
+def test_an_item_that_a_local_engine_wrote_meanwhile_counts_as_pending_if_it_is_not_read() -> None:
+    cluster = calm(regions=8)
+    writer, reader, beside = cluster.join(0), cluster.join(2), cluster.join(2)
+    keys = placed(cluster, 0, 1)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    prepare(cluster, beside, keys)
+    assert list(fetch(cluster, reader, lease, 1).codes) == [Code.PENDING]
+    tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1),)))
+    assert missed(cluster.core(2).counters) == {"pending": SEGMENT_TOKENS}
 
 
 def test_fetches_that_share_a_transfer_are_answered_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

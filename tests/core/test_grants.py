@@ -47,7 +47,7 @@ class Scene:
         return segment
 
     def write(self, count: int, *connections: ConnectionId) -> Write:
-        write = Write(WriteId(7), RED, connections[0])
+        write = Write(WriteId(7), connections[0])
         write.open = {number: self.reserve(number) for number in range(count)}
         self.grants.add_write(self.session, write)
         for connection in connections[1:]:
@@ -89,6 +89,35 @@ def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
     assert [lease.code(0), lease.code(1)] == [Code.LOCAL, Code.LOST]
     scene.grants.release(scene.session, TWO, [(lease, 0, 1), (lease, 0, 2)])
     assert not scene.session.leases
+    scene.check()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_beginning_that_the_last_process_gave_back_first_counts_as_read_last(processes: int) -> None:
+    scene = Scene()
+    lease = scene.lease([None, None])
+    segments = [segment for segment in lease.segments if segment is not None]
+    if processes == 2:
+        assert scene.grants.attach_lease(scene.session, lease, TWO)
+        scene.grants.release(scene.session, TWO, [(lease, 0, 2)])
+    scene.context.now = 1.0
+    scene.grants.release(scene.session, ONE, [(lease, 0, 1)])
+    scene.context.now = 2.0
+    scene.grants.release(scene.session, ONE, [(lease, 1, 2)])
+    assert [segment.touched for segment in segments] == [2.0, 2.0]
+    scene.check()
+
+
+def test_the_beginning_counts_as_read_once_where_two_processes_gave_back_the_deepest_items_first() -> None:
+    scene = Scene()
+    lease = scene.lease([None, None])
+    segments = [segment for segment in lease.segments if segment is not None]
+    assert scene.grants.attach_lease(scene.session, lease, TWO)
+    for now, start in ((1.0, 1), (2.0, 0)):
+        scene.context.now = now
+        for connection in (ONE, TWO):
+            scene.grants.release(scene.session, connection, [(lease, start, start + 1)])
+    assert [segment.touched for segment in segments] == [2.0, 1.0]
     scene.check()
 
 

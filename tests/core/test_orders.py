@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.core.scenes import calm, fetch, match, placed, prepare, said, store
 from tests.sim.cluster import Cluster
+from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.store.removals import OPERATOR_RULE
@@ -54,3 +55,23 @@ def test_a_segment_that_is_read_keeps_its_bytes_and_one_being_written_stays() ->
     (pool,) = cluster.core(0).store.pools()
     assert pool.quarantined >= 1
     assert fetch(cluster, reader, reply.lease, 1).codes[0] in (Code.LOCAL, Code.LOST)
+
+
+def test_a_segment_that_is_named_twice_leaves_once() -> None:
+    cluster = calm()
+    keys = placed(cluster, 1, 2, 2)
+    store(cluster, cluster.join(0), keys)
+    assert evict(cluster, join_keys([keys[0], keys[0], keys[1]])) == (2, 0)
+    assert match(cluster, cluster.join(2), keys).hits == 0
+
+
+def test_a_segment_in_memory_and_on_disk_counts_once() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    for number in range(4):
+        store(cluster, writer, prompt(f"fill-{number}", 4))
+        cluster.run_for(1.0)
+    twice = [segment.key for segment in cluster.core(0).store.segments() if segment.disk >= 0]
+    assert twice
+    assert evict(cluster, join_keys(twice)) == (len(twice), 0)
+    assert match(cluster, writer, twice[:1]).hits == 0

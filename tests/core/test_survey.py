@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.core.scenes import answer, calm, fetch, match, placed, said, store
-from tests.core.test_disk import disk_of, on_disk
+from tests.core.test_disk import on_disk, slow_down
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events
@@ -105,7 +105,7 @@ def test_segments_on_disk_come_with_the_time_that_an_engine_is_told(asked: int) 
     disk = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
     others = [key for keys in stored for key in keys if not on_disk(cluster, 0, [key])]
     memory = [key for key in others if located(cluster, asked, [key]) == [["n0"]]][:4]
-    cluster.node(0).deliver(events.DiskReady(0, disk_of(cluster).capacity, 1e6, 1e6))
+    slow_down(cluster)
     found = match(cluster, writer, disk)
     told = answer(cluster, writer.processes[0], engine.Locate, found.lease)
     writer.processes[0].tell(engine.Release(((found.lease, 0, 4),)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
-from tests.sim.arena import REGION_BYTES, SHARDS
+from tests.core.scenes import ask, calm, copies, match, missed, placed, said, store, tell
+from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine, Storing
+from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core import waiting
+from tokenlake.core import events, waiting
+from tokenlake.core.instructions import Welcomed
 from tokenlake.core.waiting import (
     DEFERRED_WAITS,
     IN_FLIGHT_CLAIMS,
@@ -152,6 +153,37 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster.check_settled()
 
 
+def test_an_engine_that_dies_before_its_marker_is_granted_keeps_no_other_from_computing() -> None:
+    cluster, engines, keys = scene(each=1)
+    wait_for(engines[3], keys[:1], 5.0)
+    until = cluster.clock.now + 1.0
+    while not any(each.claim_s for each in said(cluster, 3, peer.Lookup)) and cluster.clock.now < until:
+        cluster.run_for(0.0001)
+    cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[2], keys[:1], 5.0)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
+def test_an_engine_that_dies_while_its_poll_is_answered_keeps_no_other_from_computing() -> None:
+    cluster, engines, keys = scene(each=1)
+    prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
+    cluster.run_for(0.05)
+    wait_for(engines[3], keys[:1], 5.0)
+    cluster.run_for(0.2)
+    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    before = len(said(cluster, 3, peer.Lookup))
+    until = cluster.clock.now + 1.0
+    while len(said(cluster, 3, peer.Lookup)) == before and cluster.clock.now < until:
+        cluster.run_for(0.0001)
+    cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[2], keys[:1], 5.0)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
 def test_segments_of_a_node_that_died_are_not_hits() -> None:
     cluster, engines, keys = scene(each=1)
     store(cluster, engines[1], keys[:1])
@@ -186,6 +218,21 @@ def test_a_lookup_that_was_not_answered_is_repeated(silent: str) -> None:
     assert cluster.core(3).counters[UNANSWERED_WAITS] == 1
     cluster.settle()
     cluster.check_settled()
+
+
+def test_a_node_that_answers_after_a_wait_does_not_count_as_slow() -> None:
+    cluster, engines, keys = scene(each=1)
+    store(cluster, engines[1], keys[:1])
+    config = cluster.core(3).config
+    cluster.node(1).freeze()
+    waiting = wait_for(engines[3], keys[:1], 2.0)
+    cluster.run_for(2 * config.match_deadline_s)
+    assert waiting == []
+    cluster.node(1).thaw()
+    cluster.run_for(config.suspect_s)
+    assert waiting[0].codes == bytes([Code.REMOTE])
+    tell(cluster, engines[3].processes[0], engine.Release(((waiting[0].lease, 0, 1),)))
+    assert missed(cluster.core(3).counters) == {"skipped": SEGMENT_TOKENS}
 
 
 def test_lookups_of_a_frozen_node_are_repeated_until_it_is_suspect() -> None:
@@ -371,6 +418,20 @@ def test_claims_end_with_the_process() -> None:
     assert cluster.core(0).census()["claims"] == 0
 
 
+def test_claims_move_to_the_new_connection_of_a_process() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    session, old, new = said(cluster, 0, Welcomed)[-1].session, writer.processes[0].connection, 4711
+    cluster.node(0).deliver(events.Joined(new, 1, "red", SLOT_BYTES, SHARDS, SEGMENT_TOKENS, session, old))
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    assert waiting == []
+    cluster.node(0).deliver(events.ProcessGone(new))
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    assert cluster.core(0).census()["claims"] == 0
+
+
 def test_claims_end_with_their_time() -> None:
     cluster, writer, reader, keys = marked()
     claim(cluster, writer, keys, 0.5)
@@ -503,6 +564,22 @@ def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_en
     [engines[0], engines[2], engines[3], engines[4]][first].store([key], 0, Storing(fill_s=0.1))
     cluster.run_for(0.5)
     assert [Code(reply.codes[0]) for (reply,) in replies].count(Code.REMOTE) == 3
+
+
+def test_a_match_whose_node_missed_the_change_is_answered_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former directory node answers MISSING, and UNKNOWN where it is asked for the marker."""
+    cluster, engines, _ = scene(each=1)
+    before, after = cluster.core(0).ring, Ring(cluster.record.with_member("n4", 16 * REGION_BYTES))
+    pairs = ((key, before.candidates(key)[0], after.candidates(key)[0]) for key in prompt("moves", 400))
+    key = next(key for key, old, new in pairs if old[0] == "n1" and "n1" not in new)
+    monkeypatch.setattr(cluster.node(0), "follow", lambda: None)
+    cluster.add(missed=["n0"])
+    cluster.run_for(1.0)
+    asked = len(said(cluster, 0, peer.Lookup))
+    replies = wait_for(engines[0], [key], 5.0)
+    cluster.run_for(1.0)
+    assert [reply.codes[0] for reply in replies] == [Code.UNKNOWN]
+    assert len(said(cluster, 0, peer.Lookup)) - asked <= 4
 
 
 @pytest.mark.parametrize("step", range(20))

@@ -225,7 +225,7 @@ def hole_in_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def found_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """A segment is found while it is still being written."""
-    patch.setattr(DiskTier, "find", DiskTier.entry_of)
+    patch.setattr(DiskTier, "find", lambda tier, tenant, key: tier._index.find(tenant, key))
 
 
 def failed_write_found(patch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,30 @@ def test_a_held_segment_stays_until_its_time_has_passed() -> None:
     assert written(tier, segment_of(2), 10.0) == Place(0, 2)
 
 
+def test_an_entry_that_is_held_often_takes_no_more_memory_and_stays_until_the_last_time() -> None:
+    tier = tier_of(2)
+    written(tier, segment_of(1))
+    written(tier, segment_of(2))
+    often, once = (tier.find(TENANT, key_of(number)) for number in (1, 2))
+    tier.hold(once, 9.0)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            tier.hold(often, 10.0 + number / 1000)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 100_000
+    tier.expire(29.9)
+    tier.check_integrity()
+    assert written(tier, segment_of(3), 29.9) == Place(1, 2)
+    assert tier.find(TENANT, key_of(1)) == often
+    tier.expire(30.0)
+    written(tier, segment_of(4), 30.0)
+    assert len(tier) == 2
+    tier.check_integrity()
+
+
 def test_a_segment_that_is_read_back_is_not_written_again() -> None:
     tier = tier_of(2)
     written(tier, segment_of(1))
@@ -155,6 +179,40 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
     assert len(tier.trimmed) == 1
     tier.check_integrity()
     assert {each.tenant: each.segments for each in tier.usage()}[blue] == 1
+
+
+def test_a_second_slab_grows_to_an_equal_part_of_a_full_device_and_no_further() -> None:
+    tier, blue = tier_of(160), TenantId("blue")
+
+    def write(numbers: range, *tenants: TenantId) -> None:
+        for number in numbers:
+            for tenant in tenants:
+                # Half as many segments may be written as memory evicts.
+                tier.evicted(tenant, SLOT, 2, float(number))
+                written(tier, segment_of(number, float(number), tenant), float(number))
+
+    write(range(160), TENANT)
+    write(range(160, 260), TENANT, blue)
+    tier.check_integrity()
+    assert {each.tenant: each.segments for each in tier.usage()} == {TENANT: 80, blue: 80}
+    evicted = tier.evictions
+    write(range(260, 280), TENANT, blue)
+    # Each segment takes the place of one of its own slab.
+    assert tier.evictions == evicted + 40
+    tier.check_integrity()
+
+
+def test_a_slab_at_the_quota_of_its_tenant_takes_nothing_from_another() -> None:
+    tier, blue = tier_of(160, {"blue": 0.25}), TenantId("blue")
+    for number in range(160):
+        written(tier, segment_of(number), 0.0)
+    for number in range(160, 210):
+        written(tier, segment_of(number, 1.0, blue), 1.0)
+    evicted = tier.evictions
+    for number in range(210, 250):
+        written(tier, segment_of(number, 1.0, blue), 1.0)
+    assert tier.evictions == evicted + 40
+    assert {each.tenant: each.segments for each in tier.usage()}[blue] == 40
 
 
 def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
@@ -257,6 +315,20 @@ def test_reads_of_a_device_wait_for_each_other() -> None:
     assert queue.take(0) == READS + 1
     assert tier.devices[0].read_rate < 1e9
     assert len(queue) == 0
+
+
+def test_a_device_whose_capacity_changes_keeps_the_rate_that_was_measured() -> None:
+    tier = tier_of(4)
+    queue: ReadQueue[int] = ReadQueue(tier.devices)
+    queue.add(0, 1, 1 << 20)
+    assert queue.take(0) == 1
+    queue.ended(0, 1 << 20, 0.1, True)
+    measured = queue.predict_s(1 << 20)
+    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    assert queue.predict_s(1 << 20) == measured
+    tier.gone(0)
+    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    assert queue.predict_s(1 << 20) < measured
 
 
 def test_a_segment_on_disk_takes_little_memory() -> None:

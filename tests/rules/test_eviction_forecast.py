@@ -11,6 +11,9 @@ import pytest
 
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
+from tokenlake.identity import TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Budgets, SegmentStore
 from tokenlake.store.eviction import LeastRecentlyUsed, odds, records
 from tokenlake.store.eviction.forecast import Forecast
 from tokenlake.store.eviction.records import GHOST_S
@@ -367,3 +370,25 @@ def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
         policy.restore(damaged)
     assert policy.save() == Forecast().save()
     assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0
+
+
+def test_the_model_of_a_pool_that_lost_its_memory_twice_is_the_last_that_it_learned() -> None:
+    store, red, slot_bytes = SegmentStore([0], 1 << 16, Budgets(), Counters(), policy=Forecast), TenantId("red"), 1024
+    features = odds.Odds().features(1, SHORT)
+
+    def lives(steps: int) -> float:
+        """The pool gets the region, learns, and loses it. Returns the value by its model afterwards."""
+        pool = store.pool(red, slot_bytes)
+        assert pool is not None
+        model = store.odds(red, slot_bytes)
+        for _ in range(steps):
+            model.add(features, 5, 1.0, 1.0)
+            model.learn()
+        value = model.retention_value(features)[5]
+        region = store.reclaim(pool, 0.0)
+        assert region is not None
+        assert store.odds(red, slot_bytes).retention_value(features)[5] == pytest.approx(value)
+        store.add_spare(region)
+        return value
+
+    assert lives(1) < lives(20)

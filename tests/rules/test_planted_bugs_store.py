@@ -7,7 +7,6 @@ examples that it took.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,18 +56,9 @@ class GenerationForgotten(SegmentStore):
     """A region's fresh memory starts again at generation 1."""
 
     class Table(SlotTable):
-        def __init__(self) -> None:
-            super().__init__()
-            self.given: Counter[tuple[int, int]] = Counter()
-
         def add_region(self, region: int, slots: int) -> None:
             super().add_region(region, slots)
-            self.given = Counter({place: count for place, count in self.given.items() if place[0] != region})
-
-        def next_generation(self, region: int, slot: int) -> SlotRef:
-            super().next_generation(region, slot)
-            self.given[region, slot] += 1
-            return SlotRef(region, slot, self.given[region, slot])
+            self._generations[region] = [0] * slots
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

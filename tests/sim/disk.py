@@ -44,6 +44,8 @@ class Disk:
         """The synced bytes, by tenant, slot size and place."""
         self.index: dict[tuple[str, int, int], None] = {}
         """The places of which the index has a record."""
+        self.rate = 1e9
+        """Bytes per second that it reports."""
         self.fails = False
         """Writes and reads fail."""
         self.slow_s = 0.0
@@ -55,7 +57,7 @@ class Disk:
     def start(self, life: Life) -> None:
         """A life of the node begins: report what is on the disk."""
         self._life = life
-        life.driver.deliver(events.DiskReady(0, self.capacity, 1e9, 1e9))
+        life.driver.deliver(events.DiskReady(0, self.capacity, self.rate, self.rate))
         for (tenant, slot_bytes, slot), written in list(self.places.items()):
             if (tenant, slot_bytes, slot) in self.index:
                 place = pack_places([Place(slot, written.generation)])

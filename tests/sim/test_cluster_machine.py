@@ -263,9 +263,9 @@ def name_of(event: events.Event) -> str:
 
 def test_nothing_breaks_and_every_rule_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     SEEN.update(dict.fromkeys(SEEN, 0))
-    original, stood_in = DirectoryNode.ask, 0
+    original, stood_in = DirectoryNode.answers, 0
 
-    def ask(self: DirectoryNode, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
+    def counted(self: DirectoryNode, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
         """Counts the owners that a stand-in names."""
         nonlocal stood_in
         answers = original(self, tenant, keys)
@@ -274,7 +274,7 @@ def test_nothing_breaks_and_every_rule_is_reached(monkeypatch: pytest.MonkeyPatc
         stood_in += sum(code is Code.ELSEWHERE and other == self._context.node for (_, other), (code, _) in named)
         return answers
 
-    monkeypatch.setattr(DirectoryNode, "ask", ask)
+    monkeypatch.setattr(DirectoryNode, "answers", counted)
     run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(100), stateful_step_count=30))
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}
     assert stood_in

@@ -21,7 +21,6 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.plants import Plant, planted
 from tests.sim.prompts import PROMPTS
-from tokenlake.core.context import Context
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.ownership.ring_change import CHANGES, RingChange
@@ -187,13 +186,13 @@ def test_the_ring_changes_and_nothing_breaks() -> None:
 
 def nobody_is_told(patch: pytest.MonkeyPatch) -> None:
     """Owners do not tell new directory nodes what moved to them."""
-    original = DirectoryNode.ring_changed
+    original = DirectoryNode.after_ring_change
 
-    def ring_changed(self: DirectoryNode, left: Any) -> None:
+    def after_ring_change(self: DirectoryNode, left: Any) -> None:
         original(self, left)
         self._walks.clear()
 
-    patch.setattr(DirectoryNode, "ring_changed", ring_changed)
+    patch.setattr(DirectoryNode, "after_ring_change", after_ring_change)
 
 
 def only_the_last_change_is_told(patch: pytest.MonkeyPatch) -> None:
@@ -238,13 +237,9 @@ def moved_entries_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_directory_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A walk tells this node's own directory what another node owns already, and keeps its primary copy."""
-    original = DirectoryNode.__init__
-
-    def init(self: DirectoryNode, context: Context, peers: Peers, on_redundant: Any) -> None:
-        original(self, context, peers, lambda message: None)
-
-    patch.setattr(DirectoryNode, "__init__", init)
+    """A node tells its own directory what another node owns already, and keeps its primary copy."""
+    ignored = property(lambda self: lambda message: None, lambda self, handler: None)
+    patch.setattr(DirectoryNode, "on_redundant", ignored, raising=False)
 
 
 PLANTS: tuple[Plant, ...] = (

@@ -1,4 +1,5 @@
-"""Access records and hints: how requests use their segments, and the messages that keep copies elsewhere informed.
+"""Access records and hints: how requests use their segments, and the reports that tell the owners of segments of reads
+and hints at other nodes.
 
 A match builds the access record of its request (`access_of_match`). A store that follows the match attaches the same
 record to the segments that it writes (`RecentMatches`). A read touches the copies of this node at once, and reports the
@@ -34,9 +35,10 @@ MAX_REPORTED = 4096
 """Maximum number of keys whose reads are reported to one owner per gossip interval; further reads in the interval are
 not reported."""
 TOUCHED = 128
-"""Keys of one report: the owner takes up to 5 us for each, during which it serves no other message."""
+"""Maximum number of keys of one report: the owner takes up to 5 us for each, during which it serves no other
+message."""
 REPORTS = 64
-"""Messages with reports that one event sends. Each takes up to 10 us."""
+"""Maximum number of messages with reports that one event sends. Each takes up to 10 us."""
 _READY = State.READY
 
 
@@ -50,9 +52,9 @@ def access_of_match(
 ) -> AccessRecord:
     """Returns the access record of a request whose match found `hits` of its `keys`.
 
-    The deepest segment of the prompt with a known earlier access decides. `segments`: the copies of this node, None
-    where it has none. `reported`: the accesses that other nodes told. The history of this node is searched only for
-    keys deeper than all of these.
+    The record continues that of the last access of the deepest segment of the prompt whose last access is known.
+    `segments`: the copies of this node, None where it has none. `reported`: the accesses that other nodes told. The
+    history of this node is searched only for keys deeper than all of these.
     """
     index = len(segments) - 1
     while index >= 0 and segments[index] is None:
@@ -94,8 +96,9 @@ class RecentMatches:
         self._nbytes = 0
 
     def add(self, keys: bytes, access: AccessRecord, *, independent: bool = False) -> None:
-        """Remember a match until `access` is asked for the segments that it missed. `keys`: the concatenated keys of
-        the prompt. `independent`: when these are stored, their order and the index of the first one may differ."""
+        """Remember a match, so that `access` finds it when the engine stores the segments that it missed. `keys`: the
+        concatenated keys of the match. `independent`: they are independent keys, so the engine may store them in
+        another order and from another index on."""
         self._matches.append((keys, access, independent))
         self._nbytes += len(keys)
         while len(self._matches) > MAX_RECENT_MATCHES or self._nbytes > MAX_RECENT_BYTES:
@@ -163,14 +166,18 @@ class Touches:
     def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
         """Apply hints that an engine gave after its match to segments of one prompt, in prompt order.
 
-        Hints for segments that this node lacks go to their directory nodes, which relay them to the owners.
+        Hints for segments that this node has neither in memory nor on disk go to their directory nodes, which relay
+        them to the owners.
         """
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
         self._context.store.hint(here, hints, self._context.now)
+        on_disk = self._context.on_disk(tenant, keys, found)
+        for entry in on_disk.values():
+            self._context.disk.hint(entry, hints, self._context.now)
         report = _Report(hints, used=False, relayed=False)
         self._report_copies(here, report)
-        absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+        absent = [keys[at] for at, segment in enumerate(found) if segment is None and at not in on_disk]
         for node, its_keys in self._peers.by_directory_node(absent).items():
             if node != self._context.node:
                 self._add(node, tenant, report, its_keys)
@@ -191,8 +198,11 @@ class Touches:
             self._context.store.hint(owned, message.hints, self._context.now)
         on_disk = self._context.on_disk(tenant, keys, found)
         # A report may name a segment twice.
-        for entry in dict.fromkeys(on_disk.values()) if message.used else ():
-            self._context.disk.touch(entry, message.hints, self._context.now)
+        for entry in dict.fromkeys(on_disk.values()):
+            if message.used:
+                self._context.disk.touch(entry, message.hints, self._context.now)
+            elif message.hints is not None:
+                self._context.disk.hint(entry, message.hints, self._context.now)
         if not message.relayed:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)
@@ -232,7 +242,7 @@ class Touches:
 
     def report(self) -> None:
         """Send the queued reports of reads and hints to the owners, some at a time; the deepest segments of each prompt
-        come first. While some of the last call are left, further ones stay queued."""
+        come first. While messages of an earlier call are still to be sent, new reports stay queued."""
         if self._reporting:
             return
         batches, self._batches = self._batches, {}

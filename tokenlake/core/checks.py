@@ -172,14 +172,14 @@ def _any(event: Any) -> None:
 
 
 def _disk_ready(event: events.DiskReady) -> None:
-    """Raise `ValueError` for a device without a size, or with rates that are no rates."""
+    """Raise `ValueError` for a number of a device, a capacity or a rate that is negative, too large or not a number."""
     for name in ("device", "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s"):
         if not 0 <= getattr(event, name) <= MOST:
             raise ValueError(f"a DiskReady with {name!r} of {getattr(event, name)}")
 
 
 def _save(event: events.SaveRequested) -> None:
-    """Raise `ValueError` for a limit that is no time."""
+    """Raise `ValueError` for a limit that is negative, infinite or not a number."""
     if not 0 <= event.limit_s < math.inf:
         raise ValueError(f"a SaveRequested with a limit of {event.limit_s} s")
 

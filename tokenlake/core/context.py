@@ -33,7 +33,7 @@ PAUSE_S = 0.005
 """Seconds between two slices of work over all segments of a node: ten times the duration of one slice, so that other
 events are handled in between."""
 LEAST_PAUSE_S = 0.001
-"""The same where several works take turns."""
+"""Minimum of these seconds when several pieces of such work take turns."""
 
 
 KnownAccess = tuple[int, AccessRecord, float]
@@ -42,8 +42,8 @@ request that accessed it last, seconds since that access)."""
 
 
 DRAIN_S = 60.0
-"""Limit of a drain where the settings name none: 64 GiB at 1 GB/s. Segments that find no room at other nodes would wait
-for ever."""
+"""Maximum seconds of a drain where the settings name none: the time of 60 GB at 1 GB/s. Without a limit, segments for
+which no other node has room would keep this node from leaving."""
 
 
 class CoreConfig(RuleSettings, frozen=True):
@@ -59,7 +59,7 @@ class CoreConfig(RuleSettings, frozen=True):
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Maximum share of the node's memory for each tenant, 0 to 1; a tenant without an entry may use all of it."""
     drain_s: float = DRAIN_S
-    """Limit of the seconds in which this node, while it drains, hands its segments over."""
+    """Maximum seconds for which this node, while it drains, hands its segments over."""
     match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
     suspect_s: float = ServerConfig().suspect_ms / 1e3
     gossip_s: float = GOSSIP_S
@@ -73,7 +73,8 @@ class CoreConfig(RuleSettings, frozen=True):
     they own."""
     previous_ring_s: float = 10.0
     """Seconds after a change of the ring for which readers also ask the previous directory nodes of keys that moved,
-    and for which these keep their entries. Longer than `sync_grace_s`, and than a node may miss the change."""
+    and for which these nodes keep the entries of such keys. It must be longer than `sync_grace_s`, and longer than a
+    node may take to hear of the change."""
     directory_limit: int = 1 << 20
 
 
@@ -84,8 +85,8 @@ def ring_of(record: RingRecord, node: NodeId) -> Ring:
 
 
 class Context:
-    """The shared state of one node's rules. `NodeCore` sets the time of each event; all other changes go through
-    methods."""
+    """The shared state of one node's rules. `NodeCore` sets the time of each event and takes the instructions, and
+    `RingChange` sets the ring; all other changes go through methods."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config

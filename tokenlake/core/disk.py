@@ -13,14 +13,14 @@ node.
                               `Transfers.bring` from this node itself: DiskRead into reserved slots --> FetchDone
 
 A segment on a device of this node is REMOTE for the engines of the node, leased at the node itself: a fetch brings it.
-While it is read, its place keeps its bytes. For `peer_lease_s` after a match or a lookup the segment is not
-evicted from disk, so that its reader can fetch it.
+While it is read, its place keeps its bytes. For `peer_lease_s` after a match or a lookup the segment is not evicted
+from disk, so that its reader can fetch it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -38,7 +38,6 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, SlotPool, State
 from tokenlake.store.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
 from tokenlake.wire import Code
-from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Disk"]
@@ -74,15 +73,10 @@ class _Write(NamedTuple):
 class Disk:
     """Decides what is written to the devices of this node, and keeps the directory informed."""
 
-    def __init__(
-        self, context: Context, directory_node: DirectoryNode, on_redundant: Callable[[wire.Redundant], None]
-    ) -> None:
-        """`on_redundant`: called with the answer of this node's own directory when segments that were found on a device
-        are owned by other nodes."""
+    def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
         self._tier = context.disk
         self._directory_node = directory_node
-        self._on_redundant = on_redundant
         self._writes: dict[int, _Write] = {}
         self._evictions = 0
         """Segments that memory evicted since the rules last looked for segments to write."""
@@ -97,7 +91,8 @@ class Disk:
     # -- after each event
 
     def follow(self) -> None:
-        """Called after each event: takes note of what left memory, and writes what will leave it next."""
+        """Called after each event: records which segments left memory, and writes those that memory would evict
+        next."""
         store, tier, now = self._context.store, self._tier, self._context.now
         if store.left:
             self._left_memory()
@@ -126,7 +121,7 @@ class Disk:
             keep = not void and segment.source is None
             if self._tier.left(segment, store.accesses(segment), self._context.now, keep=keep):
                 self._context.counters.add(KEPT)
-        # The directory nodes are told of these like of all segments that leave memory.
+        # `NodeCore` tells the directory nodes of these, as of all segments that leave memory.
         self._emit_forgotten(tell=False)
 
     # -- writing
@@ -163,8 +158,8 @@ class Disk:
         self._write(chosen)
 
     def _next_victims(self, pool: SlotPool, ahead: int) -> Iterator[Segment]:
-        """Yields the segments of a pool that would be evicted next: cached copies, then primary copies. Nothing may
-        change the orders meanwhile."""
+        """Yields segments of a pool that would be evicted next: at most `ahead` cached copies, then at most `ahead`
+        primary copies, as the orders are when the first of each kind is asked for."""
         yield from list(islice(pool.orders[Kind.CACHED], ahead))
         yield from list(islice(pool.retention, ahead))
 
@@ -243,8 +238,8 @@ class Disk:
     # -- leaving the disk
 
     def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str = DISK_RULE) -> int:
-        """Drop the copies on disk of these segments; those that are being written stay. `rule`: why, for the
-        counters. Returns how many were dropped."""
+        """Drop the copies on disk of these segments; those that are being written stay. `rule`: the reason, for the log
+        of removals. Returns how many were dropped."""
         dropped = 0
         for key in keys:
             entry = self._tier.find(tenant, key)
@@ -347,13 +342,11 @@ class Disk:
         del keys[:TOLD]
         if not keys:
             self._told.popleft()
-        redundant = self._directory_node.tell_owned(tenant, some)
-        if redundant.keys:
-            self._on_redundant(redundant)
+        self._directory_node.tell_owned(tenant, some)
         return bool(self._told)
 
     def gone(self, device: int) -> None:
-        """A device cannot be used any more: what was on it counts as evicted."""
+        """Handle the loss of a device: the segments on it count as evicted."""
         if device not in self._tier.devices:
             return
         self._tier.gone(device)

@@ -1,4 +1,5 @@
-"""Events: what happened to a node. A driver passes them to `NodeCore.handle`, one at a time.
+"""Events of a node (requests of engines, messages of other nodes, ended transfers, time). A driver passes them to
+`NodeCore.handle`, one at a time.
 
 There is an event per request, never per token. Keys, slots and codes are packed into bytes as in the messages of
 `tokenlake.wire`.
@@ -72,8 +73,8 @@ class PeerSent(_Event, frozen=True, tag=6):
 
 
 class FetchDone(_Event, frozen=True, tag=7):
-    """The thread that received segments for a `StartFetch` returned: it does not write into their slots any more, but
-    into those that are `held`.
+    """The thread that received segments for a `StartFetch`, or read them for a `DiskRead`, has returned: it does not
+    write into their slots any more, except into those that are `held`.
 
     `codes`: per segment, LOCAL where all bytes arrived with the right checksums, otherwise the reason.
     `checksums`: 8 bytes per shard of each segment, zeros where its code is not LOCAL.
@@ -83,8 +84,8 @@ class FetchDone(_Event, frozen=True, tag=7):
     codes: bytes
     checksums: bytes
     answered: bool | None = True
-    """False if the other node was asked and no bytes came, or none any more: the bulk path to it may be dead. None if
-    the transfer ended before that could be known."""
+    """False if the other node was asked and sent no bytes, or stopped sending before the end: the bulk path to it may
+    be dead. None if the transfer ended before that could be known."""
     held: bytes = b""
     """Per segment, 1 where a read that cannot be stopped may still write into the slot, else 0; empty: none. The event
     `FetchSettled` follows."""
@@ -144,7 +145,7 @@ class SlotChecked(_Event, frozen=True, tag=14):
 
 
 class RingChanged(_Event, frozen=True, tag=15):
-    """The membership has a record of the members. A record that is not newer than the one of the rules changes
+    """The driver has read a ring record from the membership. A record that is not newer than that of the rules changes
     nothing."""
 
     record: RingRecord
@@ -158,9 +159,10 @@ class LocateRequested(_Event, frozen=True, tag=16):
     tenant: str
     keys: bytes
     deadline_s: float = 0.0
-    """Limit of the lookups at other nodes in seconds, where it is above 0 and below `match_deadline_s`."""
+    """Maximum seconds of the lookups at other nodes; 0, or a value above `match_deadline_s`, stands for
+    `match_deadline_s`."""
     disks: bool = False
-    """Should the answer have the time that reads from disks take? That takes a second round of lookups."""
+    """True if the answer should contain the time that reads from disks take, which needs a second round of lookups."""
 
 
 class HintGiven(_Event, frozen=True, tag=17):
@@ -184,8 +186,9 @@ class EvictRequested(_Event, frozen=True, tag=18):
 
 
 class DiskReady(_Event, frozen=True, tag=20):
-    """A device of the disk tier was opened, or is used again after a failure. `DiskFound` follows for all segments in
-    its index, then `DiskRecovered`; the rules write to the device from then on."""
+    """A device of the disk tier was opened, or is used again after a failure: `DiskFound` follows for all segments in
+    its index, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new capacity
+    of a device in use: then neither of them follows, and the rates do not count."""
 
     device: int
     """Index of the device in the setting `disk`."""

@@ -11,7 +11,7 @@
     published with its checksum, pinned for each waiting lease -> Fetched
         |   wrong checksum, or the node does not answer: other owners are asked within the same deadline
         v
-    answered at the latest at the deadline; late bytes never reach a slot that has a new owner
+    answered at the latest at the deadline; late bytes never reach a slot that has another segment
 
 Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
 (`BackgroundLimit`).
@@ -91,7 +91,8 @@ MAX_RANGE = 1 << 16
 MAX_DEADLINE_S = 60.0
 """Maximum deadline in seconds that a client may set for a fetch."""
 SETTLED = 256
-"""Segments of ended transfers that one event reports to the fetches that wait for them. Each takes up to 5 us."""
+"""Maximum number of segments of ended transfers that one event reports to the fetches that wait for them. Each takes up
+to 5 us."""
 MAX_PIECES = 2
 """Maximum number of pieces of background transfers under way at a time: half of a daemon's receiving threads, since a
 large piece takes two."""
@@ -99,14 +100,16 @@ PIECE_S = 0.05
 """Expected duration of a background piece: a read that starts meanwhile is delayed by little more than this."""
 MAX_PIECE_BYTES = 16 << 20
 LEAST_ANSWER_S = 0.025
-"""Minimum seconds that a node has to answer a transfer: half of the least deadline that this node predicts. A transfer
-with a shorter deadline does not show that a node is slow."""
+"""Minimum seconds that a node has to answer a transfer: half of the minimum of `deadline_s`. A transfer with a shorter
+deadline does not show that a node is slow."""
 MAX_PROBES = 2
 """Maximum number of probes under way at a time: a probe that is not answered takes a receiving thread."""
 LONGEST_PAUSE_S = 10.0
-"""Maximum pause before a probe. A node that answers probes and delivers no segment costs a fetch per such pause."""
+"""Maximum pause before a probe. A node that answers probes and delivers no segment costs one fetch in each such
+pause."""
 MAX_CREDIT = 64 << 20
-"""Most bytes of background transfers for which fetches of engines earn credit in advance (see `BackgroundLimit`)."""
+"""Maximum number of bytes of background transfers for which fetches of engines earn credit in advance (see
+`BackgroundLimit`)."""
 
 CopiesOf = Callable[[TenantId, Sequence[SegmentKey]], list[list[NodeId]]]
 """For each segment, the other nodes that may have a copy of it and deliver segments, the likeliest first."""
@@ -122,8 +125,8 @@ def deadline_s(predicted_s: float) -> float:
 class BackgroundLimit:
     """Limits background transfers (hand-overs) to a share of the received bytes while engines fetch.
 
-    While no engine fetches, background transfers are limited in number only. Otherwise each fetched byte earns a credit
-    in background bytes.
+    While no engine fetches, only the number of background transfers is limited. While engines fetch, each byte that
+    they fetch earns credit, which a background transfer spends.
     """
 
     def __init__(self, share: float) -> None:
@@ -163,8 +166,8 @@ class BackgroundLimit:
 
 @dataclass(eq=False)
 class Transfer:
-    """One transfer of segments from another node into reserved slots of this node. The slots stay pinned until the
-    receiving thread has returned."""
+    """One transfer of segments from another node, or from a device of this node, into reserved slots of this node. The
+    slots stay pinned until the receiving thread has returned."""
 
     node: NodeId
     tenant: TenantId
@@ -222,9 +225,10 @@ class Transfers:
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
         self._doubted: set[NodeId] = set()
-        """Nodes that did not answer a transfer, until they have answered one."""
+        """Nodes whose bulk path counts as dead because transfers were not answered. They are probed until they
+        answer."""
         self._to_probe: dict[NodeId, None] = {}
-        """Those of these nodes that are to be probed now."""
+        """The nodes of `_doubted` whose next probe is due and has not started."""
         self._probes = 0
         """Number of probes under way."""
 
@@ -258,10 +262,11 @@ class Transfers:
         """Transfer segments from `node`, which may be this one (from disk), as copies of `kind`. `wanted`: (key, index
         in the prompt, callback) of each.
 
-        A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once,
-        and one of a node that does not deliver is LOST at once.
-        `wait_s`: seconds after which the transfer is aborted. CACHED copies are for an engine that waits; the others
-        are background transfers. `disk_s`: seconds that `node` needs to read the segments from its disk.
+        A segment that is stored here or under way is not transferred again. The callback of a segment that gets no slot
+        is called at once with the reason, that of a segment of a node that does not deliver with LOST, and that of a
+        segment that a local engine is writing with PENDING. `wait_s`: seconds after which the transfer is aborted.
+        CACHED copies are for an engine that waits; copies of other kinds come by background transfers. `disk_s`:
+        seconds that `node` needs to read the segments from its disk.
         """
         transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request)
         transfer.asked_at, transfer.disk_s = self._context.now, disk_s
@@ -350,7 +355,7 @@ class Transfers:
         return entry if fits else NO_ENTRY
 
     def _recall(self, segment: Segment, entry: int) -> None:
-        """A segment is about to be read back: what the note on disk knows of it counts again."""
+        """Give the segment, which is about to be read back, the hints and the count of accesses in its note on disk."""
         note = self._context.disk.note(entry)
         segment.hints = segment.hints.merged_over(note.hints)
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
@@ -412,8 +417,8 @@ class Transfers:
             self._context.disk.end_read(slab, slot, self._context.now)
 
     def _read_ended(self, read: Transfer, codes: bytes) -> None:
-        """A thread has read from a device. A segment whose bytes were wrong, or that the device could not read in time,
-        is void."""
+        """Handle the end of a read from a device. A segment whose bytes were wrong, or that the device could not read,
+        leaves the disk. After a read that was aborted at its deadline, the segments that were not read stay on disk."""
         assert read.device is not None
         disk, counters = self._context.disk, self._context.counters
         whole = codes.count(Code.LOCAL) == len(codes)
@@ -452,7 +457,7 @@ class Transfers:
         while self._to_probe and self._probes < MAX_PROBES:
             node = next(iter(self._to_probe))
             del self._to_probe[node]
-            if self._peers.answers(node):
+            if self._peers.bulk_alive(node):
                 self._doubted.discard(node)
             elif not self._peers.usable(node):
                 self._probe_in(node, self._context.config.gossip_s)
@@ -462,7 +467,7 @@ class Transfers:
 
     def _probed(self, node: NodeId) -> None:
         self._probes -= 1
-        if self._peers.answers(node):
+        if self._peers.bulk_alive(node):
             self._doubted.discard(node)
         else:
             self._probe_in(node, self._context.config.gossip_s)
@@ -569,13 +574,13 @@ class Transfers:
         if transfer.timer is not None:
             transfer.timer.cancel()
         if answered and transfer.device is None:
-            self._peers.answered(transfer.node)
+            self._peers.bulk_answered(transfer.node)
         if not transfer.segments:
             self._probed(transfer.node)
             return
         if answered is False and transfer.device is None:
             waited_s = min(transfer.answer_s, self._context.now - transfer.started_at)
-            times = self._peers.unanswered(transfer.node, transfer.started_at, waited_s)
+            times = self._peers.bulk_silent(transfer.node, transfer.started_at, waited_s)
             if times:
                 pause_s = self._context.config.gossip_s * (2.0 ** min(times - 1, 16) - 1)
                 self._doubt(transfer.node, min(pause_s, LONGEST_PAUSE_S))
@@ -667,7 +672,9 @@ class Transfers:
     def check_integrity(self) -> None:
         """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
         assert self._probes == sum(not transfer.segments for transfer in self._under_way.values())
-        segments = [s for transfer in (*self._under_way.values(), *self._queue) for s in transfer.segments]
+        transfers = (*self._under_way.values(), *self._queue, *self._reads)
+        segments = [segment for transfer in transfers for segment in transfer.segments]
+        self._reads.check_integrity()
         assert all(self._settling.values())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)
@@ -727,8 +734,8 @@ class LeaseReads:
 
     def attach(self, process: Process, request: engine.Attach) -> None:
         """Let another process of the session hold a lease as well. The answer has the items that any process still
-        holds; none if the lease has ended, or a limit of the session (bytes of its leases,
-        processes of a lease) is reached."""
+        holds; none if the lease has ended, or a limit of the session (bytes of its leases, processes of a lease) is
+        reached."""
         session = process.session
         lease = session.leases.get(LeaseId(request.lease))
         if lease is None or not self._grants.attach_lease(session, lease, process.connection):
@@ -903,8 +910,9 @@ class LeaseReads:
             fetch.failed.append(index)
             if code is Code.BAD_CHECKSUM:
                 fetch.wrong.add(index)
-        elif wanted and code.refused:
-            # This node has no slot for the item. It stays leased at its node, and a later fetch may find a slot.
+        elif wanted and (code.refused or code is Code.PENDING):
+            # This node has no slot for the item, or another engine of this node is writing the segment and may not
+            # commit it. The item stays leased at its node, and a later fetch may bring it.
             if lease.trail is not None:
                 lease.trail.refused = code
         elif wanted:
@@ -919,7 +927,7 @@ class LeaseReads:
         """Record that an item leased at `node` cannot be fetched from any node."""
         self._grants.item_lost(fetch.lease, index)
         if fetch.lease.trail is not None:
-            late = fetch.answered or not self._peers.answers(node)
+            late = fetch.answered or not self._peers.bulk_alive(node)
             session = fetch.process.session
             gone = self._context.removals.get(session.tenant, fetch.lease.keys[index])
             rule = gone.rule if gone is not None and node == self._context.node else ""

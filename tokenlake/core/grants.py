@@ -34,7 +34,7 @@ T = TypeVar("T")
 SHIPPED = Metric("tokenlake_shipped_tokens_total", "Tokens found at another node and attended to there")
 
 PIECE = 128
-"""Most segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
+"""Maximum number of segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
 GRANT_BYTES, ITEM_BYTES = 2048, 96
 """Bytes that are charged for a lease or a write, and for each segment of it."""
 PROCESS_BYTES, HELD_BYTES = 256, 2
@@ -86,7 +86,7 @@ class Lease:
         self.trail: Trail | None = None
         """The record of the request for `Explain`; None for a request without a name."""
         self.returned_from = len(keys)
-        """Index from which on all items were given back, the deepest first."""
+        """Index from which on every process has given all items back, if they were given back deepest first."""
         self.shipped = 0
         """Number of items, from the first on, over which an engine computed attention on the nodes where they are."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
@@ -129,9 +129,8 @@ class Write:
     """One reservation of slots. A segment stays pinned until it is committed, or until every process that may write
     into its slot gave it back."""
 
-    def __init__(self, write: WriteId, tenant: TenantId, connection: ConnectionId) -> None:
+    def __init__(self, write: WriteId, connection: ConnectionId) -> None:
         self.id = write
-        self.tenant = tenant
         self.nbytes = 0
         """The bytes that are charged for the write."""
         self.open: dict[int, Segment] = {}
@@ -235,17 +234,18 @@ class Grants:
         self._by_tenant[session.tenant] += nbytes
 
     def fetch_room(self, session: SessionGrants) -> int:
-        """Returns how many more slots of this node the session may take for segments that it fetches. Fetches may use
-        half (rounded up) of the slots that are left for no match, so that a session whose local items fill its share
-        can still fetch the remote ones."""
+        """Returns how many more slots of this node the session may take for segments that it fetches. Matches may lease
+        the share `session_lease_share` of the slots. Fetches may use half (rounded up) of the other slots too, so that
+        a session whose local items fill its share can still fetch the remote ones."""
         leased, everything = self._share(session, self._context.config.session_lease_share), self._share(session, 1.0)
         limit = everything - (everything - leased) // 2
         return max(0, limit - session.pinned - session.coming)
 
     def may_lease(self, session: SessionGrants, found: Sequence[Segment | None], processes: int) -> int:
-        """Returns how many items of a match, from the first on, the session may lease, also by the bytes of its leases
-        and of those of its tenant. `found`: the segment of this node for each item, None where it is at another node.
-        `processes`: how many processes the session has.
+        """Returns how many items of a match, from the first on, the session may lease: within its share of the slots,
+        the maximum number of its leases, and the bytes that may be charged to it and to its tenant. `found`: the
+        segment of this node for each item, None where it is at another node. `processes`: how many processes the
+        session has.
 
         A remote item takes no slot of this node until it is fetched, and its node bounds its own leases. A single
         process reads a prompt longer than its share in windows: it gives back each before it fetches the next. With
@@ -306,8 +306,8 @@ class Grants:
         lease.coming[index] = lease.coming.get(index, 0) + 1
 
     def item_settled(self, session: SessionGrants, lease: Lease, index: int) -> None:
-        """One fetch fewer is under way for the item at `index`, whatever its outcome. After the item's last fetch it no
-        longer counts as a slot that the session expects."""
+        """Count the end of a fetch of the item at `index`, whatever its outcome. After the last fetch of the item under
+        way, no slot counts as reserved for it any more."""
         lease.coming[index] -= 1
         if not lease.coming[index]:
             del lease.coming[index]
@@ -354,8 +354,6 @@ class Grants:
             for index in range(stop - 1, start - 1, -1):
                 if given[index - start] and not lease.is_held(index):
                     self._drop(session, lease, index, index + 1, 1)
-        if stop == lease.returned_from:
-            lease.returned_from = start
         if 1 not in flags:
             del lease.held[connection]
             if lease.held:
@@ -376,6 +374,8 @@ class Grants:
     def _drop(self, session: SessionGrants, lease: Lease, start: int, stop: int, count: int) -> None:
         """Unpin the `count` items in a range that no process holds any more, and count them as read, attended to in
         place, or skipped."""
+        if start < lease.returned_from <= stop:
+            lease.returned_from = start
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         session.pinned -= len(dropped)
@@ -442,7 +442,7 @@ class Grants:
         write.expired = True
         for segment in write.open.values():
             self._context.store.discard(segment, self._context.now)
-        self._withdraw(write.tenant, [segment.key for segment in write.open.values()])
+        self._withdraw(session.tenant, [segment.key for segment in write.open.values()])
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
 
@@ -464,7 +464,7 @@ class Grants:
             if segment.state is State.RESERVED:
                 self._context.store.discard(segment, self._context.now)
                 withdrawn.append(segment.key)
-        self._withdraw(write.tenant, withdrawn)
+        self._withdraw(session.tenant, withdrawn)
 
     def check_integrity(self, sessions: Iterable[SessionGrants]) -> None:
         """Raises AssertionError when the bytes of a tenant differ from those of its `sessions`."""

@@ -93,7 +93,8 @@ class Note(_Instruction, frozen=True, tag=9):
 
     text: str
     kind: str = ""
-    """The kind of a line that requests cause, whose number is limited by kind; empty for a change of state."""
+    """The kind of a line that requests cause: the driver limits the number of such lines by kind. Empty for a line
+    about a change of state, which is always written."""
 
 
 class CheckSlot(_Instruction, frozen=True, tag=10):
@@ -113,8 +114,8 @@ class ReadRing(_Instruction, frozen=True, tag=11):
 
 
 class Drained(_Instruction, frozen=True, tag=12):
-    """This node, which drains, has handed over its primary copies, or `drain_s` has passed: it may leave the record.
-    Given once."""
+    """This node, which drains, has handed over its primary copies, or all other nodes drain too, or `drain_s` has
+    passed: this node may leave the record. Given once."""
 
 
 class Located(_Instruction, frozen=True, tag=13):
@@ -124,10 +125,11 @@ class Located(_Instruction, frozen=True, tag=13):
     nodes: tuple[str, ...]
     """The nodes that have some of the segments."""
     owners: tuple[tuple[int, ...], ...]
-    """Per key: indices into `nodes` of the nodes that have the segment, empty if no node is known to have it."""
+    """For each key: the indices in `nodes` of the nodes that have the segment; empty if no node is known to have it."""
     disk_s: tuple[float, ...] = ()
-    """If the request asked for it, per key: the segment's part of the expected seconds until its only owner has read
-    those of the segments that are on its disk; 0 for a segment in memory. Empty where no segment is on a disk."""
+    """For each key, if the request asked for it: the seconds that the reads from disk at the only node with the segment
+    take, divided by the number of segments of the request that this node has on disk. 0 for a segment in memory; empty
+    if no segment is on a disk."""
 
 
 class EvictionDone(_Instruction, frozen=True, tag=14):
@@ -140,8 +142,8 @@ class EvictionDone(_Instruction, frozen=True, tag=14):
 
 
 class DiskWrite(_Instruction, frozen=True, tag=15):
-    """Write segments to a device: the bytes, then a sync of the batch, then the records of the index. The memory slots
-    are pinned, and the places are no other segment's, until the driver has passed in `DiskWritten`, exactly once."""
+    """Write segments to a device: the bytes, then a sync of the batch, then the records of the index. Until the driver
+    has passed in `DiskWritten`, exactly once, the memory slots stay pinned and the places get no other segment."""
 
     write: int
     device: int
@@ -201,7 +203,7 @@ class DiskTrim(_Instruction, frozen=True, tag=18):
 
 
 class Saved(_Instruction, frozen=True, tag=19):
-    """Answers `SaveRequested`: no write is under way any more. Given once."""
+    """Answers `SaveRequested`, once, when no write to a device is under way any more."""
 
     segments: int
     """Segments that were written since the request."""

@@ -23,8 +23,8 @@ wait have one deadline, that of the engine's request.
 
 A request computes consecutive segments on one node, so the owner of a segment mostly has its neighbours. The first
 lookups therefore ask for the missing keys at places 0, 1, 3, 7, 15, ... only, and the owner that they name is asked for
-the rest; a prompt that no node knows costs a few lookups. Little is missed where a directory node does not answer,
-because its keys are asked of the owner of their neighbours. Here the pool has the keys 0 to 7 of 16::
+the rest; a prompt that no node knows costs a few lookups. A match finds most segments although a directory node does
+not answer, because the owner of the neighbouring segments is asked for them. Here the pool has the keys 0 to 7 of 16::
 
     missing keys         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
     directory nodes      0 1   3       7                     15 <- not known
@@ -52,7 +52,14 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.report.explain import Explain, Trail
-from tokenlake.core.report.misses import NO_NODES, Away, away, count_beyond, count_missed, only_other_layouts
+from tokenlake.core.report.misses import (
+    NO_NODES,
+    UnheardNodes,
+    count_beyond,
+    count_missed,
+    only_other_layouts,
+    unheard_nodes,
+)
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
@@ -64,7 +71,7 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["ASKED", "LOCAL", "MatchResult", "Matches"]
+__all__ = ["ASKED", "LOCAL", "Matches"]
 
 ASKED = Metric(
     "tokenlake_asked_tokens_total",
@@ -115,7 +122,7 @@ class MatchResult(NamedTuple):
     leases: tuple[tuple[NodeId, int], ...] = ()
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()
-    """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
+    """Nodes that did not answer a lookup of the match since its last wait, or have segments of it and deliver none."""
     places: list[int] | None = None
     """Index of the key of each hit, ascending; None for a prefix."""
 
@@ -146,12 +153,13 @@ class _Found:
         self.accesses: list[KnownAccess] = []
         """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
         access."""
-        self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
-        """Forget the owners and leases at other nodes; the copies of this node stay."""
+        """Forget the owners and leases at other nodes, and which nodes did not answer; the copies of this node stay."""
+        self.silent: list[NodeId] = []
+        """Nodes that did not answer a lookup of the match, or have segments of it and deliver none. Lookups before a
+        wait do not count."""
         self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
         self.owners: list[NodeId | None] = [None] * len(self.segments)
         """The other node where each segment is leased; None where it is not leased elsewhere."""
@@ -182,8 +190,9 @@ class _Found:
         return [index for index, (segment, owner) in enumerate(places) if segment is not None or owner is not None]
 
     def set_codes_behind(self, gap: int, answered: set[int]) -> None:
-        """Set the code MISSING for the keys behind `gap`, the index of the first missing segment, whose directory nodes
-        have not `answered`."""
+        """Set the code MISSING for the keys behind `gap` (the index of the first missing segment, whose code is known)
+        that are UNKNOWN because their directory nodes were not asked. `answered`: the indices of the keys whose
+        directory nodes have answered."""
         codes = self.codes
         if gap < len(codes) and codes[gap] != _UNKNOWN:
             for index in range(gap + 1, len(codes)):
@@ -213,8 +222,6 @@ class _Search:
     own directory."""
 
     match: _Match
-    keys: list[SegmentKey]
-    found: _Found
     limit_s: float
     """Seconds that the lookups may take in all, until the match is answered or waits for a segment in flight."""
     wait: Wait | None
@@ -225,7 +232,8 @@ class _Search:
     directory_nodes: dict[int, NodeId] = field(default_factory=dict)
     """The node that keeps the directory entry of each missing key, by index of the key, ascending."""
     previous: dict[int, NodeId] = field(default_factory=dict)
-    """The node that kept it before the ring changed, where that is another one; empty some time after a change."""
+    """The node that kept the entry of a missing key before the last change of the ring, by index of the key, where that
+    is another node than now. Empty `previous_ring_s` after the change."""
     marked: dict[int, NodeId] = field(default_factory=dict)
     """By index of a key: the previous directory node that has its in-flight marker."""
     deadline: float = 0.0
@@ -256,6 +264,14 @@ class _Search:
     @property
     def tenant(self) -> TenantId:
         return self.match.process.session.tenant
+
+    @property
+    def keys(self) -> list[SegmentKey]:
+        return self.match.keys
+
+    @property
+    def found(self) -> _Found:
+        return self.match.found
 
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
@@ -325,7 +341,7 @@ class Matches:
         may_wait = wait_s and not request.independent
         limits = wait_s, request.in_flight_wait_per_segment_s, request.in_flight_expected_s
         wait = Wait(now, *limits) if may_wait else None
-        match.search = _Search(match, match.keys, match.found, limit_s, wait, self._context.store.arrivals)
+        match.search = _Search(match, limit_s, wait, self._context.store.arrivals)
         self._begin(match.search)
 
     # -- lookups
@@ -343,7 +359,7 @@ class Matches:
         search.open, search.hurries, search.rounds = True, False, 0
         here = self._context.node
         own = [index for index, node in search.directory_nodes.items() if node == here]
-        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        answers = self._directory_node.answers(search.tenant, search.keys_of(own)) if own else ()
         known = self._directory_node.last_access(search.tenant, search.keys_of(own))
         if known is not None:
             search.found.accesses.append((own[known[0]], *known[1:]))
@@ -361,7 +377,7 @@ class Matches:
         """Ask this node's directory for the keys that moved away from it."""
         here = self._context.node
         own = [index for index, node in search.previous.items() if node == here]
-        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        answers = self._directory_node.answers(search.tenant, search.keys_of(own)) if own else ()
         for index, (code, owner) in zip(own, answers, strict=True):
             search.asked.add((index, here))
             if owner is not None:
@@ -432,13 +448,15 @@ class Matches:
         return {node: sorted(indices) for node, indices in calls.items()}
 
     def _hurry(self, search: _Search, number: int) -> None:
-        """Lookups that were sent together have taken `PART_OF_DEADLINE`: send the next ones without the answers that
-        are still missing. `number`: the count of rounds at that time; later rounds make the call void."""
+        """Send the next lookups without the answers that are still missing, because those that were sent together have
+        taken `PART_OF_DEADLINE`. `number`: the number of the round in which they were sent; the call has no effect
+        after a later round has begun."""
         if search.open and search.rounds == number and not search.hurries:
             search.hurries = True
             self._continue(search)
 
     def _send(self, search: _Search, calls: dict[NodeId, list[int]]) -> None:
+        """Send a lookup to each node of `calls`, for the keys at its indices."""
         may_defer = search.wait is not None and self._waiting.may_be_deferred(search.wait)
         search.awaited += len(calls)
         for node, indices in calls.items():
@@ -455,8 +473,8 @@ class Matches:
             self._peers.call(node, lookup, limit_s, partial(self._answered, search, node, indices))
 
     def _answered(self, search: _Search, node: NodeId, indices: list[int], reply: Reply | None) -> None:
-        """Handle the answer of `node` to a lookup of the keys at `indices`; `reply` is None if it did not answer in
-        time."""
+        """Handle the answer of `node` to a lookup of the keys at `indices`. `reply`: None if the node did not answer in
+        time or cannot be called."""
         answer = reply if isinstance(reply, wire.LookupReply) else None
         if not search.open:
             if answer is not None and answer.lease:
@@ -471,7 +489,8 @@ class Matches:
             redirected = self._take(search, node, indices, answer)
             if redirected and self._context.now < search.deadline:
                 self._send(search, {NodeId(answer.redirect): redirected})
-        # A redirect whose node went away meanwhile has ended the search already.
+        # If the node of the redirect cannot be called, `_send` has already handled its missing answer, which may have
+        # ended the search.
         if search.open and (search.hurries or not search.awaited):
             self._continue(search)
 
@@ -544,7 +563,8 @@ class Matches:
             search.marked[index] = node
 
     def _named(self, search: _Search, index: int, node: NodeId, owner: NodeId) -> None:
-        """The directory node `node` named `owner`."""
+        """Record that the directory node `node` named `owner` as the owner of segment `index`. If it named this node,
+        its entry is stale: this node lacks the segment."""
         search.found.named[index] = (node, owner)
         if owner == self._context.node:
             search.denied.add((index, owner))
@@ -598,7 +618,9 @@ class Matches:
 
         def resume(code: Code) -> None:
             if code is Code.MISSING or not match.process.alive:
-                # This node has the marker: the engine of the match computes the segment.
+                # With MISSING this node has the marker: the engine of the match computes the segment.
+                if code is Code.MISSING:
+                    self._withdraw_unused(search, gap)
                 found.codes[gap] = _MISSING
                 self._finish(match)
             else:
@@ -619,10 +641,19 @@ class Matches:
             search.found.codes[gap] = code
             if code is Code.PENDING:
                 self._pause(search, wait, gap)
-            else:
-                self._finish(search.match)
+                return
+            if code is Code.MISSING:
+                self._withdraw_unused(search, gap)
+            self._finish(search.match)
 
         self._waiting.claim(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
+
+    def _withdraw_unused(self, search: _Search, gap: int) -> None:
+        """Withdraw the in-flight marker that this node got for the match, if its process died meanwhile: no engine
+        computes the segment, unless another one of this node has stored it or is writing it."""
+        key = search.keys[gap]
+        if not search.match.process.alive and self._context.store.get(search.tenant, key) is None:
+            self._directory_node.withdraw(search.tenant, [key])
 
     def _restart(self, search: _Search) -> None:
         """Release the leases at other nodes, and ask again for every key of which this node has no copy. After a wait
@@ -772,7 +803,7 @@ class Matches:
         leased at other nodes are counted later: when they are fetched, attended to in place, or released unread."""
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
         counters, size, tenant = self._context.counters, session.segment_tokens, session.tenant
-        asked, beyond, missed, gone = keys * size, b"", _NO_KEYS, NO_NODES
+        asked, beyond, missed, unheard = keys * size, b"", _NO_KEYS, NO_NODES
         if 0 < request.tokens - asked < size and not request.independent:
             count_missed(counters, tenant, MissReason.TOO_SHORT, request.tokens - asked)
             asked = request.tokens
@@ -781,21 +812,21 @@ class Matches:
             count_missed(counters, tenant, MissReason.SKIPPED, (keys - hits) * size)
         elif hits < keys:
             beyond, missed = result.missed(match.keys)
-            gone = away(self._peers, result.silent, beyond)
+            unheard = unheard_nodes(self._peers, result.silent, beyond)
             known = result.access.known - hits
             other_layout = known < len(beyond) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
-            count_beyond(counters, tenant, size, beyond, known, gone.reason, other_layout)
+            count_beyond(counters, tenant, size, beyond, known, unheard.reason, other_layout)
         elif result.silent:
-            gone = away(self._peers, result.silent, beyond)
+            unheard = unheard_nodes(self._peers, result.silent, beyond)
         if request.request or result.owners:
-            self._leave_trail(match, result, lease, gone, beyond, missed)
+            self._leave_trail(match, result, lease, unheard, beyond, missed)
 
     def _leave_trail(
         self,
         match: _Match,
         result: MatchResult,
         lease: Lease | None,
-        gone: Away,
+        unheard: UnheardNodes,
         beyond: bytes,
         missed: list[SegmentKey],
     ) -> None:
@@ -810,7 +841,7 @@ class Matches:
                 trail.disks[node] = f"the disk of {node}"
             elif node in match.found.disk_s:
                 trail.disks[node] = f"{node}, in part from its disk,"
-        trail.silent, trail.unconnected = dict(gone.silent), gone.unconnected
+        trail.silent, trail.unconnected = dict(unheard.silent), unheard.unconnected
         if lease is not None:
             lease.trail = trail
         if match.request.request:

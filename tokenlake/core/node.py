@@ -90,11 +90,18 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._peers = Peers(context, self._lost, self._suspected, self._restored, self._other_ring)
-        self._directory_node = DirectoryNode(context, self._peers, lambda message: self._ownership.redundant(message))
+        self._peers = Peers(
+            context,
+            self._lost,
+            self._suspected,
+            lambda peer_: self._directory_node.restored(peer_),
+            lambda peer_: self._ring_change.differs(peer_),
+        )
+        self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
         self._ownership = Ownership(context, self._peers, self._directory_node)
-        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
+        self._directory_node.on_redundant = self._ownership.redundant
+        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
@@ -102,7 +109,7 @@ class NodeCore:
         self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
-        self._disk = Disk(context, self._directory_node, self._ownership.redundant)
+        self._disk = Disk(context, self._directory_node)
         self._ownership.forget_on_disk = self._disk.forget
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node)
@@ -177,7 +184,7 @@ class NodeCore:
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
-            engine.Heartbeat: lambda process, m: None,
+            engine.Heartbeat: self._heartbeat,
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
@@ -329,10 +336,13 @@ class NodeCore:
         """Returns the instructions of the event and empties the list. The new generations of reissued slots come first,
         because a reader compares generations before it uses bytes; then the instructions that the handlers emitted;
         last the reports of the segments that the event evicted."""
-        context = self._context
         self._disk.follow()
-        if context.store.evicted:
+        if self._context.store.evicted:
             self._report_evicted()
+        return self._emitted()
+
+    def _emitted(self) -> list[Instruction]:
+        context = self._context
         out, context.out = context.out, []
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
@@ -340,13 +350,14 @@ class NodeCore:
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:
-        """Returns the instructions that the failed handler emitted. If the reports of evicted segments fail as well
-        they are dropped: a directory entry that becomes stale by that is corrected by the next node that follows it."""
+        """Returns the instructions that the failed handler emitted. If the work for the disk or the reports of evicted
+        segments fail as well, these reports are dropped: a directory entry that becomes stale by that is corrected by
+        the next node that follows it."""
         try:
             return self._take_instructions()
         except Exception:
             self._context.store.evicted = []
-            return self._take_instructions()
+            return self._emitted()
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
@@ -357,6 +368,7 @@ class NodeCore:
     # -- engines
 
     def _joined(self, event: events.Joined) -> None:
+        resumed = self._sessions.process(ConnectionId(event.resume))
         joined = self._sessions.join(
             ConnectionId(event.connection),
             TenantId(event.tenant),
@@ -367,6 +379,8 @@ class NodeCore:
             ConnectionId(event.resume),
         )
         if isinstance(joined, Session):
+            if resumed is not None and not resumed.alive:
+                self._markers.move(resumed.connection, ConnectionId(event.connection))
             begin_tenant(self._context.counters, joined.tenant)
             self._refusals.begin_tenant(joined.tenant)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
@@ -378,12 +392,13 @@ class NodeCore:
         process = self._sessions.process(ConnectionId(event.connection))
         if process is None:
             return
-        message = event.message
+        self._handlers[type(event.message)](process, event.message)
+        # After the handler: that of a heartbeat tells whether the session had expired.
+        self._sessions.renew(process.session)
+
+    def _heartbeat(self, process: Process, request: engine.Heartbeat) -> None:
         alive = self._sessions.renew(process.session)
-        if isinstance(message, engine.Heartbeat):
-            self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
-        else:
-            self._handlers[type(message)](process, message)
+        self._context.emit(Answer(process.connection, engine.HeartbeatReply(request.id, alive)))
 
     def _attach(self, process: Process, request: engine.Attach) -> None:
         if WriteId(request.lease) in process.session.writes:
@@ -404,12 +419,6 @@ class NodeCore:
     def _suspected(self, peer_: Peer) -> None:
         self._directory_node.lost(peer_)
         self._ownership.owner_lost(peer_)
-
-    def _other_ring(self, peer_: Peer) -> None:
-        self._ring_change.differs(peer_)
-
-    def _restored(self, peer_: Peer) -> None:
-        self._directory_node.restored(peer_)
 
     def _peer_sent(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)
@@ -442,7 +451,7 @@ class NodeCore:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
         if self._context.disk:
-            # What is on disk goes on being a segment of this node.
+            # This node still owns the segments that are on disk.
             evicted = [each for each in evicted if self._context.disk.find(each.tenant, each.key) < 0]
         groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
         for segment in evicted:
@@ -456,7 +465,7 @@ class NodeCore:
     def _copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
         """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
         first: the owner according to this node's directory, then the two candidates of the key."""
-        answers = self._directory_node.ask(tenant, list(keys))
+        answers = self._directory_node.answers(tenant, list(keys))
         candidates = self._context.ring.candidates(join_keys(keys))
         delivering = {peer_.node for peer_ in self._peers if peer_.delivers}
         return [

@@ -29,9 +29,10 @@ class Orders:
         with `EvictionDone`."""
         store = self._context.store
         if keys:
-            named = [store.get(tenant, key) for key in split_keys(keys)]
-            evicted, kept = self._evict([each for each in named if each is not None])
-            only_on_disk = [key for key in split_keys(keys) if store.get(tenant, key) is None]
+            # A request may name a segment twice.
+            named = {key: store.get(tenant, key) for key in split_keys(keys)}
+            evicted, kept = self._evict([each for each in named.values() if each is not None])
+            only_on_disk = [key for key, each in named.items() if each is None]
             evicted += self._disk.forget(tenant, only_on_disk, OPERATOR_RULE)
             self._context.emit(EvictionDone(request, evicted, kept))
             return
@@ -64,7 +65,7 @@ class Orders:
         self._context.in_slices(work)
 
     def _evict(self, segments: list[Segment]) -> tuple[int, int]:
-        """Evict those that are READY. Returns how many were, and how many stay."""
+        """Evict those of the segments that are READY. Returns how many were evicted, and how many stay."""
         ready = [each for each in segments if each.state is State.READY]
         for segment in ready:
             self._context.store.evict(segment, self._context.now)

@@ -1,9 +1,9 @@
 """The other nodes: calls with deadlines, liveness, load and speed.
 
 Call deadlines and peer liveness are separate. A call that misses its deadline is a miss for its caller and makes the
-peer overdue: no call goes to the peer until it sends something, so a silent peer costs each session one deadline and
-not one per call. A call that arrived late, or was cut short, says nothing of the peer. A peer that leaves pings
-unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
+peer overdue: no call but a ping goes to the peer until it sends something, so a silent peer costs the matches that wait
+for it one deadline, and later matches nothing. A call that arrived late, or was cut short, says nothing of the peer. A
+peer that leaves pings unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
 
 ::
 
@@ -18,8 +18,9 @@ be fetched from it (a firewall, no descriptors left, a full backlog)::
        ^                                                                     |
        +--- bytes come to a probe, which is repeated in the background ------+
 
-One such transfer is enough where the peer answers calls at once. Where it is slow to answer calls, transfers may wait
-for `PATIENT_TRIPS` recent round trips together, at most `suspect_s`.
+If the peer answers calls at once, one such transfer is enough. If it is slow to answer calls, its bulk path counts as
+dead only when transfers have together waited for `PATIENT_TRIPS` times its longest recent round trip, at most
+`suspect_s`.
 
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
@@ -52,7 +53,7 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 from tokenlake.wire.fields import NO_RING, RingVersion
 
-__all__ = ["LEAST_RATE", "Call", "OnReply", "Peer", "Peers", "Reply"]
+__all__ = ["LEAST_RATE", "Call", "Peer", "Peers", "Reply"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
@@ -81,7 +82,8 @@ reported again, and decays afterwards."""
 RATE_WEIGHT = 0.2
 """Weight of the newest fetch in the running mean of the rate."""
 PATIENT_TRIPS = 4
-"""Round trips of calls for which transfers from a peer may wait in vain before its bulk path counts as dead."""
+"""Number of round trips of calls for which transfers from a peer may wait without bytes before its bulk path counts as
+dead."""
 PINGED = 8
 """Number of peers that are pinged in rotation per gossip interval."""
 
@@ -113,10 +115,10 @@ class Peer:
         self.ring: RingVersion = NO_RING
         """The ring that the peer named last."""
         self.bulk = Liveness()
-        """Health of the bulk path. It is overdue from the time that transfers waited for too long in vain until bytes
-        come."""
+        """Health of the bulk path. It is overdue from the time when transfers have waited too long without bytes, until
+        bytes come."""
         self.waited_s = 0.0
-        """Seconds for which transfers waited in vain since one was answered."""
+        """Seconds for which transfers have waited without bytes since the last one that was answered."""
         self.unanswered = 0
         """Times in a row that the bulk path became overdue before a segment came."""
         self.slowest_s = 0.0
@@ -129,7 +131,7 @@ class Peer:
         self.load = Rate(LOAD_HALF_LIFE_S)
         """Bytes per second that the peer reports to send to engines of other nodes."""
         self.announced = Rate(LOAD_HALF_LIFE_S)
-        """Rate of bytes that this node reads from the peer, or has just decided to read."""
+        """Rate of the bytes that readers fetch from the peer because this node redirected them there."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from the peer, as a running mean."""
         self.calls: dict[int, Call] = {}
@@ -313,8 +315,9 @@ class Peers:
     # -- frames
 
     def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
-        """Send a one-way message. It is dropped while the peer is down or SUSPECT, because the peer is told all that it
-        needs when it is back. An overdue peer gets the message, because nothing would repeat it."""
+        """Send a one-way message. It is dropped while the peer is down or SUSPECT: when the peer is back, this node
+        tells it again which segments it owns, and other state ends by deadlines. An overdue peer gets the message,
+        because it would not be repeated."""
         if self.reachable(node):
             self._context.emit(SendToPeer(node, message))
 
@@ -439,14 +442,14 @@ class Peers:
         peer.load.set(message.load, self._context.now + self._load_holds_s)
 
     def load(self, node: NodeId) -> float:
-        """Returns the load of a peer in bytes per second: the load that it reported plus the recent reads of this node
-        there. The sum may count a read twice."""
+        """Returns the load of a peer in bytes per second: the load that it reported plus that of the readers that this
+        node redirected there lately. The sum may count a read twice."""
         peer, now = self._peers[node], self._context.now
         return peer.load.at(now) + peer.announced.at(now)
 
     def will_read(self, node: NodeId, nbytes: int) -> None:
-        """Count `nbytes` that this node is about to read from `node` as load of that node, which no report includes
-        yet."""
+        """Count as load of `node` the `nbytes` that a reader will fetch there because this node redirects it. No report
+        of `node` includes them yet."""
         self._peers[node].announced.add(nbytes, self._context.now)
 
     @property
@@ -455,7 +458,7 @@ class Peers:
         return 2 * self._round_s + self._context.config.suspect_s
 
     def names_ring(self, node: NodeId, ring: RingVersion) -> None:
-        """A message of `node` names this ring as its own."""
+        """Handle the ring that a message of `node` names as that of `node`."""
         peer = self._peers[node]
         peer.ring = ring
         if ring != self._context.ring_version:
@@ -468,7 +471,7 @@ class Peers:
 
     # -- the bulk path
 
-    def answered(self, node: NodeId) -> None:
+    def bulk_answered(self, node: NodeId) -> None:
         """A transfer from `node` was answered: segments can be fetched from it."""
         peer = self._peer(node)
         if peer.bulk.overdue:
@@ -476,13 +479,14 @@ class Peers:
         peer.bulk.heard(self._context.now)
         peer.waited_s = 0.0
 
-    def answers(self, node: NodeId) -> bool:
-        """Returns True unless `node` did not answer a transfer, and none since."""
+    def bulk_alive(self, node: NodeId) -> bool:
+        """Returns False from the time when transfers from `node` have waited too long without bytes, until one is
+        answered; otherwise True."""
         return not self._peer(node).bulk.overdue
 
     def patience_s(self, node: NodeId) -> float:
-        """Returns the seconds for which transfers from `node` may wait in vain before its bulk path counts as dead. A
-        node under load, or behind a slow network, is slow to answer calls as well."""
+        """Returns the seconds for which transfers from `node` may wait without bytes before its bulk path counts as
+        dead. A node under load, or behind a slow network, is slow to answer calls as well."""
         return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
 
     def _slowest_s(self, peer: Peer) -> float:
@@ -497,11 +501,11 @@ class Peers:
         if seconds > self._slowest_s(peer):
             peer.slowest_s, peer.slowest_at = seconds, self._context.now
 
-    def unanswered(self, node: NodeId, began: float, waited_s: float) -> int:
+    def bulk_silent(self, node: NodeId, began: float, waited_s: float) -> int:
         """A transfer of segments from `node` that began at the time `began` was not answered in `waited_s` seconds.
-        Once transfers have waited for `patience_s`, nothing is fetched from the node until `answered`, unless another
-        transfer was answered since. Returns the number of times in a row that this happened; 0 if the node still
-        delivers, or was known before not to."""
+        Once transfers have waited for `patience_s`, no segments are fetched from the node until `bulk_answered` is
+        called for it, unless another transfer was answered since `began`. Returns how many times in a row the bulk path
+        became overdue; 0 if it did not become overdue by this call."""
         peer = self._peer(node)
         self._context.counters.add(UNANSWERED)
         known = peer.bulk.overdue

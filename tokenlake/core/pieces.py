@@ -87,7 +87,7 @@ class Pieces:
         grants = process.session if process is not None else None
         leases = [lease for lease in grants.leases if lease not in known] if grants is not None else []
         writes = [write for write in grants.writes if write not in known] if grants is not None else []
-        # The whole of each lease: an item that another process holds as well stays leased.
+        # The pieces give back all items of each lease; an item that another process holds as well stays leased.
         for lease in leases:
             yield from self._release(connection, engine.Release(((lease, 0, MAX_KEYS),)))
         for write in writes:

@@ -24,8 +24,8 @@ DRAIN_ALONE_S = 2.0
 """Seconds for which no second pool has to give up memory while a region with slots in use is being emptied; most leases
 end sooner."""
 PATIENCE_S = 60.0
-"""Seconds after which another region is chosen instead of one with slots in use, although that one has slots in use
-too. A region without any is chosen at once."""
+"""Seconds after which a region that is being emptied and still has slots in use is given up for another region, even if
+that region has slots in use too. A region without slots in use is chosen at once."""
 
 Demand = tuple[TenantId, int]
 """(tenant, bytes of a slot) for which engines need a region of the node's memory."""

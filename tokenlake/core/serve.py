@@ -44,12 +44,13 @@ REDIRECTED = Metric("tokenlake_redirected_lookups_total", "Lookups redirected to
 DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while the segment is sent to other readers")
 
 PEER_LEASE_SHARE = 0.5
-"""Share of a pool's capacity (in slots) that all other nodes together may lease, and of the sends under way to one of
-them; the rest is left for the engines of this node."""
+"""Share of a pool's capacity (in slots) that all other nodes together may lease, and share of it that the segments of
+the sends under way to one node may have. The rest is left for the engines of this node."""
 READERS_PER_SLOT = 64
 """Maximum mean number of leases of other nodes on each slot that they may lease; a bound on the memory for leases."""
 SLICE = 1024
-"""Segments whose leases are released at once before other events are handled; at least one lease."""
+"""Number of segments whose leases one slice of work releases before other events are handled; a slice releases at least
+one lease."""
 FAN_OUT = 2
 """Number of readers of a segment that this node serves at a time."""
 RECIPIENTS_KEPT_S = 2.0
@@ -59,7 +60,7 @@ MAX_REMEMBERED = 4096
 
 _LOCAL, _MISSING = Code.LOCAL, Code.MISSING
 _DELIVERED = math.inf
-_NONE: frozenset[Segment] = frozenset()
+_NO_LEASES: Counter[Segment] = Counter()
 
 
 class Verdict(NamedTuple):
@@ -107,8 +108,8 @@ class FanOut:
         until = self._context.now + deadline_s(self._peers.predict_s(node, nbytes))
         for segment in segments:
             recipients = self._entry(segment)
-            # A reader that was redirected and still reads from this node found no copy at the other node, which is
-            # therefore no recipient any more.
+            # A reader that was redirected and reads from this node all the same found no copy at the node to which it
+            # was redirected: that node does not count as a recipient any more.
             recipients.until.pop(recipients.redirected.pop(node, node), None)
             recipients.deferred_until.pop(node, None)
             recipients.until[node] = until
@@ -211,8 +212,8 @@ class _Send(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """Segments that another node pulls from this one. While some of them are read from disk, those in memory are
-    pinned, until all are in memory."""
+    """Segments that another node pulls from this one. While some of them are being read from disk, the pull pins those
+    in memory."""
 
     stream: int
     node: NodeId
@@ -238,10 +239,8 @@ class Serving:
         """Those of them that are still to be sent, by bulk connection."""
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
-        self._leased: dict[PoolId, set[Segment]] = {}
-        """The segments that other nodes lease, by pool of slots."""
-        self._again: Counter[Segment] = Counter()
-        """For each segment with several leases of other nodes, the number of leases beyond the first."""
+        self._leased: dict[PoolId, Counter[Segment]] = {}
+        """Number of leases of other nodes on each segment that they lease, by pool of slots."""
         self._pins = 0
         """Number of pins that leases of other nodes hold, in all pools."""
         self._sends: dict[int, _Send] = {}
@@ -326,17 +325,17 @@ class Serving:
         codes: bytearray,
         epoch: int,
     ) -> list[NodeId]:
-        """Set the codes of the keys whose segments this node lacks from the directory. `disk`: the indices of those
-        that it has on disk. Returns the owner for each code
-        ELSEWHERE, in the order of the keys. `epoch`: that of the reader's ring; on a newer ring than this node's, this
-        node may be the directory node of keys of which it knows nothing."""
+        """Set the codes of the keys whose segments this node lacks from the directory. `disk`: the indices of the keys
+        whose segments it has on disk. Returns the owner for each code ELSEWHERE, in the order of the keys. `epoch`:
+        that of the reader's ring; on a newer ring than this node's, this node may be the directory node of keys of
+        which it knows nothing."""
         absent_code = _MISSING if epoch <= self._context.record.epoch else Code.UNKNOWN
         here = self._context.node
         absent = [index for index, segment in enumerate(found) if segment is None and index not in disk]
         missing = [keys[index] for index in absent]
         nodes: list[NodeId] = []
         candidates = self._context.ring.candidates(join_keys(missing))
-        answers = self._directory_node.ask(tenant, missing)
+        answers = self._directory_node.answers(tenant, missing)
         for index, pair, (code, elsewhere) in zip(absent, candidates, answers, strict=True):
             # A reader that was told that this node owns some segments also asks for their neighbours, of which this
             # node is not a candidate and knows nothing.
@@ -356,14 +355,14 @@ class Serving:
         enough = True
         for pool, segments in _by_pool(leased).items():
             rooms[pool] = self._room(pool, len(leased))
-            enough = enough and len(segments - self._leased.get(pool, _NONE)) <= rooms[pool]
+            enough = enough and len(segments.keys() - self._leased.get(pool, _NO_LEASES).keys()) <= rooms[pool]
         if enough:
             return leased
         leased.clear()
         for index, segment in enumerate(found):
             if segment is None:
                 continue
-            fresh = segment not in self._leased.get(segment.pool, _NONE)
+            fresh = segment not in self._leased.get(segment.pool, _NO_LEASES)
             if rooms[segment.pool] >= fresh:
                 rooms[segment.pool] -= fresh
                 leased.append(segment)
@@ -372,10 +371,11 @@ class Serving:
         return leased
 
     def _room(self, pool: PoolId, wanted: int) -> int:
-        """Returns how many further slots of `pool` other nodes may lease; -1 if they have so many leases that not even
-        `wanted` more on slots that are leased already are granted."""
+        """Returns how many further slots of `pool` other nodes may lease. Returns -1 if `wanted` further leases would
+        exceed the limit of leases (`READERS_PER_SLOT`): then slots that are leased already get no further lease
+        either."""
         limit = int(PEER_LEASE_SHARE * self._context.store.capacity(pool))
-        room = limit - len(self._leased.get(pool, _NONE))
+        room = limit - len(self._leased.get(pool, _NO_LEASES))
         return room if self._pins + wanted <= READERS_PER_SLOT * limit else -1
 
     # -- leases
@@ -385,9 +385,7 @@ class Serving:
         self._context.store.pin(*segments)
         self._pins += len(segments)
         for pool, leased in _by_pool(segments).items():
-            before = self._leased.setdefault(pool, set())
-            self._again.update(before & leased)
-            before |= leased
+            self._leased.setdefault(pool, Counter()).update(list(leased))
         self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
 
@@ -412,16 +410,12 @@ class Serving:
         lease.timer.cancel()
         self._pins -= len(lease.segments)
         for pool, leased in _by_pool(lease.segments).items():
-            if self._again:
-                still = {segment for segment in leased if segment in self._again}
-                leased -= still
-                for segment in still:
-                    self._again[segment] -= 1
-                    if not self._again[segment]:
-                        del self._again[segment]
-            before = self._leased[pool]
-            before -= leased
-            if not before:
+            counts = self._leased[pool]
+            for segment in leased:
+                counts[segment] -= 1
+                if not counts[segment]:
+                    del counts[segment]
+            if not counts:
                 del self._leased[pool]
         self._context.store.unpin(*lease.segments)
 
@@ -485,7 +479,7 @@ class Serving:
             )
 
     def _read(self, pull: _Pull, segment: Segment | None, code: Code) -> None:
-        """A segment of a pull was read from disk, or was not (None)."""
+        """Handle the end of the read of one segment of a pull from disk. `segment`: None if it was not read."""
         pull.awaited -= 1
         if segment is not None:
             pull.segments.append(segment)
@@ -500,7 +494,8 @@ class Serving:
     def _send(self, pull: _Pull, found: Sequence[Segment | None]) -> None:
         node = pull.node
         sizes = {segment.slot_bytes for segment in found if segment is not None}
-        # Segments of two layouts never share a key: a request for both is malformed, and gets neither.
+        # All segments of a correct request have one layout. A request for segments of two sizes is malformed, and gets
+        # none.
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
         if sent:
@@ -560,9 +555,11 @@ class Serving:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
-        readers = Counter(itertools.chain.from_iterable(set(lease.segments) for lease in self._leases.values()))
-        assert self._again == Counter({segment: count - 1 for segment, count in readers.items() if count > 1})
-        assert self._leased == _by_pool(list(readers))
+        leased: dict[PoolId, Counter[Segment]] = {}
+        for lease in self._leases.values():
+            for pool, segments in _by_pool(lease.segments).items():
+                leased.setdefault(pool, Counter()).update(list(segments))
+        assert self._leased == leased
         assert self._pins == sum(len(lease.segments) for lease in self._leases.values())
         counted: Counter[NodeId] = Counter()
         for send in self._sends.values():
@@ -571,14 +568,14 @@ class Serving:
         self._fan_out.check_integrity()
 
 
-def _by_pool(segments: Sequence[Segment]) -> dict[PoolId, set[Segment]]:
-    """Returns the segments grouped by their pool of slots, mostly one."""
+def _by_pool(segments: Sequence[Segment]) -> dict[PoolId, dict[Segment, None]]:
+    """Returns the segments, each once, grouped by their pool of slots, mostly one."""
     if not segments:
         return {}
     first = segments[0].pool
     if all(segment.pool is first for segment in segments):
-        return {first: set(segments)}
-    grouped: dict[PoolId, set[Segment]] = {}
+        return {first: dict.fromkeys(segments)}
+    grouped: dict[PoolId, dict[Segment, None]] = {}
     for segment in segments:
-        grouped.setdefault(segment.pool, set()).add(segment)
+        grouped.setdefault(segment.pool, {})[segment] = None
     return grouped

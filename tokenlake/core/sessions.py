@@ -1,7 +1,7 @@
 """Sessions and processes: the engines that are connected to this node.
 
-A session is one engine, and each process of it is one connection. A session that misses its heartbeats for a whole
-lease expires: its reservations leave the index. Its slots are free when its processes gave them back or are dead.
+A session is one engine, and each process of it is one connection. A session that sends nothing for `lease_s` expires:
+its reservations leave the index. Its slots are free when its processes gave them back or are dead.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
                        a lookup to each directory node of the other keys, in parallel
                            | all have answered, or the deadline has passed
                            v
-                       if it asks for the time on disks: a lookup to each only owner, in parallel, as directory nodes
-                       do not know which segments their owners have on disk
+                       if it asks for the time on disks: a lookup, in parallel, to each node that alone has some of the
+                       segments, because directory nodes do not know which segments are on disk
                            | all have answered, or the deadline of both rounds has passed
                            v
                        Located: the nodes that have each segment, and the time on disks
@@ -52,22 +52,23 @@ class _Question:
     owners: dict[SegmentKey, tuple[NodeId, ...]] = field(default_factory=dict)
     """By key: the nodes that have the segment, in the order in which they became known."""
     disk_s: dict[SegmentKey, float] = field(default_factory=dict)
-    """By key of a segment on disk: its part of the seconds until its owner has read all of them."""
+    """For each segment on disk, by key: the seconds until its owner has read all segments of the request that are on
+    its disk, divided by their number."""
     awaited: int = 0
 
     def has(self, key: SegmentKey, node: NodeId) -> None:
-        """Note that a node has a segment."""
+        """Record that a node has the segment of a key."""
         known = self.owners.get(key, ())
         if node not in known:
             self.owners[key] = (*known, node)
 
     def reads(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        """Note that a node takes so long to read segments from its disk."""
+        """Record that a node takes `seconds` to read the segments of these keys from its disk."""
         self.disk_s |= dict.fromkeys(keys, seconds / max(1, len(keys)))
 
 
 class Survey:
-    """Answers where segments are."""
+    """Handles `LocateRequested`: finds the nodes that have segments."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
@@ -100,7 +101,7 @@ class Survey:
             question.reads([keys[index] for index in on_disk], self._transfers.disk_s(nbytes))
         asked = dict(self._peers.by_directory_node(missing, previous=True))
         own = asked.pop(here, [])
-        for key, (_, owner) in zip(own, self._directory_node.ask(tenant, own), strict=True):
+        for key, (_, owner) in zip(own, self._directory_node.answers(tenant, own), strict=True):
             if owner is not None:
                 question.has(key, owner)
         self._waiting += 1

@@ -10,8 +10,9 @@ until the segment is stored, the marker is withdrawn or its time is over. A matc
                                      most `suspect_s`, after which a node that does not answer is SUSPECT
     first missing segment MISSING    set the marker at its directory node. Granted: answer the match, its engine
                                      computes the segment. PENDING: another engine set the marker first; wait for it.
-                                     A match whose engine was told of the segment by another engine waits without a
-                                     marker for its first `in_flight_expected_s`: that of the other engine may be late
+                                     A match whose engine was told of the segment by another engine also waits without
+                                     a marker, for its first `in_flight_expected_s`: the directory node may receive the
+                                     marker of the other engine later than the lookup
 
 All matches of a tenant that wait for the same segment share one poll of its directory node, at growing intervals. A
 segment that arrives at this node, or of which this node as directory node hears, ends their waits without a poll. The
@@ -64,9 +65,9 @@ MAX_IN_FLIGHT_WAIT_S = 10.0
 """Upper bound on the wait of a match: the segments that it has found stay leased meanwhile, and leases at other nodes
 end after `peer_lease_s`."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.05
-"""Seconds between two lookups of a waiting match: the first, and the maximum after repeated doubling."""
+"""Seconds between two polls for one segment: before the first poll, and the maximum. Each poll doubles the time."""
 POLL_S = 0.0005
-"""Seconds between two polls of this node, if its tenants wait for many different segments."""
+"""Minimum mean seconds between two polls of this node, if its tenants wait for many different segments."""
 MAX_WAITING = 1024
 """Maximum number of matches of a tenant that wait; a further one is answered at once, with the code PENDING or
 DEFERRED."""
@@ -86,7 +87,8 @@ class Wait:
         self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0, expected_s: float = 0.0
     ) -> None:
         """`in_flight_wait_s`: maximum wait in seconds. `per_segment_s`: if above 0, the wait is also at most this many
-        seconds for each missing segment. `expected_s`: for so many seconds the match waits without a marker too."""
+        seconds for each missing segment. `expected_s`: for so many seconds the match also waits for a segment without a
+        marker."""
         self._per_segment_s = per_segment_s
         self.in_flight_wait_s = min(in_flight_wait_s, MAX_IN_FLIGHT_WAIT_S)
         self.until = now + self.in_flight_wait_s
@@ -149,7 +151,8 @@ class WaitingMatches:
 
     def may_wait(self, wait: Wait, code: int) -> bool:
         """Returns True if a match whose first missing segment has this code could find more segments by waiting, and
-        has time left for it. UNKNOWN: a node did not answer the lookup of the segment."""
+        has time left to wait. With UNKNOWN, a node did not answer the lookup of the segment: the match may wait for at
+        most `suspect_s`."""
         now, until = self._context.now, wait.until
         if code == Code.UNKNOWN:
             wait.repeats_until = min(wait.repeats_until, now + self._context.config.suspect_s)
@@ -293,11 +296,12 @@ class WaitingMatches:
             if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
                 if reply.lease:
                     self._peers.tell(directory_node, wire.ReleaseLease((reply.lease,)))
-                code = Code(reply.codes[0]) if reply.codes[0] in (Code.PENDING, Code.MISSING) else Code.LOCAL
+                told = Code(reply.codes[0])
+                code = told if told in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL
             answered(code)
 
         if directory_node == self._context.node:
-            code, owner = self._directory_node.ask(tenant, [key])[0]
+            code, owner = self._directory_node.answers(tenant, [key])[0]
             if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
                 code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:
@@ -332,8 +336,9 @@ class WaitingMatches:
 
 
 class InFlightMarkers:
-    """The in-flight markers that this node has set at directory nodes for its engines. They end when the process
-    withdraws them or ends; a directory node drops a marker by itself when its time is over or the segment is stored."""
+    """The in-flight markers for which engines of this node asked (`engine.Claim`). Markers of writes and of waiting
+    matches are not counted here. They end when the process withdraws them or ends; a directory node drops a marker by
+    itself when its time is over or the segment is stored."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
@@ -364,6 +369,11 @@ class InFlightMarkers:
         self._end(tenant, surplus)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
+
+    def move(self, old: ConnectionId, new: ConnectionId) -> None:
+        """Move the in-flight markers of a process that goes on over another connection."""
+        if old in self._claimed:
+            self._claimed[new] = self._claimed.pop(old)
 
     def process_gone(self, connection: ConnectionId) -> None:
         """Withdraw the in-flight markers of a process that left or died."""

@@ -65,7 +65,7 @@ class Writes:
         everything = split_keys(request.keys)
         keys = everything[:PIECE]
         hints = with_access(request.hints, session.recent.access(everything, request.first))
-        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
+        write = Write(WriteId(self._context.next_id()), process.connection)
         room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []
@@ -122,8 +122,9 @@ class Writes:
 
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
-        well. The answer is RESERVED for uncommitted segments, EXPIRED if the deadline of the write has passed, and
-        COMMITTED for the others; SESSION_LIMIT for all if a limit is reached."""
+        well. The answer has one code for each index up to the last uncommitted segment: RESERVED for an uncommitted
+        one, or EXPIRED if the deadline of the write has passed; COMMITTED for all others, also where the write reserved
+        none; SESSION_LIMIT for all if a limit is reached."""
         write = process.session.writes[WriteId(request.lease)]
         count = max(write.open) + 1
         if not self._grants.attach(process.session, write, process.connection):

@@ -1,5 +1,5 @@
-"""The disk tier of one node: the rules (`tokenlake.disk`) decide which slot of which device holds which segment; a file
-layer beneath them writes and reads the slots."""
+"""The disk tier of one node: the rules (`tokenlake.disk`) decide which place of which device holds which segment; a
+file layer beneath them writes and reads the places."""
 
 from tokenlake.disk.index import NO_ENTRY
 from tokenlake.disk.places import NOTE_BYTES, PLACE_BYTES, Place, pack_places, stride, unpack_places

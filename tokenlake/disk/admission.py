@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from enum import StrEnum
 
-__all__ = ["SHARE", "Admission", "DailyBudget", "Refusal"]
+__all__ = ["DAY_S", "SHARE", "Admission", "DailyBudget", "Refusal"]
 
 SHARE = 0.5
 """Limit of written bytes, as a share of the bytes that memory evicts."""
@@ -33,7 +33,7 @@ MEMORY = 0.995
 MAX_REQUESTS = 4096
 """Requests whose decision is remembered."""
 LEAST_CREDIT = -256
-"""Credit below which also the further segments of a request are refused that was admitted."""
+"""Credit below which the further segments of an admitted request are refused too."""
 LEAST_VALUE = 1e-9
 """Least threshold above 0, in accesses per second."""
 
@@ -44,7 +44,7 @@ class Refusal(StrEnum):
     VALUE = "value"
     """Its expected re-use is below that of the other candidates, or of the segments on disk."""
     SHARE = "share"
-    """Half of what memory evicts is written already."""
+    """The credit is used: a share (`SHARE`) of the segments that memory evicted was written."""
     DAY = "day"
     """The budget of bytes per day is used."""
     QUEUE = "queue"
@@ -52,10 +52,9 @@ class Refusal(StrEnum):
 
 
 class DailyBudget:
-    """Bytes that may be written now, of a number per day. A new budget begins with all that it may save up."""
+    """Bytes that may be written now, of a number per day. A new budget begins with the bytes of `BURST_S`."""
 
     def __init__(self, bytes_per_day: float, now: float) -> None:
-        """`bytes_per_day`: infinity for no limit."""
         self._rate = bytes_per_day / DAY_S
         self._most = self._rate * BURST_S
         self._left = self._most
@@ -78,22 +77,18 @@ class DailyBudget:
 
 
 class Admission:
-    """The threshold, and the limit by what memory evicts, for the segments of one tenant and size. Counts are in
-    segments."""
+    """Decides which segments of one tenant and size are written: by a threshold on their retention value, and by a
+    limit that follows what memory evicts. Counts are in segments."""
 
     def __init__(self) -> None:
         self._credit = float(MAX_CREDIT)
-        """Segments that may be written now, by the share of what memory evicted."""
+        """Number of segments that may be written now, from the share of those that memory evicted. Further segments of
+        admitted requests make it negative."""
         self._threshold = 0.0
         self._asked = self._evicted = 1.0
         self._requests: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
         """By request: the least number of accesses of a segment that was admitted, and the greatest of one that was
         refused."""
-
-    @property
-    def threshold(self) -> float:
-        """The least retention value that is admitted, in accesses per second."""
-        return self._threshold
 
     def evicted(self, segments: int) -> None:
         """Count segments that memory evicted."""
@@ -105,8 +100,9 @@ class Admission:
     ) -> Refusal | None:
         """Returns None if a candidate of this retention value is admitted, else the reason. `request`: names the
         request that accessed it last; `accesses`: how often it was accessed. `least`: the value of the segment that it
-        would displace on disk. `share`: the share of what memory evicts that may be written, by the budget of bytes per
-        day too. Counts the candidate, unless the limit by what memory evicts is reached."""
+        would displace on disk. `share`: the share of the evicted bytes that the budget of bytes per day allows to
+        write. A candidate that is refused because the credit is used changes nothing; any other one moves the
+        threshold."""
         admitted, refused = self._requests.get(request, (math.inf, 0))
         if self._credit < (LEAST_CREDIT if accesses >= admitted else 1):
             return Refusal.SHARE

@@ -13,11 +13,12 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 
-__all__ = ["NO_ENTRY", "Index"]
+__all__ = ["NO_ENTRY", "NO_NEIGHBOUR", "Index"]
 
 NO_ENTRY = -1
+NO_NEIGHBOUR = 0xFFFFFFFF
+"""In place of the entry before the first one of a group, and behind the last."""
 _LEAST_TABLE = 64
-_NONE = 0xFFFFFFFF
 
 
 class Index:
@@ -51,7 +52,7 @@ class Index:
 
     @property
     def limit(self) -> int:
-        """A number above that of each entry."""
+        """A number greater than that of each entry."""
         return len(self.slots)
 
     def find(self, tenant: str, key: SegmentKey) -> int:
@@ -79,8 +80,8 @@ class Index:
             self.slabs.append(slab)
             self.slots.append(slot)
             self.shards.append(shards)
-            self.previous.append(_NONE)
-            self.next.append(_NONE)
+            self.previous.append(NO_NEIGHBOUR)
+            self.next.append(NO_NEIGHBOUR)
             self.groups.append(0)
         self._count += 1
         if 3 * self._count > 2 * len(self._table):
@@ -111,7 +112,7 @@ class Index:
         self._count -= 1
 
     def holds(self, entry: int) -> bool:
-        """Whether the number is that of an entry."""
+        """Returns True if an entry has this number."""
         return entry < len(self.slabs) and self.slabs[entry] != 0xFFFF
 
     def key(self, entry: int) -> SegmentKey:

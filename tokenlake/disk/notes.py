@@ -1,5 +1,5 @@
-"""Notes: what the rules keep of a segment on disk, packed into 48 bytes. A segment that is read back is valued as if it
-had never left memory, also after a restart."""
+"""Notes: the depth, accesses and hints of a segment on disk, packed into 48 bytes, from which a segment that is read
+back, also after a restart, gets the retention value that it would have if it had stayed in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which segments leave a slab: that of the learned policy of memory, by groups.
+"""The order in which segments leave a slab: by the retention values of the learned policy of memory, in groups.
 
 Segments that were accessed at about the same time, with equal features (the inputs of the model of re-use), form a
 group: the model values them alike at every age. The group of least value gives a segment up first, and of one group the
@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 
-from tokenlake.disk.index import Index
+from tokenlake.disk.index import NO_NEIGHBOUR, Index
 from tokenlake.store.eviction.odds import EDGES, Features, Odds
 from tokenlake.store.eviction.records import GHOST_S
 
@@ -20,7 +20,6 @@ __all__ = ["TOGETHER_S", "Order"]
 
 TOGETHER_S = 10.0
 """Seconds within which accesses fall into one group."""
-_NONE = 0xFFFFFFFF
 
 
 class _Group:
@@ -32,7 +31,7 @@ class _Group:
         self.at = at
         """Time in seconds of the accesses."""
         self.age = 0
-        self.head = self.tail = _NONE
+        self.head = self.tail = NO_NEIGHBOUR
         self.size = 0
         self.used = 0
         """Number of entries that left within the present bucket of age because they were accessed again."""
@@ -67,8 +66,8 @@ class Order:
             group = self._make(name, at, now)
         index = self._index
         index.groups[entry] = group.number
-        index.previous[entry], index.next[entry] = group.tail, _NONE
-        if group.tail == _NONE:
+        index.previous[entry], index.next[entry] = group.tail, NO_NEIGHBOUR
+        if group.tail == NO_NEIGHBOUR:
             group.head = entry
         else:
             index.next[group.tail] = entry
@@ -82,11 +81,11 @@ class Order:
         group = self._groups[index.groups[entry]]
         group.used += used
         before, behind = index.previous[entry], index.next[entry]
-        if before == _NONE:
+        if before == NO_NEIGHBOUR:
             group.head = behind
         else:
             index.next[before] = behind
-        if behind == _NONE:
+        if behind == NO_NEIGHBOUR:
             group.tail = before
         else:
             index.previous[behind] = before
@@ -128,9 +127,7 @@ class Order:
         if group.age + 1 < len(EDGES):
             heapq.heappush(self._aging, (group.at + EDGES[group.age + 1], group.number))
             if len(self._aging) > 4 * len(self._groups) + 256:
-                # A group has one valid time, the earliest.
-                times = {number: at for at, number in reversed(self._aging) if number in self._groups}
-                self._aging = [(at, number) for number, at in times.items()]
+                self._aging = [(at, number) for at, number in self._aging if number in self._groups]
                 heapq.heapify(self._aging)
         if len(self._heap) > 4 * len(self._groups) + 256:
             alive = ((value, number, at) for value, number, at in self._heap if number in self._groups)
@@ -160,8 +157,8 @@ class Order:
         counted = 0
         for number, group in self._groups.items():
             members: array[int] = array("I")
-            at, before = group.head, _NONE
-            while at != _NONE:
+            at, before = group.head, NO_NEIGHBOUR
+            while at != NO_NEIGHBOUR:
                 assert index.groups[at] == number
                 assert index.previous[at] == before
                 members.append(at)

@@ -15,7 +15,8 @@ __all__ = ["ALIGNMENT", "HEADER_BYTES", "NOTE_BYTES", "PLACE_BYTES", "Place", "p
 ALIGNMENT = 4096
 """Places begin at multiples of this number of bytes, as direct I/O requires."""
 HEADER_BYTES = 4096
-"""Bytes of each place beside the segment: its key, generation, checksums and note, and what encryption adds."""
+"""Bytes of each place beside those of the segment: its key, generation, checksums and note, and the additions of
+encryption."""
 NOTE_BYTES = 48
 """Bytes that the rules keep with each segment on disk. Their meaning is known to the rules only (`notes.py`)."""
 _PLACE = struct.Struct("<II")

@@ -28,7 +28,7 @@ class ReadQueue(Generic[T]):
     """Reads that wait for their device, in order, and the number of those under way."""
 
     def __init__(self, devices: Mapping[int, Device]) -> None:
-        """`devices`: those in use; read only."""
+        """`devices`: those in use, by number. The queue changes their read rates."""
         self._devices = devices
         self._waiting: dict[int, dict[T, int]] = {}
         """By device: the bytes of each read that waits, the oldest first."""

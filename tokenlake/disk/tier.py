@@ -13,7 +13,8 @@
     READ       it is being read back, or held for a reader: it keeps its place
 
 A device has one slab per tenant and slot size. A slab grows by one place at a time while the device has room and the
-tenant's quota allows it; then a new segment takes the place of the one of least retention value in the slab.
+tenant's quota allows it. On a full device a slab with less than an equal part of it takes places of the largest one; in
+any other slab a new segment takes the place of the one of least retention value.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tokenlake.disk.admission import SHARE, Admission, DailyBudget, Refusal
+from tokenlake.disk.admission import DAY_S, SHARE, Admission, DailyBudget, Refusal
 from tokenlake.disk.index import NO_ENTRY, Index
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.order import TOGETHER_S, Order
@@ -39,7 +40,6 @@ from tokenlake.store.removals import DISK_RULE
 
 __all__ = ["Device", "DiskTier", "Forgotten", "Slab", "SlabUse"]
 
-DAY_S = 86_400.0
 EVICTIONS_HALF_LIFE_S = 300.0
 MAX_SLABS = 0xFFFF
 MAX_WRITING_S = 1.0
@@ -69,7 +69,8 @@ class Slab:
         self.generations = array("I")
         """By place: the number of segments that it has had."""
         self.newest = 0
-        """The greatest generation that any place had before this process."""
+        """The greatest generation of the places that were found on the device, and of those by which the slab was
+        shortened. New places begin with it."""
         self.resident: OrderedDict[int, tuple[Segment, float]] = OrderedDict()
         """The segments of the slab that are in memory too, by entry, and the time of an access of each. The order is
         that of these times, approximately."""
@@ -85,13 +86,12 @@ class Slab:
 class Device:
     """One device, as the file layer reported it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, read_rate: float, write_rate: float) -> None:
         self.number = number
         self.capacity = 0
-        self.read_rate = self.write_rate = 1.0
-        """Bytes per second, measured."""
-        self.ready = False
-        """True while the device can be read."""
+        self.read_rate, self.write_rate = max(1.0, read_rate), max(1.0, write_rate)
+        """Bytes per second: those that the file layer reported when the device was opened. Reads change that of
+        reads."""
         self.writable = False
         """True once everything on it was found."""
         self.used = 0
@@ -129,8 +129,8 @@ def _fill(device: Device) -> tuple[float, float]:
 
 
 class DiskTier:
-    """All entries of a node. Changes nothing outside itself but the field `disk` of segments. An entry that is being
-    written is found by `entry_of` only."""
+    """All entries of a node. Changes nothing outside itself but the field `disk` of segments, and gives the models of
+    re-use samples to learn from. An entry that is being written is not found."""
 
     def __init__(
         self,
@@ -161,10 +161,8 @@ class DiskTier:
         """Number of reads under way, by (number of the slab, place)."""
         self._voids: deque[tuple[Slab, int]] = deque()
         """Slabs of devices that have gone, and how many of their places were looked at to remove the entries."""
-        self._holds: dict[int, float] = {}
-        """Time in seconds until which an entry is held for a reader."""
-        self._ends: deque[tuple[float, int]] = deque()
-        """(time, entry) of holds, the earliest first; one that was held again since is void."""
+        self._holds: OrderedDict[int, float] = OrderedDict()
+        """Time in seconds until which each entry is held for a reader, the earliest first."""
         self._admissions: dict[tuple[TenantId, int], Admission] = {}
         self._evicted = Rate(EVICTIONS_HALF_LIFE_S)
         """Bytes that memory evicts per second."""
@@ -180,11 +178,6 @@ class DiskTier:
             return NO_ENTRY
         entry = self._index.find(tenant, key)
         return NO_ENTRY if entry in self._writing else entry
-
-    def entry_of(self, tenant: TenantId, key: SegmentKey) -> int:
-        """Returns the number of the entry of a segment that is on a device or is being written to one; `NO_ENTRY` if
-        there is none."""
-        return self._index.find(tenant, key) if self._index else NO_ENTRY
 
     def slab(self, entry: int) -> Slab:
         """The slab of an entry."""
@@ -204,7 +197,7 @@ class DiskTier:
         return self._index.shards[entry]
 
     def note(self, entry: int) -> Note:
-        """What is known of the segment of an entry."""
+        """The note of an entry: depth, accesses and hints of its segment."""
         return self._notes.unpack(self._index.note(entry))
 
     def packed_note(self, entry: int) -> bytes:
@@ -218,8 +211,8 @@ class DiskTier:
         return self.note(entry).hints.access, max(0.0, now - at)
 
     def walk(self, start: int, entries: int) -> tuple[list[int], int | None]:
-        """Returns the entries of segments that are on a device and not in memory, of those with the numbers from
-        `start` on, `entries` of them, and the number at which the walk continues (None at the end)."""
+        """Examines the `entries` numbers of entries from `start` on. Returns those of segments that are on a device and
+        not in memory, and the number at which the walk continues (None at the end)."""
         index, limit = self._index, min(self._index.limit, start + entries)
         found = [
             entry
@@ -252,7 +245,7 @@ class DiskTier:
             return Refusal.QUEUE
         slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
         room = self._has_room(slab)
-        if not room and not len(slab.order):
+        if not room:
             self._make_room(slab)
             room = self._has_room(slab)
         victim = None if room else slab.order.victim(now)
@@ -267,7 +260,8 @@ class DiskTier:
         return refusal or self._write(slab, segment, accesses, victim, now)
 
     def save(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
-        """As `admit`, before the daemon ends: no limit holds but the space, for which segments of less value leave."""
+        """As `admit`, before the daemon ends: only the space of the devices and their writes under way limit what is
+        written. Segments of less value leave for it."""
         device = self._device_to_write()
         if device is None:
             return Refusal.QUEUE
@@ -297,8 +291,8 @@ class DiskTier:
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
-        """The write of an entry has ended; `done`: its bytes are on the device. Returns True if the segment is on disk
-        from now on: it is void if it has left memory meanwhile as wrong or by an order."""
+        """Handle the end of the write of an entry. `done`: its bytes are on the device. Returns True if the segment is
+        on disk from now on; False also if it left memory during the write, which makes its entry void."""
         slab = self.slab(entry)
         slab.device.writing -= slab.stride
         self._writing.discard(entry)
@@ -387,21 +381,19 @@ class DiskTier:
             self._drop_void(slab)
 
     def hold(self, entry: int, until: float) -> None:
-        """Keep an entry until this time, because a reader was told of it. No earlier hold ends later. Does nothing
-        while too many entries are held."""
+        """Keep an entry until this time, because a reader was told of it. The time must not be before that of any hold
+        that stands. Does nothing while too many entries are held."""
         if entry not in self._holds and len(self._holds) >= MAX_HELD:
             return
         self._leave_order(self.slab(entry), entry, used=True)
         self._holds[entry] = until
-        self._ends.append((until, entry))
+        self._holds.move_to_end(entry)
 
     def expire(self, now: float) -> None:
         """End the holds whose time has passed."""
-        while self._ends and self._ends[0][0] <= now:
-            until, entry = self._ends.popleft()
-            if self._holds.get(entry) == until:
-                del self._holds[entry]
-                self._settle(self.slab(entry), entry, now, now)
+        while self._holds and next(iter(self._holds.values())) <= now:
+            entry, _ = self._holds.popitem(last=False)
+            self._settle(self.slab(entry), entry, now, now)
 
     def touch(self, entry: int, hints: Hints | None, now: float) -> None:
         """Count an access of a segment that is on disk only."""
@@ -413,10 +405,23 @@ class DiskTier:
             self._leave_order(slab, entry, used=True)
             self._settle(slab, entry, now, now)
 
+    def hint(self, entry: int, hints: Hints, now: float) -> None:
+        """Apply hints that came after the last access of a segment on disk; no access."""
+        slab, note, noted = self.slab(entry), self.note(entry), self._index.note(entry)
+        packed = self._notes.pack(note._replace(hints=hints.merged_over(note.hints)))
+        if packed == noted:
+            return
+        self._index.set_note(entry, packed)
+        if self._index.groups[entry]:
+            # Its place in the order follows from its hints.
+            at = slab.order.accessed_at(entry)
+            slab.order.leave(entry)
+            self._settle(slab, entry, at, now)
+
     # -- leaving
 
     def forget(self, entry: int, rule: str = DISK_RULE) -> None:
-        """A segment on disk is void: its place gets another one, once no read of it is under way."""
+        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way."""
         slab = self.slab(entry)
         if entry in slab.resident:
             slab.resident.pop(entry)[0].disk = NO_ENTRY
@@ -479,10 +484,11 @@ class DiskTier:
         return bool(slab.free) or self._may_grow(slab)
 
     def _may_grow(self, slab: Slab) -> bool:
-        device = slab.device
-        if device.used + slab.stride > device.capacity:
-            return False
-        quota = self._quotas.get(slab.tenant, 1.0)
+        return slab.device.used + slab.stride <= slab.device.capacity and self._within_quota(slab)
+
+    def _within_quota(self, slab: Slab) -> bool:
+        """Returns True if one more place of the slab is within the quota of its tenant."""
+        device, quota = slab.device, self._quotas.get(slab.tenant, 1.0)
         if quota >= 1.0:
             return True
         taken = sum(each.nbytes for each in device.slabs.values() if each.tenant == slab.tenant)
@@ -498,14 +504,18 @@ class DiskTier:
         return len(slab.entries) - 1
 
     def _make_room(self, slab: Slab) -> None:
-        """Shrink the largest slab of the device by some places, if this one has less than an equal part."""
+        """Shrink the largest slab of the device by some places, at most to an equal part of the device, if this slab
+        has less than an equal part and may grow by the quota of its tenant."""
         device = slab.device
         largest = max(device.slabs.values(), key=lambda each: each.nbytes)
         sharing = sum(each is slab or each.nbytes > 0 for each in device.slabs.values())
-        if largest is slab or slab.nbytes + slab.stride > device.capacity / sharing:
+        part = device.capacity / sharing
+        if largest is slab or slab.nbytes + slab.stride > part or not self._within_quota(slab):
             return
         last = len(largest.entries)
         while len(largest.entries) > last - SHRUNK and device.used + slab.stride * SHRUNK > device.capacity:
+            if largest.nbytes - largest.stride < part:
+                break
             slot = len(largest.entries) - 1
             entry = largest.entries[slot] - 1 if slot >= 0 else NO_ENTRY
             if slot < 0 or entry in self._writing or entry in self._holds or (largest.number, slot) in self._reads:
@@ -524,7 +534,8 @@ class DiskTier:
         return self._admissions.setdefault((tenant, slot_bytes), Admission())
 
     def _share_of_day(self, now: float) -> float:
-        """The share of what memory evicts that the budget of bytes per day allows to write, over all devices."""
+        """Returns the share of the bytes evicted from memory that the budget of bytes per day allows to write, over all
+        devices."""
         if not self._writes_per_day:
             return SHARE
         rate = sum(each.capacity for each in self.devices.values()) * self._writes_per_day / DAY_S
@@ -533,18 +544,19 @@ class DiskTier:
     # -- devices
 
     def ready(self, number: int, capacity: int, read_rate: float, write_rate: float, now: float) -> None:
-        """A device can be read, or has another capacity now."""
-        device = self.devices.setdefault(number, Device(number))
-        device.ready = True
+        """A device can be read, or has another capacity now: then its rates stay."""
+        device = self.devices.get(number)
+        if device is None:
+            device = self.devices[number] = Device(number, read_rate, write_rate)
         device.capacity = capacity
-        device.read_rate, device.write_rate = max(1.0, read_rate), max(1.0, write_rate)
         device.budget.resize(capacity * self._writes_per_day, now)
 
     def found(
         self, number: int, tenant: TenantId, slot_bytes: int, key: SegmentKey, place: Place, shards: int, note: bytes
     ) -> int | None:
         """An earlier process wrote a segment to the device. Returns its entry, or None if it is not taken: another
-        entry has its key or its place, or the note is none. It is in order from `recovered` on."""
+        entry has its key or its place, the device has no room for its place, or its note is damaged. `settle` puts it
+        in order."""
         device = self.devices[number]
         slab = self._slab_on(device, tenant, slot_bytes)
         slab.newest = max(slab.newest, place.generation)
@@ -555,7 +567,7 @@ class DiskTier:
         beyond = place.slot - len(slab.entries) + 1
         if beyond > 0 and device.used + beyond * slab.stride > device.capacity:
             return None
-        if self.entry_of(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
+        if self._index.find(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
             return None
         for _ in range(beyond):
             slab.entries.append(0)

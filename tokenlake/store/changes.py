@@ -12,7 +12,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store.segment import Segment
 
-__all__ = ["Change", "ChangeLog", "MAX_CHANGES"]
+__all__ = ["Change", "ChangeLog"]
 
 MAX_CHANGES = 1 << 16
 """Number of changes that are kept: about 16 MiB."""

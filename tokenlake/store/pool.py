@@ -28,7 +28,8 @@ class Budgets(msgspec.Struct, frozen=True):
 
 
 class SlotPool:
-    """The slots of one tenant and one slot size. Only `SegmentStore` changes it."""
+    """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `retention` also learns from the core
+    of segments that come back from disk."""
 
     def __init__(self, pool: PoolId, region_slots: int, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
         """`region_slots`: number of slots in each region. `policy`: makes the eviction policy of the primary copies."""

@@ -17,8 +17,8 @@ GENERATION_BYTES = 8
 """Bytes of a slot's generation in the header of a region, a uint64 that the daemon writes. A client that copies a slot
 reads it to check that the slot did not get another segment meanwhile."""
 MAX_SLOTS, BYTES_PER_SLOT = 16384, 4096
-"""A region has at most `MAX_SLOTS` slots, or one per `BYTES_PER_SLOT` if that is more: the daemon keeps some 120 bytes
-for each slot, also for a free one, and makes those of a region at once."""
+"""A region has at most `MAX_SLOTS` slots, or one per `BYTES_PER_SLOT` if that is more: for each slot, free or not, the
+daemon keeps some 120 bytes, which it allocates for a whole region at once."""
 _PAGE = 4096
 _CACHE_LINE = 64
 

@@ -49,15 +49,16 @@ class PoolId(NamedTuple):
 
 
 class PolicyState:
-    """Base class of what an eviction policy remembers of a segment, in the segment itself."""
+    """Base class of the state that an eviction policy keeps of a segment, in the field `policy_state` of the
+    segment."""
 
     __slots__ = ()
 
 
 class Segment:
-    """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state`, `pins` and `hints`; the pool and its
-    orders of eviction change `excluded`, `touched` and `policy_state`; the core changes `checksums`,
-    `missing_shards`, `source` and `asked`; the disk tier changes `disk`. All other fields stay."""
+    """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state` and `pins`; the store and the core change
+    `hints` and `checksums`; the pool and its orders of eviction change `excluded`, `touched` and `policy_state`; the
+    core changes `missing_shards`, `source` and `asked`; the disk tier changes `disk`. All other fields stay."""
 
     __slots__ = (
         "asked",
@@ -97,8 +98,8 @@ class Segment:
         """Number of leases, writes, sends, receives and matches that use the slot, which must stay as it is
         meanwhile."""
         self.excluded = False
-        """True while the READY segment is in no order of eviction, because it was found pinned; until its last pin
-        goes."""
+        """True while the READY segment is in no order of eviction, because it was pinned when it would have been
+        evicted. It is in order again when its last pin goes or it is touched."""
         self.touched = now
         """Time in seconds of the last access, as the order of eviction counts it."""
         self.checksums = b""
@@ -111,7 +112,8 @@ class Segment:
         self.missing_shards = 0
         """Bit mask of the shards of the segment that are not committed yet."""
         self.source: NodeId | None = None
-        """The node that owns the segment, if this node has a cached copy of another node's segment; else None."""
+        """The node from which the cached copy came, or that a directory node named as the owner; None for a segment
+        that this node owns."""
         self.disk = -1
         """Number of the segment's entry in the disk tier, if it is on a device of this node or is being written to it;
         else -1."""

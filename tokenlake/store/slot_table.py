@@ -31,16 +31,16 @@ class SlotTable:
         self._segments: dict[int, list[Segment | None]] = {}
         """The segment in each slot, by region and slot; None where the slot is free."""
         self._generations: dict[int, list[int]] = {}
-        """Generation of each slot (the number of segments that it has had), by region and slot; for a region that
-        belongs to no pool only the greatest."""
+        """Generation of each slot, by region and slot: it grows by 1 with each segment."""
+        self._greatest = 0
+        """The greatest generation of the regions that belonged to a pool and do not any more."""
         self._regions: list[int] = []
         """Numbers of the regions that belong to a pool, in ascending order."""
 
     def add_region(self, region: int, slots: int) -> None:
-        """Add the free slots of a region that a pool got. Generations go on from the greatest that the region ever had,
-        so that a reference to its earlier memory fits no slot of the new one."""
-        generation = max(self._generations.get(region, [0]))
-        self._generations[region] = [generation] * slots
+        """Add the free slots of a region that a pool got. Generations begin above those of all regions before it, so
+        that a reference to earlier memory of the same region fits no slot of the new one."""
+        self._generations[region] = [self._greatest] * slots
         self._segments[region] = [None] * slots
         insort(self._regions, region)
 
@@ -48,7 +48,7 @@ class SlotTable:
         """Remove an empty region, which belongs to no pool any more."""
         del self._segments[region]
         self._regions.remove(region)
-        self._generations[region] = [max(self._generations[region])]
+        self._greatest = max(self._greatest, max(self._generations.pop(region)))
 
     def next_generation(self, region: int, slot: int) -> SlotRef:
         """Raise the generation of a free slot that gets a new segment. Returns the reference to the slot."""
@@ -94,9 +94,8 @@ class SlotTable:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a segment is in another slot, or under another generation, than it says, or when
-        more than one number is kept of a region without a pool."""
-        assert all(len(self._generations[region]) == 1 for region in self._generations if region not in self._segments)
-        assert sorted(self._segments) == self._regions
+        generations are kept of a region without a pool."""
+        assert sorted(self._segments) == sorted(self._generations) == self._regions
         for region, segments in self._segments.items():
             generations = self._generations[region]
             for slot, segment in enumerate(segments):

@@ -59,7 +59,7 @@ MAX_LEARNED_POOLS = 64
 MAX_CORRUPT = 1 << 12
 """Maximum number of segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
-"""Number of segments that one call examines to take away a region, or those of one region if they are more."""
+"""Number of segments after which a call that takes away a region examines no further region."""
 RECLAIM_EVICTIONS = 128
 """Maximum number of segments that one call evicts to take away a region."""
 
@@ -72,9 +72,10 @@ class SegmentStore:
     """The segments and slots of one node. All changes are synchronous: a reservation takes a slot, with an eviction if
     necessary, or is refused at once.
 
-    The store collects changes that the caller has to make known, and the caller empties both lists. `reissued`: slots
-    with a new generation. `evicted`: copies that left and that a directory node may still name: primary copies, cached
-    copies without a known owner, and every copy with wrong bytes.
+    The store collects changes, which its caller takes: `NodeCore` empties `reissued` and `evicted`, the disk tier
+    (`core.disk`) `left` and `evictions`. `reissued`: slots with a new generation. `evicted`: copies that left and that
+    a directory node may still name: primary copies, cached copies without a known owner, and every copy with wrong
+    bytes.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class SegmentStore:
         return self._slots.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
-        """Returns the tenant's pool of slots of this size. A new pool gets a spare region; None if there is none or the
-        tenant's quota is used."""
+        """Returns the tenant's pool of slots of this size. A pool that does not exist yet is made with a spare region;
+        None if there is no spare region, the tenant's quota is used, or a region has no room for a slot."""
         at = PoolId(tenant, slot_bytes)
         pool = self._pools.get(at)
         if pool is None:
@@ -174,8 +175,8 @@ class SegmentStore:
         return self._capacity(self._pools[pool])
 
     def vacancy(self, now: float) -> Vacancy:
-        """Returns how much room this node has: the share of free memory, and of the primary copies that would be
-        evicted next (one per pool) the greatest age and the least retention value."""
+        """Returns how much room this node has: the share of its memory that is free and, over the primary copies that
+        its pools would evict next, the greatest time since the last access and the least retention value."""
         total = self.regions.total * self.region_bytes
         free = self.regions.spare * self.region_bytes
         age, retention_value = 0.0, MAX_RETENTION_VALUE
@@ -214,17 +215,17 @@ class SegmentStore:
         the reason of the refusal.
 
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
-        too (unless the time to live of another one has passed), then primary copies by policy. A
-        cached copy within the budget takes the slot of a primary copy first, so that the budget can fill; beyond the
-        budget, only when all cached copies are pinned, so that the leased part of a prompt does not keep the rest of it
-        from being read (test_a_cached_tail_leaves_room_for_its_head).
+        too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
+        budget takes the slot of a primary copy first, so that the budget can fill; beyond the budget, only when all
+        cached copies are pinned, so that the leased part of a prompt does not keep the rest of it from being read
+        (test_a_cached_tail_leaves_room_for_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
             if len(self._unserved) < MAX_UNSERVED:
                 self._unserved[PoolId(tenant, slot_bytes)] = None
             return self.refusal(tenant, Code.NO_REGION)
-        if kind is Kind.DIRTY and not self._room_for(kind, self._budgets.dirty, pool):
+        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
             return Code.WRITE_BUDGET
         if not pool.free and self.regions.room(tenant):
             self._grow(pool)
@@ -288,7 +289,7 @@ class SegmentStore:
             self._free(pool, segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """The bytes of a READY segment are wrong: it leaves the index at once, with any kind and any pins, and is in
+        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins, and add it to
         `evicted`."""
         self.found_corrupt(segment.tenant, segment.key)
         self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
@@ -296,7 +297,7 @@ class SegmentStore:
         self.discard(segment, now)
 
     def evict(self, segment: Segment, now: float) -> None:
-        """An operator orders that a READY segment leaves: it is out of the index at once, with any pins."""
+        """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
         self._log_removal(segment, now, OPERATOR_RULE)
         self.discard(segment, now, evicted=True)
 
@@ -424,6 +425,7 @@ class SegmentStore:
         for at, data in learned.items():
             self._learned.pop(at, None)
             self._learned[at] = data
+            self._odds.pop(at, None)
             while len(self._learned) > MAX_LEARNED_POOLS:
                 del self._learned[next(iter(self._learned))]
 
@@ -456,8 +458,8 @@ class SegmentStore:
 
     def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
         """Returns (number of busy segments, region) for the region of `pool` with the fewest busy segments, which are
-        pinned or being written. Regions in `passed` are left out. A call examines a part of the regions, and the next
-        call the others first; None if there is none in this part."""
+        pinned or being written. Regions in `passed` are left out. A call examines some of the regions, and the next
+        call begins with the others; None if it examined no region."""
         looked = 0
         best: tuple[int, int] | None = None
         for region in tuple(pool.regions):
@@ -545,10 +547,6 @@ class SegmentStore:
 
     def _capacity(self, pool: SlotPool) -> int:
         return pool.slots + self.regions.room(pool.tenant) * pool.region_slots
-
-    def _room_for(self, kind: Kind, share: float, pool: SlotPool) -> int:
-        """Returns how many further segments of `kind` the pool may take within `share` of its capacity."""
-        return max(0, pool.budget(share, self._capacity(pool)) - pool.counts[kind])
 
     def _free(self, pool: SlotPool, segment: Segment) -> None:
         self._slots.clear(segment.place)

@@ -35,7 +35,8 @@ class MissReason(StrEnum):
     TOO_SHORT = "too_short"
     """The last tokens of the prompt do not fill a segment."""
     PENDING = "pending"
-    """Another engine was still computing the tokens, or writing their segments, when the match ended."""
+    """Another engine was still computing the tokens, or writing their segments, when the match ended or they were
+    fetched."""
     TOO_SLOW = "too_slow"
     """A node did not answer, or did not send, within the deadline."""
     UNREACHABLE = "unreachable"

@@ -30,14 +30,13 @@ from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["DirectoryNode"]
+__all__ = ["WALKED_SLOTS", "DirectoryNode"]
 
 SWEPT_ENTRIES = 512
 """Directory entries that are examined at once, before other events are handled, after a peer came back with a new
 incarnation."""
 WALKED_SLOTS = 512
-"""Slots that are examined at once, before other events are handled, while this node tells other nodes which segments it
-owns."""
+"""Slots that are examined at once, before other events are handled, by a walk over all segments of this node."""
 TOLD_AT_ONCE = 64
 """Nodes that are told at once that this node has advertised after a change of the ring."""
 
@@ -58,12 +57,12 @@ class DirectoryNode:
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
-    def __init__(self, context: Context, peers: Peers, on_redundant: Callable[[wire.Redundant], None]) -> None:
-        """`on_redundant`: called with the answer of this node's own directory when a walk told it segments that other
-        nodes own."""
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self.on_redundant: Callable[[wire.Redundant], None] = lambda message: None
+        """Called when this node told its own directory that it owns segments, and the directory names other owners of
+        some of them."""
         self._context = context
         self._peers = peers
-        self._on_redundant = on_redundant
         self._directory = Directory(context.config.directory_limit)
         self._known: dict[NodeId, Incarnation] = {}
         """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
@@ -72,14 +71,14 @@ class DirectoryNode:
         and the epoch of the ring on which they hash to this node."""
         self._complete = False
         self._kept: Ring | None = None
-        """While this node is not complete since a change of the ring: the ring before, on which it was complete. None
-        if it was not."""
+        """The ring before the last change, if this node was complete on it and is not complete on the present one; else
+        None."""
         self._changed_at = -math.inf
         """Time in seconds of the last change of the ring."""
         self._left: dict[NodeId, None] = {}
         """Nodes that left the ring record, until their entries are swept."""
         self._moved = False
-        """True while the directory may have entries of keys that this node keeps no entries of any more."""
+        """True while the directory may have entries of keys of which this node is no candidate any more."""
         self._walks: dict[NodeId, int] = {}
         """For each peer that was lost or restored, and for a change of the ring (`_CHANGE`), the id of the walk over
         this node's segments that is under way because of it."""
@@ -89,7 +88,8 @@ class DirectoryNode:
     @property
     def complete(self) -> bool:
         """True once every peer has advertised, or `sync_grace_s` has passed since the start or since the last change of
-        the ring. After a change, peers that cannot be reached are not awaited."""
+        the ring. After a change of the ring on which this node was complete, it does not wait for peers that it cannot
+        reach."""
         if not self._complete:
             since = max(self._context.started, self._changed_at)
             waited = self._context.now >= since + self._context.config.sync_grace_s
@@ -103,7 +103,7 @@ class DirectoryNode:
         told = peer.up and incarnation == peer.incarnation and epoch >= self._context.record.epoch
         return told or (self._kept is not None and not peer.reachable)
 
-    def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
+    def answers(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
         """Returns the directory's answer for each key: ELSEWHERE with the usable node that owns the segment, or
         PENDING, MISSING or UNKNOWN without a node."""
         entries = self._directory.get_all(tenant, keys, self._context.now)
@@ -125,8 +125,8 @@ class DirectoryNode:
         return answers
 
     def _ask_kept(self, keys: Sequence[SegmentKey], entries: list[Entry | None]) -> list[tuple[Code, NodeId | None]]:
-        """The answers of a node that is complete only for the keys of which it was the directory node before the ring
-        changed."""
+        """Returns the answers (see `answers`) while `_kept` is set: for a key without an entry, MISSING if this node
+        was its directory node on the previous ring too, otherwise UNKNOWN."""
         here, ring, kept = self._context.node, self._context.ring, self._kept
         assert kept is not None
         absent = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
@@ -167,7 +167,6 @@ class DirectoryNode:
     def claim(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
         """Set an in-flight marker: an engine of `node` computes the segment, for at most `seconds`. It has no effect
         where the segment exists or another node's marker stands."""
-        # `min` in this order: a deadline that is not a number is replaced by `reservation_s`.
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
         if deadline > self._context.now:
             self._directory.mark(tenant, key, node, self._incarnation(node), deadline, self._context.now)
@@ -197,21 +196,28 @@ class DirectoryNode:
 
     # -- owners
 
-    def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> wire.Redundant:
+    def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> None:
         """Tell the directory nodes of `keys` that this node owns these segments. `previous`: the node that handed the
-        segments over, whose entries in the directory are replaced; empty if there is none. Returns the answer of
-        this node (see `owned`) for the keys of which it is the directory node; another directory node answers with a
-        `Redundant` message, and only if it knows another owner of some of its keys."""
+        segments over, whose entries in the directory are replaced; empty if there is none. A directory node that knows
+        another owner of some of its keys answers with a `Redundant` message; this node calls `on_redundant` for the
+        keys of which it is the directory node."""
         own = self._tell(keys, lambda packed: wire.Owned(tenant, packed, previous))
-        return self.owned(self._context.node, tenant, own, NodeId(previous))
+        self._own(tenant, own, NodeId(previous))
+
+    def _own(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None) -> None:
+        """Record in the directory of this node that this node owns these segments."""
+        redundant = self.owned(self._context.node, tenant, keys, previous)
+        if redundant.keys:
+            self.on_redundant(redundant)
 
     def owned(
         self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
     ) -> wire.Redundant:
-        """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which
-        the directory names another owner that can be reached, and these owners. The entries of `previous`, and of a
-        node that cannot be reached, are replaced; so is each entry where this node stands in for the directory node: it
-        may be of an earlier outage, and its owner has told later changes to the directory node."""
+        """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which the
+        directory names another owner that can be reached, and these owners. Entries of `previous`, and of nodes that
+        cannot be reached, are replaced. Where this node stands in for the directory node of a key, each entry is
+        replaced: it may come from an earlier outage of the directory node, and its owner has told only the directory
+        node of later changes."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
         incarnation, here = self._incarnation(node), self._context.node
@@ -296,8 +302,8 @@ class DirectoryNode:
         self._walk(peer.node, lambda: not self._peers.reachable(peer.node), _about(peer.node))
 
     def restored(self, peer: Peer) -> None:
-        """`peer` can be reached again and may have missed messages: advertise to it. Entries of an earlier incarnation
-        of it stop to count."""
+        """`peer` can be reached again and may have missed messages: advertise to it. Entries of its earlier
+        incarnations do not count any more."""
         if self._known.get(peer.node, Incarnation(0)) != peer.incarnation:
             self._known[peer.node] = peer.incarnation
             self._directory.forget(peer.node, peer.incarnation)
@@ -305,7 +311,8 @@ class DirectoryNode:
         self._advertise(peer.node)
 
     def _advertise(self, node: NodeId, *, later: bool = False) -> None:
-        """Tell `node` the segments of this node that hash to it, then that this was all."""
+        """Tell `node` the segments of this node that hash to it, and then, by `AdvertisingDone`, that it was told all
+        of them."""
 
         def done() -> None:
             self._peers.tell(node, wire.AdvertisingDone(self._context.ring_version))
@@ -333,8 +340,8 @@ class DirectoryNode:
         return self._candidate(self._context.node, join_keys(keys))
 
     def _candidate(self, node: NodeId, keys: bytes) -> list[bool]:
-        """Whether `node` is a candidate of each of the concatenated `keys`, on the present ring or, while the ring
-        changes, on the previous one."""
+        """Returns, for each of the concatenated `keys`, True if `node` is a candidate of the key on the present ring
+        or, while the previous ring counts, on that one."""
         now = [node in pair for pair in self._context.ring.candidates(keys)]
         if self._context.previous_ring is None or all(now):
             return now
@@ -348,7 +355,7 @@ class DirectoryNode:
         """True while this node tells the new directory nodes which of its segments moved to them."""
         return _CHANGE in self._walks
 
-    def ring_changes(self) -> None:
+    def before_ring_change(self) -> None:
         """Called before the ring changes: from then on this node answers UNKNOWN for keys that it gains, until all
         peers that can be reached have advertised on the new ring."""
         members = self._context.record.members
@@ -358,7 +365,7 @@ class DirectoryNode:
         self._complete = False
         self._changed_at = self._context.now
 
-    def ring_changed(self, left: Iterable[Peer]) -> None:
+    def after_ring_change(self, left: Iterable[Peer]) -> None:
         """The ring has changed from `Context.previous_ring`, on which all segments were told, and these members left:
         tell the new directory nodes the segments of this node that moved to them. Walks that are under way begin
         again."""
@@ -453,9 +460,7 @@ class DirectoryNode:
             for key, keeper, told in zip(keys, keepers, chosen(packed, pairs, keepers), strict=True):
                 if told:
                     by_keeper.setdefault(keeper, []).append(key)
-            redundant = self.owned(self._context.node, tenant, by_keeper.pop(self._context.node, []))
-            if redundant.keys:
-                self._on_redundant(redundant)
+            self._own(tenant, by_keeper.pop(self._context.node, []))
             for keeper, its_keys in by_keeper.items():
                 self._peers.tell(keeper, wire.Owned(tenant, join_keys(its_keys)))
 

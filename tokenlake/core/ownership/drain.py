@@ -23,7 +23,8 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Drained, Note
-from tokenlake.core.ownership.handover import Handover
+from tokenlake.core.ownership.directory_node import WALKED_SLOTS
+from tokenlake.core.ownership.handover import MAX_OFFERS, Handover
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId
 from tokenlake.metrics import Metric
@@ -36,12 +37,8 @@ LEFT_BEHIND = Metric(
     "tokenlake_drain_left_segments_total", "Primary copies that this node still had when it had drained"
 )
 
-WALKED_SLOTS = 512
-"""Slots that are examined at once, before other events are handled."""
 EXAMINED = 128
 """Segments that are examined for one offer."""
-MAX_OFFERS = 8
-"""Offers of this node that are under way at a time."""
 OFFER_SEGMENTS, OFFER_BYTES = 32, 64 << 20
 """Limits of one offer; it has at least one segment."""
 REFUSED_S = 2.5
@@ -136,8 +133,8 @@ class Drain:
 
     def _receiver(self) -> tuple[NodeId | None, float]:
         """Returns the node to offer segments to next, and the retention value above which it is offered them: the node
-        with the most free memory for each offer under way; if all are full, the one that would evict the segment of
-        the least value. (None, infinity) if no node can take segments."""
+        with the most free memory for each offer under way; if all are full, the one that would evict the segment of the
+        least value. (None, infinity) if no node can take segments."""
         since = self._context.now - REFUSED_S
         able = [
             peer
@@ -156,8 +153,9 @@ class Drain:
         return self._context.store.retention_value(segment, self._context.now)
 
     def _next_part(self, least: float) -> list[Segment]:
-        """Returns the next segments to offer, which were written with the same hints and are worth more than `least`;
-        none at the end of the round."""
+        """Returns the next primary copies to offer: they have the same pool, number of shards and hints, and retention
+        values above `least`. Returns none at the end of the round, or if none of the next `EXAMINED` segments has such
+        a value."""
         part: list[Segment] = []
         examined = 0
         while self._by_age and len(part) < OFFER_SEGMENTS and examined < EXAMINED:
@@ -205,5 +203,5 @@ def _primary(segment: Segment) -> bool:
 
 
 def _together(a: Segment, b: Segment) -> bool:
-    """Whether one offer may have both segments."""
+    """Returns True if one offer may contain both segments: an offer names one size, number of shards and hints."""
     return a.pool is b.pool and len(a.checksums) == len(b.checksums) and a.hints == b.hints

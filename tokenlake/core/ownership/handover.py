@@ -22,7 +22,6 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.owner import Ownership
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels
@@ -34,7 +33,7 @@ from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Handover"]
+__all__ = ["MAX_OFFERS", "Handover"]
 
 HANDED_OVER = Metric("tokenlake_handed_over_segments_total", "Segments that another node took over from this one")
 
@@ -45,10 +44,11 @@ LASTING_S = 60.0
 """Time constant in seconds of the running mean of the leads. Under even load each node is clearly emptier than others
 now and then, but not for so long."""
 FARTHER = 3.0
-"""For each level between two full nodes (`tokenlake.location`) the other one must be so many times `CLEARLY` emptier in
-addition, because the segments cross slow links."""
+"""Between two full nodes, each level of location between them (`tokenlake.location`) raises the minimum lead for a
+hand-over by so many times `CLEARLY`, because the segments cross slow links."""
 MAX_OFFERS = 8
-"""Writes whose segments this node offers to other nodes at a time; the segments of further writes stay here."""
+"""Maximum number of offers of this node that are under way at a time. The segments of a write that finds so many stay
+here; a drain makes its next offer when one is answered."""
 MAX_TAKEN = 64
 """Offers that this node takes at a time. The full nodes of a large cluster all offer to a node that has just joined: it
 refuses the others, which stay where they are."""
@@ -65,13 +65,11 @@ class Handover:
         context: Context,
         peers: Peers,
         directory_node: DirectoryNode,
-        ownership: Ownership,
         transfers: Transfers,
     ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
@@ -88,7 +86,8 @@ class Handover:
             self._context.after(self._context.config.gossip_s, self._compare)
 
     def ring_changed(self) -> None:
-        """The members have changed."""
+        """Follow a change of the members: forget the leads of nodes that left, and begin to compare if this node was
+        alone."""
         self._leads = {node: lead for node, lead in self._leads.items() if self._peers.get(node) is not None}
         if not self._comparing:
             self.start()
@@ -113,9 +112,9 @@ class Handover:
             self.offer(node, segments, lambda: None)
 
     def offer(self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None]) -> None:
-        """Offer READY primary copies of one pool, in prompt order, to `node`. `done` is called once, when the offer is
-        answered or its deadline has passed. Copies that `node` took by then are cached copies here; the others stay
-        primary."""
+        """Offer READY segments of one pool that this node owns (primary copies, and copies that the policy did not
+        admit), in prompt order, to `node`. `done` is called once, when the offer is answered or its deadline has
+        passed. The copies of segments that `node` took by then are cached copies here; the others stay as they are."""
         first = segments[0]
         make = partial(
             wire.Offer,
@@ -192,8 +191,7 @@ class Handover:
                     if codes[at] == Code.COMMITTED and (held is None or not held.owned):
                         codes[at] = Code.LOST
                 taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
-                # As directory node, this node may know that a third node owns some of the segments.
-                self._ownership.redundant(self._directory_node.tell_owned(tenant, taken, previous=node))
+                self._directory_node.tell_owned(tenant, taken, previous=node)
                 self._taking -= 1
                 self._reply(node, message.call, bytes(codes))
                 if taken:

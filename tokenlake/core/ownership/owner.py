@@ -1,4 +1,4 @@
-"""The owner of a segment: the node that computed it.
+"""The owner of a segment: the node that computed it, or that took it over from another node.
 
 ::
 
@@ -9,9 +9,9 @@
                Redundant: CACHED here, evicted first
 
 The bytes stay where they were computed. A read at another node fetches a cached copy. Where memory is full and the
-segments that would be evicted have a higher retention value, a new segment becomes a cached copy without another
-owner: its directory node names this node until it is evicted. A read raises its retention value, and the policy is
-asked again.
+segments that would be evicted have a higher retention value, a new segment becomes a cached copy without another owner:
+its directory node names this node until it is evicted. A read raises its retention value, and the policy is asked
+again.
 
 A node whose cached copy outlives the owner of the segment, or the owner's copy, owns the segment from then on. It
 learns of an eviction by the answer to its report of a read (`access`).
@@ -48,7 +48,8 @@ class Ownership:
         self._peers = peers
         self._directory_node = directory_node
         self.forget_on_disk: Callable[[TenantId, Iterable[SegmentKey]], int] = lambda tenant, keys: 0
-        """Drops the copies of segments on disk."""
+        """Drops the copies of these segments on the devices of this node, and returns how many there were. Set by
+        `NodeCore`."""
 
     def committed(self, tenant: TenantId, segments: list[Segment]) -> None:
         """Make this node the owner of READY segments, which are given in the order of their depth: those of one write,
@@ -62,7 +63,7 @@ class Ownership:
         # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, kind in reversed(list(zip(segments, kinds, strict=True))):
             store.become(segment, kind, now)
-        self.redundant(self._directory_node.tell_owned(tenant, [segment.key for segment in segments]))
+        self._directory_node.tell_owned(tenant, [segment.key for segment in segments])
 
     def redundant(self, message: wire.Redundant) -> None:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
@@ -72,7 +73,8 @@ class Ownership:
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
             if segment is not None and (segment.owned or (segment.kind is _CACHED and segment.source is None)):
-                # Also one that is being read from disk, which is owned from the end of the read on.
+                # A cached copy without a source that is not READY is being read from disk: this node would own it from
+                # the end of the read on.
                 segment.source = NodeId(owner)
                 self._context.store.become(segment, _CACHED, self._context.now)
                 self._context.counters.add(DUPLICATES)
@@ -111,8 +113,8 @@ class Ownership:
             self.committed(tenant, sorted(its_segments, key=lambda segment: segment.depth))
 
     def read(self, segments: Iterable[Segment]) -> None:
-        """READY segments of this node were read: ask the policy again about those that it did not admit before, and
-        make them primary copies if it admits them now."""
+        """Handle a read of READY segments of this node, in prompt order: the policy is asked again about those that it
+        did not admit before, up to the first that it refuses again. Those that it admits become primary copies."""
         store, now = self._context.store, self._context.now
         for segment in segments:
             if segment.kind is _CACHED and segment.source is None and segment.state is State.READY:

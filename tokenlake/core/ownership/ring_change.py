@@ -87,7 +87,7 @@ class RingChange:
                 context.emit(Note(f"a second ring record of epoch {record.epoch} is not used: its members differ"))
             return
         context.counters.add(CHANGES)
-        self._directory_node.ring_changes()
+        self._directory_node.before_ring_change()
         if context.previous_ring is None or not self._directory_node.telling:
             context.previous_ring = context.ring
         context.record, context.ring_version = record, (record.epoch, record.digest())
@@ -96,7 +96,7 @@ class RingChange:
             self._previous_timer.cancel()
         self._previous_timer = context.after(context.config.previous_ring_s, self._end_previous)
         left = self._peers.follow()
-        self._directory_node.ring_changed(left)
+        self._directory_node.after_ring_change(left)
         for peer in left:
             self._peers.end(peer)
             self._serving.release_all(peer.node)

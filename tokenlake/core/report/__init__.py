@@ -1,1 +1,1 @@
-"""What the rules report of requests: trails for `tokenlake explain`, and counts of misses and refusals."""
+"""Reports on requests: trails for `tokenlake explain`, and counts of misses and refusals."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.report.misses import Away, only_other_layouts, reason_of
+from tokenlake.core.report.misses import UnheardNodes, only_other_layouts, reason_of
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.removals import CACHED_RULE, Removal
@@ -62,13 +62,14 @@ class Trail:
     slot_bytes: int
     name: str = field(init=False)
     tokens: int = field(init=False)
-    """Number of tokens of the prompt; 0 if the engine did not give it. That of independent keys is not compared with
-    the tokens of their segments: several of them may stand for the same tokens."""
+    """Number of tokens of the prompt; 0 if the engine did not give it, and for independent keys, several of which may
+    stand for the same tokens."""
     first: bytes = field(init=False)
     """Key of the first segment of the prompt."""
     match_s: float = 0.0
     fetch_s: float = 0.0
-    """Seconds until the match was answered, and those of its slowest fetch."""
+    """`match_s`: seconds from the request to the answer of the match. `fetch_s`: seconds of the slowest fetch of its
+    hits; 0 without one."""
     hits: int = 0
     beyond: bytes = b""
     """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
@@ -82,13 +83,14 @@ class Trail:
     silent: dict[NodeId, None] = field(default_factory=dict)
     """Nodes that did not answer the match or a fetch within the deadline."""
     unconnected: frozenset[NodeId] = frozenset()
-    """Those silent nodes that were not connected when they were needed."""
+    """Those of the `silent` nodes that had no connection to this node at that time."""
     fetched: int = 0
     useful: int = 0
     lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
     """Number of hits that were not used, by (reason, detail)."""
     refused: Code | None = None
-    """Code of the latest refusal to give a hit a slot for its fetch; None without one."""
+    """Code of the latest refusal to give a hit a slot for its fetch, or PENDING where an engine of this node was
+    writing the segment; None without one."""
 
     def __post_init__(self, request: engine.Match) -> None:
         self.name = request.request
@@ -96,7 +98,7 @@ class Trail:
         self.first = request.keys[:KEY_BYTES]
 
     @property
-    def keys(self) -> int:
+    def charged_keys(self) -> int:
         """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its codes at one key per 32."""
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
@@ -112,6 +114,8 @@ class Trail:
             return self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
         if node in self.silent:
             return self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
+        if self.refused is Code.PENDING:
+            return self._lose(MissReason.PENDING, "an engine of the reader's node was writing it")
         if self.refused is not None:
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
@@ -145,10 +149,10 @@ class RecentRequest(NamedTuple):
     """Key of the first segment of the prompt; empty where it has none."""
     asked: int
     hits: int
-    """Tokens in full segments, and those of them that the match found."""
+    """`asked`: tokens in full segments of the prompt. `hits`: those of them that the match found."""
     match_s: float
     fetch_s: float
-    """Seconds until the match was answered, and those of its slowest fetch."""
+    """`match_s`, `fetch_s`: as in `Trail`."""
 
 
 class _Question(NamedTuple):
@@ -159,7 +163,7 @@ class _Question(NamedTuple):
     tenant: TenantId
     trail: Trail
     removals: dict[SegmentKey, RemovalReport]
-    """How missing segments left the pool, by key, as far as a node remembers."""
+    """For each missing segment of which a node remembers it, by key: how the segment left the pool."""
     silent: dict[NodeId, None]
     """Directory nodes that did not answer in time."""
 
@@ -174,8 +178,8 @@ class Explain:
         self._keys = 0
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
-        """Remember a request of whose match the segments `keys` are no hits, for the reasons in `codes`; its hits are
-        in `trail`, which replaces an earlier record of the same name."""
+        """Remember a named request. `trail`: the record of its match, which replaces an earlier record of the same
+        name. `keys`, `codes`: the segments that are no hits, and the reason of each."""
         trail.beyond = codes
         missing = Code.MISSING
         for key, code in zip(keys, codes, strict=True):
@@ -185,10 +189,10 @@ class Explain:
                     break
         earlier = self._trails.pop((tenant, trail.name), None)
         self._trails[tenant, trail.name] = trail
-        self._keys += trail.keys - (earlier.keys if earlier is not None else 0)
+        self._keys += trail.charged_keys - (earlier.charged_keys if earlier is not None else 0)
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
-            self._keys -= oldest.keys
+            self._keys -= oldest.charged_keys
 
     def recent(self) -> list[RecentRequest]:
         """The newest requests, at most `MAX_TRAILS`, the oldest first."""
@@ -306,7 +310,7 @@ class Explain:
         codes = Counter(beyond)
         del codes[Code.MISSING]
         silent = _names(node for node in question.trail.silent if node not in unconnected)
-        unknown = Away(question.trail.silent, unconnected).reason
+        unknown = UnheardNodes(question.trail.silent, unconnected).reason
         reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
             detail = ""
@@ -363,7 +367,7 @@ class Explain:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count of keys is wrong."""
-        assert self._keys == sum(trail.keys for trail in self._trails.values())
+        assert self._keys == sum(trail.charged_keys for trail in self._trails.values())
 
 
 def _names(nodes: Iterable[NodeId]) -> str:

@@ -19,8 +19,8 @@ from tokenlake.wire.funnel import MissReason
 __all__ = [
     "MISSED",
     "NO_NODES",
-    "Away",
-    "away",
+    "UnheardNodes",
+    "unheard_nodes",
     "begin_tenant",
     "count_beyond",
     "count_missed",
@@ -53,7 +53,7 @@ _NEVER_STORED, _OTHER_LAYOUT, _EVICTED = MissReason.NEVER_STORED, MissReason.OTH
 _NOT_KNOWN = MissReason.UNKNOWN
 
 
-class Away(NamedTuple):
+class UnheardNodes(NamedTuple):
     """The nodes because of which a match does not know where segments are."""
 
     silent: dict[NodeId, None]
@@ -71,22 +71,22 @@ class Away(NamedTuple):
         return MissReason.UNREACHABLE
 
 
-NO_NODES = Away({}, frozenset())
+NO_NODES = UnheardNodes({}, frozenset())
 
 
-def away(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> Away:
+def unheard_nodes(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> UnheardNodes:
     """Returns the nodes that may be the reason why segments are UNKNOWN; none if no segment is. `silent`: the nodes
     that did not answer a lookup. If there are none, a directory node answered UNKNOWN because it cannot call an owner,
     and each peer that this node cannot call may be that owner. `beyond`: the codes of the segments that are no hits."""
     nodes = dict.fromkeys(silent)
     if not nodes and _UNKNOWN in beyond:
         nodes = {peer.node: None for peer in peers if not peer.usable}
-    return Away(nodes, frozenset(node for node in nodes if not peers.connected(node))) if nodes else NO_NODES
+    return UnheardNodes(nodes, frozenset(node for node in nodes if not peers.connected(node))) if nodes else NO_NODES
 
 
 def reason_of(code: int, first: int, unknown: MissReason) -> MissReason:
     """Returns the reason why a segment with this code, which is not MISSING, is no hit. `first`: the code of the first
-    segment of the prompt that is none. `unknown`: the reason for the code UNKNOWN."""
+    segment of the prompt that is no hit. `unknown`: the reason for the code UNKNOWN."""
     if code in _FOUND:
         return MissReason.LIMIT if first == Code.SESSION_LIMIT else MissReason.BEHIND_A_GAP
     if code == Code.PENDING:
@@ -123,10 +123,10 @@ def count_beyond(
     unknown: MissReason,
     other_layout: bool,
 ) -> None:
-    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments behind its hits, one byte
-    each. `tokens`: of a segment. `known`: how many of these segments, from the first on, were accessed before.
-    `unknown`: the reason of those with the code UNKNOWN. `other_layout`: this node has segments of other layouts
-    only."""
+    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments that are no hits, one byte
+    each. `tokens`: number of tokens of a segment. `known`: how many of these segments, from the first on, were accessed
+    before. `unknown`: the reason for segments with the code UNKNOWN. `other_layout`: the tenant has only segments of
+    other layouts on this node."""
     new = _OTHER_LAYOUT if other_layout else _NEVER_STORED
     evicted, missing = beyond.count(_MISSING, 0, known), beyond.count(_MISSING)
     if evicted:

@@ -22,10 +22,10 @@ class EvictionPolicy(ABC):
     """The order in which READY segments of one tenant, slot size and kind are evicted. By default a policy learns
     nothing, admits every new segment, and values a segment by the time since its last access.
 
-    Deterministic: the same calls at the same times give the same answers. `now` never decreases, but for segments that
-    are inserted again. An access of a segment is its first `insert`, and each `touch`; the caller touches the deepest
-    segment of a prompt first. A policy writes `touched` and `policy_state` of the segments in its order, and no other
-    field.
+    Deterministic: the same calls at the same times give the same answers. `now` never decreases, except in an `insert`
+    of a segment that was in order before, which may pass the time of its last access. An access of a segment is its
+    first `insert`, and each `touch`; the caller touches the deepest segment of a prompt first. A policy writes
+    `touched` and `policy_state` of the segments in its order, and no other field.
     """
 
     @abstractmethod
@@ -88,8 +88,8 @@ class EvictionPolicy(ABC):
         return 1
 
     def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:  # noqa: B027
-        """A segment that comes back from disk, and is not in order, had so many accesses, the last one with these
-        hints. Ignored if the policy remembers it; most policies count no accesses."""
+        """Take note that a segment, which comes back from disk and is not in order, had so many accesses, the last one
+        with these hints. Has no effect if the policy remembers the segment, or counts no accesses."""
 
     def save(self) -> bytes:
         """Returns the statistics that the policy has learned, encoded, without anything about single segments; empty

@@ -1,6 +1,6 @@
-"""The learned policy: a forecast of re-use. Segments that one request accessed together come again together, or not. A
-model (`odds.py`) predicts how soon from the history of the request: how much of its prompt was found, which turn of a
-conversation it is, how long ago the turn before was, how often the segments were accessed.
+"""The learned policy, which forecasts re-use. The segments that one request accessed together mostly are accessed again
+together, or not at all. A model (`odds.py`) predicts how soon from the history of the request: how much of its prompt
+was found, which turn of a conversation it is, how long ago the turn before was, how often the segments were accessed.
 
 ::
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenlake.hints import Hints
 
-__all__ = ["UNLABELLED", "Label", "Labels"]
+__all__ = ["Label", "Labels"]
 
 Label = tuple[int, str, str]
 """The label of a request, from its hints: (outlook, category, stop reason). The eviction policy keeps statistics by
@@ -33,9 +33,9 @@ class Labels:
             Hints(*label)
 
     def number(self, hints: Hints) -> int:
-        """Returns the number of the label of a request with these hints. A label is (outlook, category, stop
-        reason). A new one gets a new number while there is room, otherwise the number of the label that has its outlook
-        and neither category nor stop reason."""
+        """Returns the number of the label of a request with these hints. A label is (outlook, category, stop reason). A
+        new one gets a new number while there is room, otherwise the number of the label that has its outlook and
+        neither category nor stop reason."""
         label = (hints.outlook, hints.category, hints.stop_reason)
         number = self._numbers.get(label)
         if number is None:
@@ -46,8 +46,8 @@ class Labels:
         return number
 
     def matched(self, others: Labels) -> list[tuple[int, int]]:
-        """(number in this table, number in `others`) of each label of `others`. A label that this table does not have
-        yet is added while the table has room, and left out otherwise."""
+        """Returns (number in this table, number in `others`) for each label of `others` that this table has or has room
+        to add."""
         for label in others:
             self.number(Hints(*label))
         return [(self._numbers[label], there) for there, label in enumerate(others) if label in self._numbers]

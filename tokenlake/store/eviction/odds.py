@@ -250,8 +250,8 @@ def _step(weights: Vector, sums: Vector, place: NDArray[np.int64], error: Vector
 
 def gittins(hazard: Vector) -> Vector:
     """Gittins index of a segment at the beginning of each bucket: the maximum, over all times that it could be kept
-    from then on, of the expected accesses (at most one) over the expected time that it is kept. `hazard`: by
-    bucket, the chance of an access, which then comes in the middle of the bucket."""
+    from then on, of the expected accesses (at most one) over the expected time that it is kept. `hazard`: by bucket,
+    the chance of an access, which then comes in the middle of the bucket."""
     ends = np.cumprod(1.0 - np.minimum(hazard, 0.999))
     begins = np.append(1.0, ends[:-1])
     held = np.cumsum((begins + ends) / 2 * _WIDTHS)
