@@ -212,7 +212,7 @@ class Rig:
         # One content for all segments: its making would take longer than its writing.
         self.content = np.random.default_rng(0).integers(0, 256, self.slot_bytes, np.uint8).tobytes()
         self.checksum = xxhash.xxh3_64_intdigest(self.content).to_bytes(8, "little")
-        around = Surroundings("bench", "bench", self.keys, self.arena, self._post, self._deliver, Contents)
+        around = Surroundings("bench", "bench", self.keys, self.arena, self._post, self._deliver, Contents())
         self.device = Device(0, str(self.directory), None, lambda: DirectoryFiles(self.directory), around)
         self.device.start()
         self._wait(lambda event: isinstance(event, events.DiskRecovered))

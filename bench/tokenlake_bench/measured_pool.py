@@ -125,10 +125,10 @@ class MeasuredPool:
             self._watch.served()
         return codes
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers, unless `Watch.flip` is set; see `CachePool`."""
         if not self._watch.flip:
-            self._pool.claim(keys, seconds)
+            self._pool.mark_in_flight(keys, seconds)
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """Send hints about stored segments; see `CachePool`."""

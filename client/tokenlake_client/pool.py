@@ -316,14 +316,14 @@ class Pool:
             for start in range(0, len(keys), MAX_KEYS):
                 self.link.channel.tell(engine.Hint(packed(keys[start : start + MAX_KEYS]), hints))
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
         `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. The marker of the first
         segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         check_seconds("seconds", seconds)
         with contextlib.suppress(TokenLakeError):
             # The daemon keeps at most `MAX_KEYS` markers of a process.
-            self.link.channel.tell(engine.Claim(packed(keys[:MAX_KEYS]), seconds))
+            self.link.channel.tell(engine.MarkInFlight(packed(keys[:MAX_KEYS]), seconds))
 
     # -- attention in place (`tokenlake_client.queries`)
 

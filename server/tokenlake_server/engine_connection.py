@@ -241,6 +241,6 @@ def keys_over_limit(message: engine.EngineRequest) -> str:
 
 def _segments(message: engine.EngineRequest) -> int:
     """The number of segments that a request names."""
-    if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
+    if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.MarkInFlight):
         return len(message.keys) // KEY_BYTES
     return max(0, message.stop - message.start) if isinstance(message, engine.Fetch) else 0

@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Pool, Any], object]] = {
     "open_view": lambda pool, seconds: pool.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
     "store": lambda pool, seconds: pool.store([], patience=seconds),
     "store_all": lambda pool, seconds: pool.store_all([], [], patience=seconds),
-    "claim": lambda pool, seconds: pool.claim([], seconds),
+    "mark_in_flight": lambda pool, seconds: pool.mark_in_flight([], seconds),
     "options": lambda pool, seconds: MatchOptions(in_flight_wait_s=seconds),
     "options per segment": lambda pool, seconds: MatchOptions(in_flight_wait_per_segment_s=seconds),
     "options expected": lambda pool, seconds: MatchOptions(in_flight_expected_s=seconds),
@@ -85,7 +85,7 @@ def test_keys_of_another_length_are_named(shared: Cluster) -> None:
             pool.store,
             pool.reserve,
             lambda keys: pool.hint(keys, Hints()),
-            lambda keys: pool.claim(keys, 1.0),
+            lambda keys: pool.mark_in_flight(keys, 1.0),
         ]
         for call in calls:
             with pytest.raises(ValueError, match="element 1 of argument 'keys' has 5 bytes; expected 32"):

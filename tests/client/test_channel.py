@@ -199,7 +199,7 @@ def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
     counted. When the daemon reads again it gets each of the others as a whole, and in their order."""
     with scripted_link() as (link, daemon):
         channel = link.channel
-        hints = [engine.Claim(bytes(32 * 1024), float(number)) for number in range(256)]
+        hints = [engine.MarkInFlight(bytes(32 * 1024), float(number)) for number in range(256)]
         # A message that waited would wait for ever: the daemon reads nothing until all were sent.
         _call(functools.partial(channel.tell, each) for each in hints)
         assert not channel.broken
@@ -248,7 +248,7 @@ def test_calls_without_a_reply_do_not_wait_for_a_frozen_daemon(cluster: Cluster)
         lease = match(pool, prompt)
         node.freeze()
         acts: list[Callable[[], object]] = [lambda: pool.hint(keys, Hints(Outlook.GOES_ON))] * 200
-        acts += [lambda: pool.claim(keys, 1.0), lambda: lease.release()]
+        acts += [lambda: pool.mark_in_flight(keys, 1.0), lambda: lease.release()]
         _call(acts)
         assert pool.timeouts == 0
         assert pool.connected

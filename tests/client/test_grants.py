@@ -227,7 +227,7 @@ def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:
         grants.hold_lease(hold)
         while not link.channel.refused_messages:
             with contextlib.suppress(DeadlinePassed):
-                link.channel.tell(engine.Claim(bytes(32 * 1024), 1.0))
+                link.channel.tell(engine.MarkInFlight(bytes(32 * 1024), 1.0))
         with pytest.raises(DeadlinePassed, match="has not read"), grants.attaching(lease, PATIENT_S, write=False):
             pass
         grants.release(hold, 0, 4)
@@ -236,7 +236,7 @@ def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:
         def released() -> bool:
             link.channel.flush()
             grants.sweep()
-            got.extend(each for each in daemon.received() if not isinstance(each, engine.Claim))
+            got.extend(each for each in daemon.received() if not isinstance(each, engine.MarkInFlight))
             return bool(got)
 
         wait_until(released, "the daemon has the release")

@@ -20,14 +20,14 @@ pytestmark = pytest.mark.live
 WAIT = MatchOptions(in_flight_wait_s=10.0)
 
 
-def wait_claimed(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
+def wait_marked(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
     """Wait until a match of each of the `keys` says `code`: a match does not ask for keys behind the first one that is
     not there."""
 
-    def claimed() -> bool:
+    def marked() -> bool:
         return all(pool.match([key], deadline_s=PATIENT_S).codes == bytes([code]) for key in keys)
 
-    wait_until(claimed, f"all are {code.name}")
+    wait_until(marked, f"all are {code.name}")
 
 
 def test_a_prompt_is_computed_once(three: Cluster) -> None:
@@ -48,8 +48,8 @@ def test_a_match_waits_for_all_parts(three: Cluster) -> None:
     prompt = Prompt(8, 12)
     with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
         keys = first.prefix(prompt.tokens).keys
-        first.claim(keys, 10.0)
-        wait_claimed(second, keys, Code.PENDING)
+        first.mark_in_flight(keys, 10.0)
+        wait_marked(second, keys, Code.PENDING)
         waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
         for start in range(0, 12, 4):
             assert waiting.poll() is None
@@ -60,29 +60,29 @@ def test_a_match_waits_for_all_parts(three: Cluster) -> None:
             assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
 
 
-def test_claims_end_when_removed_and_with_the_pool(three: Cluster) -> None:
+def test_markers_end_when_removed_and_with_the_pool(three: Cluster) -> None:
     with three.connect(1, LAYOUT) as second:
         with three.connect(0, LAYOUT) as first:
             keys = first.prefix(Prompt(9, 12).tokens).keys
-            first.claim(keys, 10.0)
-            wait_claimed(second, keys, Code.PENDING)
-            first.claim(keys, 0.0)
-            wait_claimed(second, keys, Code.MISSING)
-            first.claim(keys, 10.0)
-            wait_claimed(second, keys, Code.PENDING)
-        wait_claimed(second, keys, Code.MISSING)
+            first.mark_in_flight(keys, 10.0)
+            wait_marked(second, keys, Code.PENDING)
+            first.mark_in_flight(keys, 0.0)
+            wait_marked(second, keys, Code.MISSING)
+            first.mark_in_flight(keys, 10.0)
+            wait_marked(second, keys, Code.PENDING)
+        wait_marked(second, keys, Code.MISSING)
 
 
 def test_a_heartbeat_is_answered_while_a_match_waits(three: Cluster) -> None:
     with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
         keys = first.prefix(Prompt(10, 12).tokens).keys
-        first.claim(keys, 10.0)
-        wait_claimed(second, keys, Code.PENDING)
+        first.mark_in_flight(keys, 10.0)
+        wait_marked(second, keys, Code.PENDING)
         waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
         beat = second.begin_heartbeat()
         wait_until(beat.poll, "the daemon answers")
         assert waiting.poll() is None
-        first.claim(keys, 0.0)
+        first.mark_in_flight(keys, 0.0)
         with waiting.wait() as lease:
             assert (lease.hits, lease.codes[0]) == (0, Code.MISSING)
 

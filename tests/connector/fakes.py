@@ -134,7 +134,7 @@ class FakePool:
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
     reservations: list[FakeReservation] = field(default_factory=list)
-    claimed: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
+    marked: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
     hinted: list[tuple[tuple[SegmentKey, ...], Hints]] = field(default_factory=list)
     refuse_from: int = 1 << 30
     """The index in a reservation from which segments are refused."""
@@ -194,8 +194,8 @@ class FakePool:
         self.reservations.append(FakeReservation(WriteId(number), codes, request, hints=hints))
         return self.reservations[-1]
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        self.claimed.append((tuple(keys), seconds))
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        self.marked.append((tuple(keys), seconds))
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         self.hinted.append((tuple(keys), hints))

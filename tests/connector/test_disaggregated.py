@@ -146,7 +146,7 @@ def test_the_step_with_the_last_token_stores_the_tail(tokens: int, chunk: int) -
         [(tokens % SEGMENT, UNREAD)] if has_tail(tokens, SEGMENT) else []
     )
     # The markers are set in that step, before an answer can reach another engine.
-    assert bench.pool.claimed == [(tuple(keys), LONGEST_S)]
+    assert bench.pool.marked == [(tuple(keys), LONGEST_S)]
     assert bench.counters.read().prefills_offered == 1
 
 
@@ -182,7 +182,7 @@ def test_no_engine_waits_for_segments_that_were_refused_before_the_offer() -> No
     bench.step(one, 8, 8)
     bench.step(one, 16, 11)
     keys = keys_of(bench, one.all_token_ids)
-    assert bench.pool.claimed == [(tuple(keys[1:]), LONGEST_S)]
+    assert bench.pool.marked == [(tuple(keys[1:]), LONGEST_S)]
 
 
 def test_a_refused_prompt_is_not_offered_again_in_each_step() -> None:
@@ -211,7 +211,7 @@ def test_nothing_is_offered_without_a_pool_or_stores() -> None:
         bench.step(one, 0, 27)
         one.all_token_ids.append(7)
         assert bench.side.finished(one, blocks_of(one), LENGTH) == (False, None)
-        assert bench.pool.claimed == []
+        assert bench.pool.marked == []
 
 
 def test_an_aborted_prefill_offers_nothing() -> None:
@@ -327,7 +327,7 @@ def test_without_the_tail_the_rest_is_computed() -> None:
     one = decodes(bench, prompt, keys)
     assert bench.side.matched(one, 0) == 24
     # This engine does not store the tail, so no other one waits for it.
-    assert bench.pool.claimed == [((keys[-1],), 0.0)]
+    assert bench.pool.marked == [((keys[-1],), 0.0)]
     bench.side.allocated(one, blocks_of(one), 24)
     bench.step(one, 24, 3)
     bench.side.finished(one, blocks_of(one), LENGTH)
@@ -474,14 +474,14 @@ def test_an_aborted_request_lets_others_wait_for_its_segments() -> None:
     keep, offer = bench.side.finished(one, blocks_of(one), ABORT)
     keys = tuple(bench.pool.prefix(one.all_token_ids).keys)
     assert (keep, offer) == (True, None)
-    assert bench.pool.claimed == [(keys, LONGEST_S)]
+    assert bench.pool.marked == [(keys, LONGEST_S)]
     held = bench.side.step([], lambda name: [])
     assert held.held == (("r", plan.saves[-1].job),)
     # The pool may have refused some of them, for which no engine must wait any longer.
     bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
-    assert bench.pool.claimed == [(keys, LONGEST_S), (keys, 0.0)]
+    assert bench.pool.marked == [(keys, LONGEST_S), (keys, 0.0)]
     bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
-    assert len(bench.pool.claimed) == 2
+    assert len(bench.pool.marked) == 2
 
 
 def test_an_aborted_request_whose_segments_are_stored_leaves_at_once() -> None:
@@ -490,7 +490,7 @@ def test_an_aborted_request_whose_segments_are_stored_leaves_at_once() -> None:
     plan = bench.step(one, 0, 27)
     bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
     assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
-    assert bench.pool.claimed == []
+    assert bench.pool.marked == []
 
 
 def test_a_request_that_moves_here_waits_without_named_segments() -> None:

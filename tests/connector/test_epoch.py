@@ -103,6 +103,6 @@ def test_new_weights_remove_in_flight_markers() -> None:
     assert bench.pool.matches[-1].options.in_flight_wait_s > 0, "the lookup set a marker"
     bench.side.new_weights(NEW)
     removed = [(tuple(bench.pool.prefix(asked.all_token_ids).keys), 0.0)]
-    assert bench.pool.claimed == removed
+    assert bench.pool.marked == removed
     bench.side.new_weights("newer weights")
-    assert bench.pool.claimed == removed, "there is no marker any more"
+    assert bench.pool.marked == removed, "there is no marker any more"

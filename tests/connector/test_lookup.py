@@ -253,12 +253,12 @@ def test_a_prompt_of_several_steps_is_marked_in_the_first() -> None:
     bench.step(one, 56, 44)
     one.all_token_ids.append(1)
     bench.step(one, TOKENS, 1)
-    ((claimed, seconds),) = bench.pool.claimed
-    assert claimed == keys[2:]
+    ((marked, seconds),) = bench.pool.marked
+    assert marked == keys[2:]
     # The pool lacks ten of the twelve segments of the prompt that could be loaded.
     assert seconds == pytest.approx(10 * FACTOR * SEGMENT * TOKEN_S, rel=0.05)
     bench.side.finished(one, [], RequestEnd(complete=True, stop_reason="stop", output_tokens=1))
-    assert len(bench.pool.claimed) == 1
+    assert len(bench.pool.marked) == 1
 
 
 def test_a_prompt_of_one_step_sets_no_further_markers() -> None:
@@ -266,7 +266,7 @@ def test_a_prompt_of_one_step_sets_no_further_markers() -> None:
     one = asked(bench)
     computes(bench, one)
     (save,) = bench.step(one, 0, TOKENS).saves
-    assert bench.pool.claimed == []
+    assert bench.pool.marked == []
     assert save.marked, "the lookup set the marker"
 
 
@@ -276,9 +276,9 @@ def test_the_last_aborted_request_removes_the_markers() -> None:
     for one in (first, second):
         computes(bench, one)
     bench.side.finished(first, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
-    assert bench.pool.claimed == []
+    assert bench.pool.marked == []
     bench.side.finished(second, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
-    assert bench.pool.claimed == [(tuple(bench.pool.prefix(second.all_token_ids).keys), 0.0)]
+    assert bench.pool.marked == [(tuple(bench.pool.prefix(second.all_token_ids).keys), 0.0)]
 
 
 def test_an_engine_that_does_not_store_sets_no_markers() -> None:
@@ -292,7 +292,7 @@ def test_a_failing_marker_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     bench = measured()
     one = asked(bench)
     computes(bench, one)
-    monkeypatch.setattr(bench.pool, "claim", lambda keys, seconds: 1 // 0)
+    monkeypatch.setattr(bench.pool, "mark_in_flight", lambda keys, seconds: 1 // 0)
     assert bench.step(one, 0, 40).saves
     assert bench.reported == ["setting in-flight markers"]
 

@@ -129,7 +129,7 @@ def test_refused_segments_lose_their_markers(marked: bool) -> None:
     save = SavePlan(1, "r", 0, (b"a", b"b", b"c"), (1, 2, 3), marked=marked)
     saves.submit(save, lambda: pool, lambda: None)
     assert saves.flush(10)
-    assert pool.claimed == ([((b"b",), 0.0)] if marked else [])
+    assert pool.marked == ([((b"b",), 0.0)] if marked else [])
     assert (counters.read().tokens_stored, counters.read().tokens_not_stored) == (4, 8)
 
 
@@ -157,5 +157,5 @@ def test_jobs_that_are_given_up_lose_their_markers(reason: str, lost: int) -> No
         saves.take_back([lost])
     opens.join()
     assert saves.flush(10)
-    assert pool.claimed == [((bytes([lost]), bytes([lost, 1])), 0.0)]
+    assert pool.marked == [((bytes([lost]), bytes([lost, 1])), 0.0)]
     saves.close(10)

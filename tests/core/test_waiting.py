@@ -13,10 +13,10 @@ from tokenlake.core import events, waiting
 from tokenlake.core.instructions import Welcomed
 from tokenlake.core.waiting import (
     DEFERRED_WAITS,
-    IN_FLIGHT_CLAIMS,
+    IN_FLIGHT_MARKERS,
     IN_FLIGHT_WAITS,
-    MAX_CLAIMED,
     MAX_IN_FLIGHT_WAIT_S,
+    MAX_MARKERS,
     UNANSWERED_WAITS,
 )
 from tokenlake.identity import SegmentKey
@@ -67,7 +67,7 @@ def test_one_engine_computes_and_all_read() -> None:
     assert len(computed) == 1
     assert sorted(reply.hits for reply in replies) == [0, *[3] * 7]
     cores = [cluster.core(node) for node in range(4)]
-    assert sum(core.counters[IN_FLIGHT_CLAIMS] for core in cores) == 1
+    assert sum(core.counters[IN_FLIGHT_MARKERS] for core in cores) == 1
     assert sum(core.counters[IN_FLIGHT_WAITS] for core in cores) == 7
     cluster.settle()
     cluster.check_settled()
@@ -157,7 +157,7 @@ def test_an_engine_that_dies_before_its_marker_is_granted_keeps_no_other_from_co
     cluster, engines, keys = scene(each=1)
     wait_for(engines[3], keys[:1], 5.0)
     until = cluster.clock.now + 1.0
-    while not any(each.claim_s for each in said(cluster, 3, peer.Lookup)) and cluster.clock.now < until:
+    while not any(each.marker_s for each in said(cluster, 3, peer.Lookup)) and cluster.clock.now < until:
         cluster.run_for(0.0001)
     cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
     cluster.run_for(0.05)
@@ -286,7 +286,7 @@ def test_a_deferred_match_waits_until_it_is_served() -> None:
     cluster.run_for(0.2)
     assert [list(reply.codes) for reply in waiting] == [[Code.REMOTE]]
     counters = cluster.core(4).counters
-    assert (counters[DEFERRED_WAITS], counters[IN_FLIGHT_WAITS], counters[IN_FLIGHT_CLAIMS]) == (1, 0, 0)
+    assert (counters[DEFERRED_WAITS], counters[IN_FLIGHT_WAITS], counters[IN_FLIGHT_MARKERS]) == (1, 0, 0)
 
 
 # -- markers of engines
@@ -300,14 +300,14 @@ def marked() -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
     return cluster, writer, reader, [*placed(cluster, 1, 2, 2), *placed(cluster, 0, 1, 2), *placed(cluster, 2, 0, 1)]
 
 
-def claim(cluster: Cluster, writer: Engine, keys: list[SegmentKey], seconds: float) -> None:
-    tell(cluster, writer.processes[0], engine.Claim(join_keys(keys), seconds))
+def mark(cluster: Cluster, writer: Engine, keys: list[SegmentKey], seconds: float) -> None:
+    tell(cluster, writer.processes[0], engine.MarkInFlight(join_keys(keys), seconds))
     cluster.run_for(0.02)
 
 
 def test_a_prompt_stored_in_parts_is_awaited_to_its_end() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0)
     for start, stop in ((0, 2), (2, 4)):
         cluster.run_for(0.3)
@@ -319,9 +319,9 @@ def test_a_prompt_stored_in_parts_is_awaited_to_its_end() -> None:
     assert [reply.hits for reply in waiting] == [5]
 
 
-def test_an_unclaimed_rest_is_computed_by_the_reader() -> None:
+def test_a_rest_without_markers_is_computed_by_the_reader() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys[:2], 5.0)
+    mark(cluster, writer, keys[:2], 5.0)
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.3)
     store(cluster, writer, keys[:2])
@@ -329,14 +329,14 @@ def test_an_unclaimed_rest_is_computed_by_the_reader() -> None:
     assert [(reply.hits, reply.codes[2]) for reply in waiting] == [(2, Code.MISSING)]
 
 
-def test_a_withdrawn_claim_ends_the_wait() -> None:
+def test_a_withdrawn_marker_ends_the_wait() -> None:
     cluster, writer, reader, keys = marked()
     store(cluster, writer, keys[:1])
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.3)
     assert waiting == []
-    claim(cluster, writer, keys, 0.0)
+    mark(cluster, writer, keys, 0.0)
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
 
@@ -348,7 +348,7 @@ def test_a_match_may_come_before_the_markers_of_the_segments_that_it_expects(dir
     expecting, other = wait_for(reader, keys, 5.0, 0.1), wait_for(cluster.join(2), keys, 5.0, 0.1)
     cluster.run_for(0.05)
     assert (expecting, other) == ([], [])
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     cluster.run_for(0.3)
     assert (expecting, other) == ([], [])
     store(cluster, writer, keys)
@@ -370,11 +370,11 @@ def test_expected_segments_whose_markers_never_come_are_computed_by_one_reader(d
 
 def test_a_marker_that_was_seen_and_withdrawn_ends_the_expectation() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0, 1.0)
     cluster.run_for(0.1)
     assert waiting == []
-    claim(cluster, writer, keys, 0.0)
+    mark(cluster, writer, keys, 0.0)
     cluster.run_for(0.1)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
 
@@ -383,7 +383,7 @@ def test_the_last_of_many_segments_is_noticed_as_soon_as_the_first() -> None:
     """A prompt is stored in parts, which takes long; the pauses between the polls grow with each part only."""
     cluster, writer, reader, _ = marked()
     keys = placed(cluster, 1, 0, 8)
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0)
     for at, key in enumerate(keys):
         cluster.run_for(0.02)
@@ -397,30 +397,30 @@ def test_the_last_of_many_segments_is_noticed_as_soon_as_the_first() -> None:
 
 def test_the_marker_of_a_reserved_segment_stays() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     ask(writer.processes[0], engine.Prepare, join_keys(keys), 0)
     cluster.run_for(0.05)
-    claim(cluster, writer, keys, 0.0)
+    mark(cluster, writer, keys, 0.0)
     waiting = wait_for(reader, keys, 2.0)
     cluster.run_for(1.5)
     assert waiting == []
 
 
-def test_claims_end_with_the_process() -> None:
+def test_markers_end_with_the_process() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.3)
     assert waiting == []
     writer.die()
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    assert cluster.core(0).census()["claims"] == 0
+    assert cluster.core(0).census()["in-flight markers"] == 0
 
 
-def test_claims_move_to_the_new_connection_of_a_process() -> None:
+def test_markers_move_to_the_new_connection_of_a_process() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
+    mark(cluster, writer, keys, 5.0)
     session, old, new = said(cluster, 0, Welcomed)[-1].session, writer.processes[0].connection, 4711
     cluster.node(0).deliver(events.Joined(new, 1, "red", SLOT_BYTES, SHARDS, SEGMENT_TOKENS, session, old))
     waiting = wait_for(reader, keys, 5.0)
@@ -429,26 +429,26 @@ def test_claims_move_to_the_new_connection_of_a_process() -> None:
     cluster.node(0).deliver(events.ProcessGone(new))
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    assert cluster.core(0).census()["claims"] == 0
+    assert cluster.core(0).census()["in-flight markers"] == 0
 
 
-def test_claims_end_with_their_time() -> None:
+def test_markers_end_with_their_time() -> None:
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 0.5)
+    mark(cluster, writer, keys, 0.5)
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.8)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    claim(cluster, writer, keys, 1e9)
+    mark(cluster, writer, keys, 1e9)
     assert max(message.deadline_s for message in said(cluster, 0, peer.MarkInFlight)) == MAX_IN_FLIGHT_WAIT_S
 
 
-def test_the_claims_of_a_process_are_bounded() -> None:
-    """The oldest claims are dropped."""
+def test_the_markers_of_a_process_are_bounded() -> None:
+    """The oldest markers are dropped."""
     cluster, writer, reader, keys = marked()
-    claim(cluster, writer, keys, 5.0)
-    many = [SegmentKey(number.to_bytes(32, "big")) for number in range(2 * MAX_CLAIMED)]
-    claim(cluster, writer, many, 5.0)
-    assert cluster.core(0).census()["claims"] == MAX_CLAIMED
+    mark(cluster, writer, keys, 5.0)
+    many = [SegmentKey(number.to_bytes(32, "big")) for number in range(2 * MAX_MARKERS)]
+    mark(cluster, writer, many, 5.0)
+    assert cluster.core(0).census()["in-flight markers"] == MAX_MARKERS
     waiting = wait_for(reader, keys, 5.0)
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
@@ -588,7 +588,7 @@ def test_segments_that_arrive_during_a_lookup_do_not_end_the_wait(step: int) -> 
     cluster, engines, _ = scene()
     keys = [*placed(cluster, 1, 2, 6), *placed(cluster, 2, 3, 6)]
     first, second = engines[:2]
-    tell(cluster, first.processes[0], engine.Claim(join_keys(keys), 5.0))
+    tell(cluster, first.processes[0], engine.MarkInFlight(join_keys(keys), 5.0))
     cluster.run_for(0.05)
     first.store(keys[:-1], 0, Storing(fill_s=0.01))
     cluster.run_for(step * 0.001)

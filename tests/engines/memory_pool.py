@@ -40,7 +40,7 @@ class MemoryPool:
         """The in-flight wait of each match."""
         self.limits: list[float] = []
         """The limit in seconds of each fetch; 0: none."""
-        self.claimed: dict[SegmentKey, float] = {}
+        self.marked: dict[SegmentKey, float] = {}
         """The lifetime of each in-flight marker, as set last."""
         self.stored: list[tuple[str | None, Hints | None]] = []
         self.hinted: list[tuple[int, Hints]] = []
@@ -95,10 +95,10 @@ class MemoryPool:
         codes = [Code.COMMITTED if key in filled else Code.EXISTS for key in keys[:given]]
         return bytes(codes + [self.refuse or Code.EXISTS] * (len(keys) - given))
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        self.fail("claim")
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        self.fail("mark_in_flight")
         for key in keys:
-            self.claimed[key] = seconds
+            self.marked[key] = seconds
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         self.fail("hint")

@@ -21,7 +21,7 @@ from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 
 SEGMENT = 16
-CALLS = ("prefix", "match", "nodes", "fetch", "second fetch", "release", "store", "commit", "claim", "hint")
+CALLS = ("prefix", "match", "nodes", "fetch", "second fetch", "release", "store", "commit", "mark_in_flight", "hint")
 SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 GOES_ON = Hints(Outlook.GOES_ON)
 
@@ -133,7 +133,7 @@ def test_the_end_of_a_connection_does_not_raise(
 def test_a_full_queue_of_stores_does_not_raise(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The in-flight markers of segments that are not stored are removed, which may fail."""
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
-    pool.broken = {"claim"}
+    pool.broken = {"mark_in_flight"}
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
         monkeypatch.setattr("tokenlake_client.engines.common.background.BackgroundQueue.submit", lambda *_: False)
         assert engine.prefill(prompt(4 * SEGMENT + 3, 4)).tokens_computed == 4 * SEGMENT + 3

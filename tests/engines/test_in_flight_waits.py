@@ -138,15 +138,15 @@ def test_no_wait_for_segments_that_the_plan_computes(
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_markers_are_set_and_removed_if_not_stored(model: Any, pool: MemoryPool, mode: str) -> None:
     serve(model, pool, mode)
-    assert len(pool.claimed) == 4
-    assert all(seconds > LEAST_S for seconds in pool.claimed.values())
+    assert len(pool.marked) == 4
+    assert all(seconds > LEAST_S for seconds in pool.marked.values())
     kept = next(iter(pool.segments))
     pool.segments = {kept: pool.segments[kept]}
     pool.refuse = Code.WRITE_BUDGET
-    pool.claimed.clear()
+    pool.marked.clear()
     serve(model, pool, mode)
-    assert kept not in pool.claimed
-    assert [*pool.claimed.values()] == [0.0] * 3
+    assert kept not in pool.marked
+    assert [*pool.marked.values()] == [0.0] * 3
 
 
 def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
@@ -155,7 +155,7 @@ def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
         measure(engine.rates, EACH_S, NEWEST)
         engine.prefill(prompt(4 * SEGMENT + 3))
         assert engine.counts.tokens_not_stored == 4 * SEGMENT
-    assert [*pool.claimed.values()] == [0.0] * 4
+    assert [*pool.marked.values()] == [0.0] * 4
 
 
 @pytest.mark.parametrize(("each_s", "limit_s"), [(EACH_S, EACH_S * 4 * SEGMENT / 2), (1e-6, LEAST_FETCH_S)])
@@ -182,4 +182,4 @@ def test_no_markers_without_a_wait(model: Any, pool: MemoryPool) -> None:
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
         engine.prefill(prompt(4 * SEGMENT + 3))
         engine.flush()
-    assert not pool.claimed
+    assert not pool.marked

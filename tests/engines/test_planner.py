@@ -160,7 +160,7 @@ def test_a_batch_that_finds_no_memory_keeps_no_lease(
         assert pool.leased == 0
 
 
-@pytest.mark.parametrize("call", ["claim", "nodes", "fetch", "second fetch"])
+@pytest.mark.parametrize("call", ["mark_in_flight", "nodes", "fetch", "second fetch"])
 def test_a_load_that_fails_keeps_no_lease(model: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 9)

@@ -36,6 +36,9 @@ REPLACED = {
     "heart": "heartbeat",
     "asking": "client",
     "answering": "server",
+    "claim": "in-flight marker",
+    "claims": "in-flight markers",
+    "claimed": "marked",
 }
 EXCEPTIONS = {
     ("home", "home"): "Path.home, the home directory of a user",

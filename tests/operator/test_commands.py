@@ -185,7 +185,7 @@ def test_the_slowest_call_is_named(two: Cluster) -> None:
     """A match that waits for a segment that no engine writes is slower than all others."""
     with two.connect(1, LAYOUT) as pool, two.connect(1, LAYOUT) as other:
         keys = pool.prefix(Prompt(11, 2).tokens).keys
-        other.claim(keys, 10.0)
+        other.mark_in_flight(keys, 10.0)
         waiting = MatchOptions(request="slow one", in_flight_wait_s=0.4)
         heartbeat = other.begin_heartbeat()
         wait_until(heartbeat.poll, "the daemon has the marker")

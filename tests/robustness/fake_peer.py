@@ -1,4 +1,4 @@
-"""A peer that claims to have segments and sends wrong bytes slowly, until the other side ends the transfer."""
+"""A peer that answers to have segments and sends wrong bytes slowly, until the other side ends the transfer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FakePeer:
             sock.close()
 
     def serves(self, keys: Sequence[bytes], layout: Layout) -> None:
-        """Claim to have these segments from now on."""
+        """Answer from now on that these segments are here."""
         self._layout = layout
         self._keys = {bytes(key) for key in keys}
 

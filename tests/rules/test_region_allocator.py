@@ -77,7 +77,7 @@ def test_a_refusal_without_a_quota() -> None:
     assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
 
 
-def test_a_drained_region_goes_to_its_claimant() -> None:
+def test_a_drained_region_goes_to_the_waiting_tenant() -> None:
     store = store_of(2, {})
     fill(store, RED, 100)
     pool = store.pool(RED, SLOT_BYTES)

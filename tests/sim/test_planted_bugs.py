@@ -180,7 +180,7 @@ def stand_in_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
-    """A directory node believes each node that claims a primary copy, and names no copy as redundant."""
+    """A directory node believes each node that reports a primary copy, and names no copy as redundant."""
 
     def owned(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any, previous: Any = None) -> peer.Redundant:
         for key in keys:

@@ -586,7 +586,7 @@ class Matches:
             if self._may_wait(search, wait, gap):
                 search.open = False
                 if search.found.codes[gap] == _MISSING and self._context.now >= wait.expects_until:
-                    self._claim(search, wait, gap)
+                    self._request_marker(search, wait, gap)
                 else:
                     self._pause(search, wait, gap)
                 return
@@ -629,7 +629,7 @@ class Matches:
         key, directory_node = search.keys[gap], search.marked.get(gap, search.directory_nodes[gap])
         self._waiting.pause(wait, search.tenant, key, directory_node, found.codes[gap], sound, resume)
 
-    def _claim(self, search: _Search, wait: Wait, gap: int) -> None:
+    def _request_marker(self, search: _Search, wait: Wait, gap: int) -> None:
         """Ask for the in-flight marker of the first missing segment (at index `gap`). If this node gets it, the match
         is answered and its engine computes the segment; if another node has it, the match waits."""
 
@@ -646,7 +646,7 @@ class Matches:
                 self._withdraw_unused(search, gap)
             self._finish(search.match)
 
-        self._waiting.claim(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
+        self._waiting.request_marker(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
 
     def _withdraw_unused(self, search: _Search, gap: int) -> None:
         """Withdraw the in-flight marker that this node got for the match, if its process died meanwhile: no engine

@@ -196,7 +196,7 @@ class NodeCore:
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
-            engine.Claim: self._markers.claim,
+            engine.MarkInFlight: self._markers.mark,
             engine.ReconcileGrants: lambda process, m: self._sessions.reconcile(process, m.leases, m.writes),
             # Messages of another node: handler(node, message).
             peer.Ping: self._peers.pinged,

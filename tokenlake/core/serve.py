@@ -258,13 +258,13 @@ class Serving:
         disk = self._context.on_disk(tenant, keys, found)
         codes = bytearray([_LOCAL]) * len(keys)
         nodes = self._ask_directory(tenant, keys, found, disk, codes, message.ring[0]) if None in found else []
-        if message.claim_s:
+        if message.marker_s:
             pairs = self._context.ring.candidates(message.keys)
             for index, (key, pair) in enumerate(zip(keys, pairs, strict=True)):
                 if codes[index] != _MISSING:
                     continue
                 if self._context.node in pair:
-                    self._directory_node.claim(node, tenant, key, message.claim_s)
+                    self._directory_node.set_marker(node, tenant, key, message.marker_s)
                 else:
                     # The ring changed since the reader began to wait here: another node grants the markers of this key.
                     codes[index] = Code.UNKNOWN

@@ -18,8 +18,8 @@ All matches of a tenant that wait for the same segment share one poll of its dir
 segment that arrives at this node, or of which this node as directory node hears, ends their waits without a poll. The
 matches go on one by one, in turns of the tenants, each in an event of its own.
 
-An engine that computes a long prompt stores it in parts. It sets markers for the whole prompt (`engine.Claim`), because
-the waiting matches would otherwise compute the rest as soon as the first part is stored.
+An engine that computes a long prompt stores it in parts. It sets markers for the whole prompt (`engine.MarkInFlight`),
+because the waiting matches would otherwise compute the rest as soon as the first part is stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import split_keys
 
-__all__ = ["MAX_CLAIMED", "MAX_IN_FLIGHT_WAIT_S", "MAX_WAITING", "InFlightMarkers", "Wait", "WaitingMatches"]
+__all__ = ["MAX_MARKERS", "MAX_IN_FLIGHT_WAIT_S", "MAX_WAITING", "InFlightMarkers", "Wait", "WaitingMatches"]
 
 IN_FLIGHT_WAITS = Metric(
     "tokenlake_in_flight_waits_total",
@@ -54,8 +54,8 @@ UNANSWERED_WAITS = Metric(
     "tokenlake_unanswered_waits_total",
     "Matches that asked again because a node had not answered a lookup in time",
 )
-IN_FLIGHT_CLAIMS = Metric(
-    "tokenlake_in_flight_claims_total",
+IN_FLIGHT_MARKERS = Metric(
+    "tokenlake_in_flight_markers_total",
     "Matches whose engine was told to compute a segment while the matches of other engines wait for it",
 )
 
@@ -71,12 +71,12 @@ POLL_S = 0.0005
 MAX_WAITING = 1024
 """Maximum number of matches of a tenant that wait; a further one is answered at once, with the code PENDING or
 DEFERRED."""
-MAX_CLAIMED = 1024
+MAX_MARKERS = 1024
 """Maximum number of in-flight markers of one process: markers of segments that are never stored must not fill a
 directory, whose size is bounded."""
 
 
-MAX_CLAIMED_BY_TENANT = 16 * MAX_CLAIMED
+MAX_MARKERS_BY_TENANT = 16 * MAX_MARKERS
 """Maximum number of in-flight markers of all processes of a tenant; further ones are not set."""
 
 
@@ -226,7 +226,9 @@ class WaitingMatches:
         self._wake(poll, [waiter for waiter in poll.waiters if not waiter.sound()], Code.UNKNOWN)
         if poll.waiters:
             wait = next(iter(poll.waiters)).wait
-            self.claim(wait, poll.tenant, poll.key, poll.directory_node, lambda code: self._answered(poll, code))
+            self.request_marker(
+                wait, poll.tenant, poll.key, poll.directory_node, lambda code: self._answered(poll, code)
+            )
 
     def _answered(self, poll: _Poll, code: Code) -> None:
         if code is Code.MISSING:
@@ -274,7 +276,7 @@ class WaitingMatches:
             waiter.timer.cancel()
         waiter.resume(code)
 
-    def claim(
+    def request_marker(
         self, wait: Wait, tenant: TenantId, key: SegmentKey, directory_node: NodeId, done: Callable[[Code], None]
     ) -> None:
         """Ask the directory node of `key` to set the in-flight marker for this node. Calls `done` once, possibly before
@@ -288,7 +290,7 @@ class WaitingMatches:
                 wait.expects_until = 0.0
             elif code is Code.MISSING and not marker_s:
                 code = Code.PENDING
-            self._context.counters.add(IN_FLIGHT_CLAIMS, code is Code.MISSING)
+            self._context.counters.add(IN_FLIGHT_MARKERS, code is Code.MISSING)
             done(code)
 
         def replied(reply: Reply | None) -> None:
@@ -305,7 +307,7 @@ class WaitingMatches:
             if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
                 code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:
-                self._directory_node.claim(directory_node, tenant, key, marker_s)
+                self._directory_node.set_marker(directory_node, tenant, key, marker_s)
             answered(Code.LOCAL if owner is not None else code)
             return
         self._peers.call(
@@ -336,50 +338,50 @@ class WaitingMatches:
 
 
 class InFlightMarkers:
-    """The in-flight markers for which engines of this node asked (`engine.Claim`). Markers of writes and of waiting
-    matches are not counted here. They end when the process withdraws them or ends; a directory node drops a marker by
-    itself when its time is over or the segment is stored."""
+    """The in-flight markers for which engines of this node asked (`engine.MarkInFlight`). Markers of writes and of
+    waiting matches are not counted here. They end when the process withdraws them or ends; a directory node drops a
+    marker by itself when its time is over or the segment is stored."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
         self._directory_node = directory_node
-        self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
+        self._marked: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
         self._by_tenant: Counter[TenantId] = Counter()
         """Number of markers of each tenant."""
 
-    def claim(self, process: Process, request: engine.Claim) -> None:
+    def mark(self, process: Process, request: engine.MarkInFlight) -> None:
         """Set in-flight markers for the segments that an engine's process is about to compute, or, if the request has 0
-        seconds, withdraw them. A process with more than `MAX_CLAIMED` markers loses its oldest ones."""
-        keys = split_keys(request.keys)[:MAX_CLAIMED]
-        tenant, claimed = self._claimed.setdefault(process.connection, (process.session.tenant, {}))
-        before = len(claimed)
+        seconds, withdraw them. A process with more than `MAX_MARKERS` markers loses its oldest ones."""
+        keys = split_keys(request.keys)[:MAX_MARKERS]
+        tenant, marked = self._marked.setdefault(process.connection, (process.session.tenant, {}))
+        before = len(marked)
         for key in keys:
-            claimed.pop(key, None)
-        self._by_tenant[tenant] += len(claimed) - before
+            marked.pop(key, None)
+        self._by_tenant[tenant] += len(marked) - before
         if not request.seconds:
             self._end(tenant, keys)
             return
-        keys = keys[: max(0, MAX_CLAIMED_BY_TENANT - self._by_tenant[tenant])]
-        before = len(claimed)
-        claimed.update(dict.fromkeys(keys))
-        surplus = list(claimed)[: max(0, len(claimed) - MAX_CLAIMED)]
+        keys = keys[: max(0, MAX_MARKERS_BY_TENANT - self._by_tenant[tenant])]
+        before = len(marked)
+        marked.update(dict.fromkeys(keys))
+        surplus = list(marked)[: max(0, len(marked) - MAX_MARKERS)]
         for key in surplus:
-            del claimed[key]
-        self._by_tenant[tenant] += len(claimed) - before
+            del marked[key]
+        self._by_tenant[tenant] += len(marked) - before
         self._end(tenant, surplus)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
     def move(self, old: ConnectionId, new: ConnectionId) -> None:
         """Move the in-flight markers of a process that goes on over another connection."""
-        if old in self._claimed:
-            self._claimed[new] = self._claimed.pop(old)
+        if old in self._marked:
+            self._marked[new] = self._marked.pop(old)
 
     def process_gone(self, connection: ConnectionId) -> None:
         """Withdraw the in-flight markers of a process that left or died."""
-        tenant, claimed = self._claimed.pop(connection, (TenantId(""), {}))
-        self._by_tenant[tenant] -= len(claimed)
-        self._end(tenant, list(claimed))
+        tenant, marked = self._marked.pop(connection, (TenantId(""), {}))
+        self._by_tenant[tenant] -= len(marked)
+        self._end(tenant, list(marked))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """Withdraw the in-flight markers of these segments, except those that are stored or being written on this
@@ -388,4 +390,4 @@ class InFlightMarkers:
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
-        return {"claims": sum(len(claimed) for _, claimed in self._claimed.values())}
+        return {"in-flight markers": sum(len(marked) for _, marked in self._marked.values())}

@@ -530,18 +530,18 @@ class SegmentStore:
             self.restore_learned({pool.id: pool.retention.save()})
         return region
 
-    def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
-        """Add a spare region, which has fresh memory. `claimed`: the tenant and slot size that get it, unless the
+    def add_spare(self, region: int, wanted: tuple[TenantId, int] | None = None) -> None:
+        """Add a spare region, which has fresh memory. `wanted`: the tenant and slot size that get it, unless the
         tenant's quota is used."""
-        granted = claimed is not None and not self.regions.at_quota(claimed[0])
+        granted = wanted is not None and not self.regions.at_quota(wanted[0])
         self.regions.add_spare(region, first=granted)
-        if claimed is None or not granted:
+        if wanted is None or not granted:
             return
-        pool = self._pools.get(PoolId(*claimed))
+        pool = self._pools.get(PoolId(*wanted))
         if pool is not None:
             self._grow(pool)
         else:
-            self.pool(*claimed)
+            self.pool(*wanted)
 
     # -- inside
 

@@ -126,7 +126,7 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Prepare: _prepare,
     engine.Commit: _commit,
     engine.Abort: _nothing,
-    engine.Claim: _keys,
+    engine.MarkInFlight: _keys,
     engine.ReconcileGrants: _nothing,
     engine.Heartbeat: _nothing,
 }

@@ -28,7 +28,7 @@ __all__ = [
     "Hint",
     "Attach",
     "Bye",
-    "Claim",
+    "MarkInFlight",
     "Commit",
     "Committed",
     "Corrupt",
@@ -394,7 +394,7 @@ class Explained(_Message, frozen=True, tag=28):
     `MAX_EXPLAINED_NAMES`."""
 
 
-class Claim(_Message, frozen=True, tag=29):
+class MarkInFlight(_Message, frozen=True, tag=29):
     """This process is about to compute these segments: set their in-flight markers for at most `seconds`, or, if that
     is 0, clear them. Not answered."""
 
@@ -426,7 +426,7 @@ EngineRequest = (
     | OpenQuery
     | ReconcileGrants
     | Hint
-    | Claim
+    | MarkInFlight
     | Corrupt
     | Explain
     | Bye

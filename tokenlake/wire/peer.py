@@ -204,7 +204,7 @@ class Lookup(_Message, frozen=True, tag=4):
     tenant: str
     keys: bytes
     request: RequestName = ""
-    claim_s: Seconds = 0.0
+    marker_s: Seconds = 0.0
     """Above 0: each key answered with MISSING gets an in-flight marker that names the caller, for so long."""
     may_defer: bool = False
     """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
@@ -332,7 +332,7 @@ class Evicted(_Message, frozen=True, tag=15):
 
 class Unfound(_Message, frozen=True, tag=49):
     """`node`, the owner of these segments according to their directory node, has no copy of them. Sent to the directory
-    node by a reader, and passed on to `node`, which answers with `Evicted` for those that it does not have: a claim
+    node by a reader, and passed on to `node`, which answers with `Evicted` for those that it does not have: a report
     about another node changes nothing by itself."""
 
     tenant: str

@@ -150,7 +150,7 @@ class _SaltedPool:
         # Nothing is stored: segments of the measured prompts are not read again, and would take the slots of documents.
         return bytes([Code.EXISTS]) * len(keys)
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         pass
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:

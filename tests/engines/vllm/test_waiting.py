@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 SEGMENT = 256
 TOKENS = 3000
 FULL = TOKENS // SEGMENT * SEGMENT
-CLAIMS = "tokenlake_in_flight_claims_total"
+MARKERS = "tokenlake_in_flight_markers_total"
 WAITS = "tokenlake_in_flight_waits_total"
 LONG_S, SHORT_S = 0.01, 0.0007
 """The predicted time per token: for the longest wait, or for a wait of some three seconds."""
@@ -91,7 +91,7 @@ def test_the_wait_for_a_stopped_engine_ends(
         before = cluster.totals()
         hit, computing = second.call("counts")["tokens_hit"], threads.submit(first.generate, [tokens])
         until = time.monotonic() + TIMEOUT_S
-        while cluster.totals()[CLAIMS] == before[CLAIMS]:
+        while cluster.totals()[MARKERS] == before[MARKERS]:
             assert time.monotonic() < until
         waiting = threads.submit(second.generate, [tokens])
         # The marker of a killed engine ends at once, so that the other engine must wait before the kill.

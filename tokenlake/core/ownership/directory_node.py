@@ -40,9 +40,9 @@ WALKED_SLOTS = 512
 TOLD_AT_ONCE = 64
 """Nodes that are told at once that this node has advertised after a change of the ring."""
 
-REFUSED_CLAIMS = Metric(
-    "tokenlake_refused_claims_total",
-    "Segments of which a node claimed that others own them, without being one of their directory nodes",
+REFUSED_REPORTS = Metric(
+    "tokenlake_refused_reports_total",
+    "Segments of which a node reported that others own them, without being one of their directory nodes",
     "node",
 )
 
@@ -157,14 +157,14 @@ class DirectoryNode:
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Tell the directory nodes of `keys` that an engine of this node computes them, for at most `seconds`."""
         for key in self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds)):
-            self.claim(self._context.node, tenant, key, seconds)
+            self.set_marker(self._context.node, tenant, key, seconds)
 
     def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
         """Set the in-flight markers that `node` announces: its engines compute these segments."""
         for key in split_keys(message.keys):
-            self.claim(node, TenantId(message.tenant), key, message.deadline_s)
+            self.set_marker(node, TenantId(message.tenant), key, message.deadline_s)
 
-    def claim(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
+    def set_marker(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
         """Set an in-flight marker: an engine of `node` computes the segment, for at most `seconds`. It has no effect
         where the segment exists or another node's marker stands."""
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
@@ -270,13 +270,13 @@ class DirectoryNode:
 
     def believed(self, node: NodeId, message: wire.Redundant) -> wire.Redundant:
         """Returns the part of the message about keys of which `node` is a candidate on the ring of now or the previous
-        one, or names itself the owner. Its claims about other keys are counted."""
+        one, or names itself the owner. Its reports about other keys are counted."""
         keys = split_keys(message.keys)
         candidate = self._candidate(node, message.keys)
         knows = [known or owner == node for known, owner in zip(candidate, message.nodes, strict=True)]
         if all(knows):
             return message
-        self._context.counters.add_for(REFUSED_CLAIMS, knows.count(False), node)
+        self._context.counters.add_for(REFUSED_REPORTS, knows.count(False), node)
         some = list(compress(keys, knows))
         return wire.Redundant(message.tenant, join_keys(some), tuple(compress(message.nodes, knows)))
 

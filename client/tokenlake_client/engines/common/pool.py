@@ -80,7 +80,7 @@ class CachePool(Protocol):
         """Lease the longest sequence of segments that the pool has, beginning with the first key."""
         ...
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: this engine computes these segments, and matches wait for them for at most `seconds`.
         0 removes the markers. Never waits, never raises."""
         ...

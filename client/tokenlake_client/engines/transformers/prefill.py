@@ -133,7 +133,7 @@ def _lease(
         # The match itself has marked only the first missing segment. The daemon removes all markers when this process
         # ends.
         try:
-            pool.claim(keys[lease.hits :], marker_s)
+            pool.mark_in_flight(keys[lease.hits :], marker_s)
         except BaseException:
             lease.release()
             raise

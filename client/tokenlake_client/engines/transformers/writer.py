@@ -89,7 +89,7 @@ class Writer:
         the in-flight markers of their segments are removed."""
         accepted = self._queue.submit(task)
         if not accepted:
-            task.pool.claim(task.keys, 0.0)
+            task.pool.mark_in_flight(task.keys, 0.0)
             self._counters.add(tokens_not_stored=len(task.keys) * task.layout.segment_tokens)
         return accepted
 
@@ -131,7 +131,7 @@ class Writer:
             )
             if done < len(task.keys):
                 # Remove the in-flight markers of the segments that were not stored. Segments in the pool have none.
-                task.pool.claim(task.keys, 0.0)
+                task.pool.mark_in_flight(task.keys, 0.0)
         for code in refused:
             if code not in self._refused:
                 self._refused.add(code)

@@ -193,7 +193,7 @@ class SchedulerPool(Protocol):
         """Reserve slots that other processes of the session fill."""
         ...
 
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: this engine computes these segments, and matches wait for them for at most `seconds`.
         0 removes the markers. Never waits, never raises."""
         ...

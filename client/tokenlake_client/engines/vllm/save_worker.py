@@ -128,7 +128,7 @@ class SaveWriter:
             self._give_up(task.plan)
             self._report("storing segments", error)
         while pool is not None and self._lost:
-            pool.claim(self._lost.popleft(), 0.0)
+            pool.mark_in_flight(self._lost.popleft(), 0.0)
         self._counters.add(save_seconds=time.perf_counter() - started)
 
     def _save(self, plan: SavePlan, pool: Any, since: float) -> None:
@@ -146,7 +146,7 @@ class SaveWriter:
         self._counters.add(tokens_stored=stored * tokens, tokens_not_stored=(len(codes) - stored) * tokens)
         refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.marked and Code(code).refused]
         if refused:
-            pool.claim(refused, 0.0)
+            pool.mark_in_flight(refused, 0.0)
 
     def _give_up(self, plan: SavePlan) -> None:
         """Count the segments of a job that is not executed, and let no other engine wait for them."""

@@ -187,7 +187,7 @@ class SchedulerSide:
             # This engine does not store the segment.
             pool = self._pool()
             if pool is not None:
-                pool.claim([first], 0.0)
+                pool.mark_in_flight([first], 0.0)
         elif lookup.wait.total_s:
             state.gap, state.marker_s = lookup.hits, lookup.marker_s
 
@@ -448,7 +448,7 @@ class SchedulerSide:
         try:
             first = self._saves.first_unfinished(state.request.request_id)
             keys = list(state.keys(pool, self._settings.salt)[: state.saved.segments])
-            pool.claim(keys[first:], LONGEST_S)
+            pool.mark_in_flight(keys[first:], LONGEST_S)
             self._moving[state.last_job] = keys, first
         except Exception as error:
             self._report("setting in-flight markers", error)
@@ -536,7 +536,7 @@ class SchedulerSide:
         try:
             keys = state.keys(pool, self._settings.salt)
             if seconds:
-                pool.claim(keys[state.gap :], seconds)
+                pool.mark_in_flight(keys[state.gap :], seconds)
             else:
                 self._withdraw(keys, state.gap)
         except Exception as error:
@@ -547,7 +547,7 @@ class SchedulerSide:
         engine computes them."""
         pool = self._pool()
         if pool is not None and not self._stopped and not self._waits.computed_here(keys):
-            pool.claim(keys[first:], 0.0)
+            pool.mark_in_flight(keys[first:], 0.0)
 
     def _send_hints(self, state: RequestState, hints: Hints) -> None:
         """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
@@ -603,7 +603,7 @@ class SchedulerSide:
             keys += [tail] if granted else []
         if state.last_job in self._saves.jobs:
             # The segments before are stored or refused.
-            pool.claim(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
+            pool.mark_in_flight(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
         state.offered = tuple(keys)
         return saves
 
