@@ -73,14 +73,14 @@ OF_OTHER_LAYOUTS = Metric(
     kind="gauge",
 )
 DROPPED = Metric(
-    "tokenlake_kv_event_dropped_contents_total",
+    "tokenlake_kv_event_dropped_contents",
     "Contents of segments that were dropped, because 32 MiB of others waited to be published: their segments are not "
     "published",
     "tenant",
     kind="gauge",
 )
 REFUSED = Metric(
-    "tokenlake_kv_event_refused_replays_total",
+    "tokenlake_kv_event_refused_replays",
     "Requests of routers for a replay that were malformed, or beyond the 8 at a time",
     "tenant",
     "model",
