@@ -64,7 +64,7 @@ def test_only_constants_that_matter_are_varied(model: str, gpu: str, expected: S
 )
 def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, vary: bool, tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"
-    arguments = SimulateArguments(limit=100, nodes=2, model="llama-3-70b", json_file=file)
+    arguments = SimulateArguments(limit=80, nodes=2, model="llama-3-70b", json_file=file)
     result = goodput(arguments, [system], vary=vary, say=lambda line: None)
     rates = result.rates[system]
     assert min(rates.values()) > 0

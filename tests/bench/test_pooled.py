@@ -104,7 +104,7 @@ def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
 
 
 def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:
-    accesses = with_answers(conversations(120, gap_s=4.0), 20)
+    accesses = with_answers(conversations(60, gap_s=4.0), 20)
     run = pooled(accesses, 4, 2000)
     ideal = infinite_cache(accesses)
     assert run.row().token_hit_rate == pytest.approx(ideal.rate, rel=0.02)

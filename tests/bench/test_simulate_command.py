@@ -86,7 +86,7 @@ def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
 def test_instances_may_have_gpu_caches_in_front_of_the_memory(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
     names = "cache-aware-real,mooncake-3p1d-perfect"
-    arguments = ["--limit", "60", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
+    arguments = ["--limit", "30", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
     run(*arguments, "--engine-cache-tokens", "1000")
     written = result(json_file)
     assert written["engine_cache_tokens"] == 1000
