@@ -244,9 +244,8 @@ def test_stopping_in_the_middle_of_transfers() -> None:
             for lease in leases:
                 channel.begin(lambda number, lease=lease: _fetch(number, lease.ids[0], lease.hits))  # type: ignore[misc]
             for node in cluster.nodes:
-                assert node.process is not None
-                node.process.send_signal(signal.SIGTERM)
-            assert [node.stop() for node in cluster.nodes] == [0, 0]
+                node.terminate()
+            assert [node.process.wait(LIMIT_S) for node in cluster.nodes if node.process is not None] == [0, 0]
         for node in cluster.nodes:
             assert "Traceback" not in node.log.read_text(), node.log.read_text()[-3000:]
 
