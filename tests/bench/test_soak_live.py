@@ -1,4 +1,4 @@
-"""Half a minute of the soak; `tokenlake bench soak --minutes 60` is the long form."""
+"""One minute of the soak; `tokenlake bench soak --minutes 60` is the long form."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SEED = 1
 
 
 @pytest.mark.timeout(600)
-def test_half_a_minute_of_load_with_kills_and_stops() -> None:
+def test_a_minute_of_load_with_kills_and_stops() -> None:
     """The output has the seed and the command that repeats the run."""
     result = run_soak(
-        SoakArguments(minutes=0.5, seed=SEED, nodes=3, rate=10.0, fault_every=2.5, json_file=None, page_file=None)
+        SoakArguments(minutes=1.0, seed=SEED, nodes=3, rate=10.0, fault_every=2.5, json_file=None, page_file=None)
     )
     assert [(claim.text, claim.found) for claim in result.claims if not claim.holds] == []
     assert {"kill -9 daemon", "kill -9 engine", "SIGSTOP daemon", "SIGSTOP engine"} == set(result.faults)
