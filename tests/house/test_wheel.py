@@ -74,7 +74,7 @@ def install(home: Path, *wheels: Path) -> Path:
     """Install wheels into a new environment. Returns its directory of commands."""
     venv.create(home, with_pip=True)
     constraints = ROOT / "constraints.txt"
-    succeed(home / "bin/python", "-m", "pip", "install", "--constraint", constraints, *wheels, cwd=home)
+    succeed(home / "bin/python", "-m", "pip", "install", "--no-compile", "--constraint", constraints, *wheels, cwd=home)
     return home / "bin"
 
 
