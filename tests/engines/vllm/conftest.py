@@ -68,7 +68,8 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
         kind = Engine if "environment" in arguments else ForkedEngine
         # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
-        engine = kind(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=10, **arguments)
+        nice = 10 if arguments.get("tensor_parallel_size", 1) > 1 else 0
+        engine = kind(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=nice, **arguments)
         engines.append(engine)
         return engine
 
@@ -80,6 +81,6 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 @pytest.fixture(scope="session")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM without a connector, the reference for all other engines."""
-    engine = ForkedEngine(model, tmp_path_factory.mktemp("plain") / "log", nice=10)
+    engine = ForkedEngine(model, tmp_path_factory.mktemp("plain") / "log")
     yield engine
     engine.close()

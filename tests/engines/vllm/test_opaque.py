@@ -111,9 +111,9 @@ def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pyte
         draft = str(save_tiny_model(directory / "draft", DRAFT))
         arguments["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
     pool = {"socket": str(cluster.nodes[0].socket), **PATIENT, "match_ms": 2000, **case.settings}
-    plain = ForkedEngine(model, directory / "plain.log", None, nice=10, **arguments)
-    first = ForkedEngine(model, directory / "first.log", {**pool, "verify": True}, nice=10, **arguments)
-    second = ForkedEngine(model, directory / "second.log", pool, nice=10, **arguments)
+    plain = ForkedEngine(model, directory / "plain.log", None, **arguments)
+    first = ForkedEngine(model, directory / "first.log", {**pool, "verify": True}, **arguments)
+    second = ForkedEngine(model, directory / "second.log", pool, **arguments)
     try:
         expected = {seed: plain.generate([prompt(case.length, seed)])[0] for seed in range(6)}
         plain.close()
@@ -246,9 +246,9 @@ def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Clu
     spec = {"spec_name": "TokenLakeOffloadingSpec", "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}
     recompute = {"kv_load_failure_policy": "recompute"}
     own = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None, **recompute}
-    within = ForkedEngine(window, tmp_path / "within.log", [pool], nice=10, transfer=recompute)
-    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, nice=10, transfer=own)
-    plain = ForkedEngine(window, tmp_path / "plain.log", None, nice=10)
+    within = ForkedEngine(window, tmp_path / "within.log", [pool], transfer=recompute)
+    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, transfer=own)
+    plain = ForkedEngine(window, tmp_path / "plain.log", None)
     try:
         expected = plain.generate([prompt(1000, 1), prompt(600, 2)])
         assert tokens_and_hit(within, behind) == (expected, [True, True])
@@ -299,7 +299,7 @@ def test_what_cannot_be_identified_runs_without_the_pool(
     window: Path, cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": reason, **PATIENT, **settings}
-    engine = ForkedEngine(window, tmp_path / "log", pool, nice=10, **arguments)
+    engine = ForkedEngine(window, tmp_path / "log", pool, **arguments)
     (first, _), (again, _) = answers(engine, [prompt(700, 1), prompt(300, 2)])
     assert first == again
     (said,) = refusals(engine)

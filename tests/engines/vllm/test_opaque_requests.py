@@ -203,7 +203,7 @@ def test_a_drafting_head(start: Start, cluster: Cluster, llama: Path, llamas_own
 def test_an_attention_backend_whose_memory_layout_is_unknown(
     cluster: Cluster, llama: Path, llamas_own: Engine, tmp_path: Path
 ) -> None:
-    engine = ForeignBackend(llama, tmp_path / "log", pool_of(cluster), nice=10)
+    engine = ForeignBackend(llama, tmp_path / "log", pool_of(cluster))
     try:
         tokens = prompt(1000, 7)
         expected = llamas_own.generate([tokens])

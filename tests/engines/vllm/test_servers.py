@@ -57,7 +57,7 @@ class Server:
         environment = {**os.environ, **ENVIRONMENT, **settings, "TOKENLAKE_ENGINE_SOCKET": str(socket)}
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
         options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--port", str(self.port)]
-        command = ["nice", "-n", "10", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
         with log.open("ab") as output:
             self.process = start_child(

@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM without a pool, started with the new weights: the reference after the change."""
-    engine = ForkedEngine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
+    engine = ForkedEngine(trained, tmp_path_factory.mktemp("fresh") / "log", None)
     yield engine
     engine.close()
 
