@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 SEGMENT = 256
 ENOUGH = 8
 """The number of prefills, and of loads, before their times are known."""
-SLOW_S = 0.1
+SLOW_S = 0.3
 """The delay of a load per segment: many times the time to compute it."""
 PROMPTS = [prompt(1100 + 130 * number, number) for number in range(2 * ENOUGH)]
 WHOLE = sum(len(tokens) // SEGMENT * SEGMENT for tokens in PROMPTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tests.engines.vllm.scenario import Three, check_scenario, three
@@ -14,6 +15,11 @@ from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_quantised
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+FP8_CACHES = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM's kernels for caches in fp8 need AVX-512 or AMX",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,7 @@ def test_quantised_weights(weights: Three, cluster: Cluster) -> None:
     check_scenario(weights, cluster, 10)
 
 
+@FP8_CACHES
 def test_a_cache_in_fp8(cache: Three, cluster: Cluster) -> None:
     check_scenario(cache, cluster, 20)
     layout = Layout.decode(bytes.fromhex(cache.first.call("layout")))
@@ -38,6 +45,7 @@ def test_a_cache_in_fp8(cache: Three, cluster: Cluster) -> None:
     assert layout.segment_bytes == 3 * 2 * 256 * 64
 
 
+@FP8_CACHES
 def test_engines_of_other_kinds_share_nothing(
     start: Callable[..., Engine], cluster: Cluster, weights: Three, cache: Three
 ) -> None:

@@ -21,7 +21,7 @@ from tokenlake_testing.engine_lines import ENVIRONMENT
 from tokenlake_testing.ports import reserve_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(400)]
 
 START_S = 240.0
 ROUTER = Path(__file__).parents[3] / ".venv-routers" / "bin" / "vllm-router"
