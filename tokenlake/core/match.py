@@ -222,6 +222,8 @@ class _Search:
     own directory."""
 
     match: _Match
+    keys: list[SegmentKey]
+    found: _Found
     limit_s: float
     """Seconds that the lookups may take in all, until the match is answered or waits for a segment in flight."""
     wait: Wait | None
@@ -264,14 +266,6 @@ class _Search:
     @property
     def tenant(self) -> TenantId:
         return self.match.process.session.tenant
-
-    @property
-    def keys(self) -> list[SegmentKey]:
-        return self.match.keys
-
-    @property
-    def found(self) -> _Found:
-        return self.match.found
 
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
@@ -341,7 +335,7 @@ class Matches:
         may_wait = wait_s and not request.independent
         limits = wait_s, request.in_flight_wait_per_segment_s, request.in_flight_expected_s
         wait = Wait(now, *limits) if may_wait else None
-        match.search = _Search(match, limit_s, wait, self._context.store.arrivals)
+        match.search = _Search(match, match.keys, match.found, limit_s, wait, self._context.store.arrivals)
         self._begin(match.search)
 
     # -- lookups

@@ -184,7 +184,6 @@ class NodeCore:
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
-            engine.Heartbeat: self._heartbeat,
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
@@ -392,13 +391,12 @@ class NodeCore:
         process = self._sessions.process(ConnectionId(event.connection))
         if process is None:
             return
-        self._handlers[type(event.message)](process, event.message)
-        # After the handler: that of a heartbeat tells whether the session had expired.
-        self._sessions.renew(process.session)
-
-    def _heartbeat(self, process: Process, request: engine.Heartbeat) -> None:
+        message = event.message
         alive = self._sessions.renew(process.session)
-        self._context.emit(Answer(process.connection, engine.HeartbeatReply(request.id, alive)))
+        if isinstance(message, engine.Heartbeat):
+            self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
+        else:
+            self._handlers[type(message)](process, message)
 
     def _attach(self, process: Process, request: engine.Attach) -> None:
         if WriteId(request.lease) in process.session.writes:
