@@ -239,7 +239,7 @@ class Serving:
         """Those of them that are still to be sent, by bulk connection."""
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
-        # Sets, because a loop over the segments of a lease takes four times as long; their order reaches no instruction.
+        # Sets, because a loop over the segments takes four times as long. Their order reaches no instruction.
         self._leased: dict[PoolId, set[Segment]] = {}
         """The segments that other nodes lease, by pool of slots."""
         self._again: Counter[Segment] = Counter()
