@@ -114,9 +114,9 @@ class Trail:
             return self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
         if node in self.silent:
             return self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
-        if self.refused is Code.PENDING:
-            return self._lose(MissReason.PENDING, "an engine of the reader's node was writing it")
         if self.refused is not None:
+            if self.refused is Code.PENDING:
+                return self._lose(MissReason.PENDING, "an engine of the reader's node was writing it")
             return self._lose(MissReason.LIMIT, self.refused.name)
         return self._lose(MissReason.SKIPPED, "")
 
