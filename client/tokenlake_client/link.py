@@ -234,6 +234,8 @@ class Connector:
             )
             welcome = Link.expect(channel.wait(pending, self.deadlines.connect_s), engine.Welcome)
             lock = None if pending.descriptor is None else ProcessLock(pending.descriptor)
+            if not OLDEST_VERSION <= welcome.version <= PROTOCOL_VERSION:
+                raise ProtocolRefused(f"the daemon chose protocol version {welcome.version}, which was not offered")
             if welcome.probe != probe(welcome.secret, fingerprint):
                 raise ProtocolRefused(
                     "the daemon's probe hash differs: client and daemon hash the same prefix to different keys; "

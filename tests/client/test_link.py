@@ -9,17 +9,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, read, store, wait_until
 from tokenlake import local_socket
-from tokenlake.errors import ListenerUntrusted, Unreachable
+from tokenlake.errors import ListenerUntrusted, ProtocolRefused, Unreachable
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import PROTOCOL_VERSION, engine, pack_frame
+from tokenlake.wire.version import OLDEST_VERSION
 from tokenlake_client import Pool
 from tokenlake_client.link import Connector
 from tokenlake_operator.explain import ask
+from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_testing.cluster import Cluster
 
 OTHER_USER = 65534
@@ -199,6 +205,36 @@ def test_the_error_names_the_daemons_of_other_nodes(tmp_path: Path, monkeypatch:
         for path in (None, system / "tokenlake-local.sock"):
             with pytest.raises(Unreachable, match=f"no daemon listens at .*; sockets here: {other}; connect to"):
                 Pool.connect(path, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("version", "probe", "refused"),
+    [
+        (PROTOCOL_VERSION + 1, b"", "chose protocol version"),
+        (OLDEST_VERSION - 1, b"", "chose protocol version"),
+        (PROTOCOL_VERSION, bytes(KEY_BYTES), "probe hash differs"),
+    ],
+)
+def test_a_daemon_that_works_otherwise_is_refused(tmp_path: Path, version: int, probe: bytes, refused: str) -> None:
+    """It uses a version that was not offered, or computes other keys."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer() -> None:
+            with listener.accept()[0] as accepted:
+                hello: Any = engine.request_decoder.decode(read_frame(accepted, engine.MAX_FRAME))
+                welcome = engine.Welcome(
+                    hello.id, version, "node", 1, 1, 1, "tenant", b"secret", probe, 3600.0, engine.MAX_FRAME
+                )
+                accepted.sendall(pack_frame(welcome))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ProtocolRefused, match=refused):
+            Pool.connect(path, LAYOUT, deadlines=PATIENT)
+        thread.join()
 
 
 @pytest.mark.live
