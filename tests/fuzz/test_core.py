@@ -364,7 +364,7 @@ def test_a_check_that_takes_long_does_not_delay_the_next_ones() -> None:
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
     node.watched = True
@@ -377,8 +377,8 @@ def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
 
 @pytest.mark.parametrize("kind", typing.get_args(peer.PeerMessage), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
-@pytest.mark.timeout(600)  # a search of 20 s on an idle machine
+@settings(max_examples=15, deadline=None)
+@pytest.mark.timeout(600)  # a search of 10 s on an idle machine
 def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
     node.watched = True
