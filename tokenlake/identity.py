@@ -6,7 +6,6 @@ from typing import NewType
 
 __all__ = [
     "ConnectionId",
-    "Epoch",
     "Fingerprint",
     "Incarnation",
     "LeaseId",
@@ -31,9 +30,6 @@ NodeId = NewType("NodeId", str)
 
 Incarnation = NewType("Incarnation", int)
 """Number of one run of a node's daemon; grows with every start."""
-
-Epoch = NewType("Epoch", int)
-"""Number of a ring record: it grows with each change of the members."""
 
 ConnectionId = NewType("ConnectionId", int)
 """One connection to the daemon's local socket; stands for one process of a session."""

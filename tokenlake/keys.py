@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import Fingerprint, SegmentKey
 
-__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_key", "opaque_keys", "probe", "root_key"]
+__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_keys", "probe", "root_key"]
 
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
@@ -48,21 +48,6 @@ def root_key(
     return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
 
 
-def opaque_key(
-    secret: bytes,
-    fingerprint: Fingerprint,
-    group: int,
-    engine_key: bytes,
-    adapter: str | None = None,
-    salt: str | None = None,
-) -> SegmentKey:
-    """The key of a segment with an opaque layout. `group`: number of the engine's cache group, 0 to 2**32 - 1.
-    `engine_key`: the engine's hash of the segment's tokens and of everything before them, 32 bytes. Raises `ValueError`
-    for another length: a shorter hash does not tell prompts apart reliably. `secret`: as of `root_key`."""
-    (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], adapter, salt)
-    return key
-
-
 def opaque_keys(
     secret: bytes,
     fingerprint: Fingerprint,
@@ -70,8 +55,10 @@ def opaque_keys(
     adapter: str | None = None,
     salt: str | None = None,
 ) -> list[SegmentKey]:
-    """The keys of many segments, (group, engine key) each; arguments and errors as of `opaque_key`. The state of the
-    hash before the engine key is computed once for each group."""
+    """The keys of segments with an opaque layout. `engine_keys`: (group, engine key) of each: the number of the
+    engine's cache group, 0 to 2**32 - 1, and the engine's hash of the segment's tokens and of everything before them,
+    32 bytes. Raises `ValueError` for another length: a shorter hash does not tell prompts apart reliably. `secret`: as
+    of `root_key`. The state of the hash before the engine key is computed once for each group."""
     begun: dict[int, hashlib.blake2b] = {}
     keys = []
     for group, engine_key in engine_keys:

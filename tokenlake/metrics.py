@@ -108,12 +108,5 @@ class Counters:
         """The counts of a metric with labels, by the values of the labels; a copy."""
         return dict(self._by_labels.get(metric, {}))
 
-    def by_first_label(self, metric: Metric) -> dict[str, int]:
-        """The counts of a metric with labels, by the value of the first label."""
-        sums: dict[str, int] = {}
-        for values, count in self._by_labels.get(metric, {}).items():
-            sums[values[0]] = sums.get(values[0], 0) + count
-        return sums
-
     def __getitem__(self, metric: Metric) -> int:
         return sum(self._by_labels.get(metric, {}).values()) if metric.labels else self._values.get(metric, 0)

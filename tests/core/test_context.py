@@ -24,7 +24,8 @@ from tokenlake.wire.slots import join_keys
 def counted(cluster: Cluster, metric: Metric) -> dict[str, int]:
     sums: collections.Counter[str] = collections.Counter()
     for node in range(len(cluster.nodes)):
-        sums.update(cluster.core(node).counters.by_first_label(metric))
+        for (first, *_), count in cluster.core(node).counters.by_labels(metric).items():
+            sums[first] += count
     return dict(sums)
 
 

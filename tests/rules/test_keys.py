@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.identity import Fingerprint, SegmentKey
-from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, opaque_key, probe, root_key
+from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, opaque_keys, probe, root_key
 
 SECRET = b"tenant a's secret"
 FINGERPRINT = Fingerprint(bytes(range(32)))
@@ -64,6 +64,11 @@ def test_the_root_is_the_golden_vector() -> None:
 def test_the_keys_are_the_golden_vectors() -> None:
     assert [key.hex() for key in keys_of(TOKENS)] == KEYS
     assert [key.hex() for key in keys_of(TOKENS, extras={1: [b"image", b""]})] == KEYS_WITH_EXTRAS
+
+
+def opaque_key(secret: bytes, fingerprint: Fingerprint, group: int, engine_key: bytes, **parts: str) -> SegmentKey:
+    (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], **parts)
+    return key
 
 
 def test_opaque_keys_are_the_golden_vectors() -> None:

@@ -108,9 +108,7 @@ class CheckSlot(_Instruction, frozen=True, tag=10):
 
 
 class ReadRing(_Instruction, frozen=True, tag=11):
-    """Read the membership: another node has a ring of this epoch, which is newer than the ring that `NodeCore` uses."""
-
-    epoch: int
+    """Read the membership: another node has a newer ring than `NodeCore`."""
 
 
 class Drained(_Instruction, frozen=True, tag=12):

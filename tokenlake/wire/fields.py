@@ -6,7 +6,6 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 from tokenlake.ring_record import MAX_EPOCH
 
@@ -21,7 +20,6 @@ __all__ = [
     "AgentName",
     "Amount",
     "Index",
-    "Key",
     "Name",
     "NONCE_BYTES",
     "Nonce",
@@ -51,9 +49,6 @@ refused."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Index of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards; a count."""
-
-Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-"""Key of one segment."""
 
 Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is

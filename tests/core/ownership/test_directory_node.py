@@ -217,7 +217,7 @@ def test_only_a_candidate_of_a_key_says_that_another_node_owns_it() -> None:
     mine, theirs = node.own(key), node.own(other)
     node.say("n2", peer.Redundant("red", join_keys((key, other)), ("n1", "n1")))
     assert (mine.kind, theirs.kind) == (Kind.CACHED, Kind.PRIMARY)
-    assert node.core.counters.by_first_label(directory_node.REFUSED_REPORTS) == {"n2": 1}
+    assert node.core.counters.by_labels(directory_node.REFUSED_REPORTS) == {("n2",): 1}
 
 
 # -- advertising

@@ -119,7 +119,7 @@ class RingChange:
         now, (epoch, _), (here, _) = self._context.now, peer.ring, self._context.ring_version
         if epoch > here and now >= self._read_at + READ_S:
             self._read_at = now
-            self._context.emit(ReadRing(epoch))
+            self._context.emit(ReadRing())
 
     def states(self) -> dict[str, str]:
         """How the ring of each peer compares with that of this node: see `NodeCore.ring_states`."""
