@@ -66,10 +66,9 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
-        kind = Engine if "environment" in arguments else ForkedEngine
         # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
         nice = 10 if arguments.get("tensor_parallel_size", 1) > 1 else 0
-        engine = kind(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=nice, **arguments)
+        engine = ForkedEngine(arguments.pop("model", model), logs / f"{len(engines)}.log", pool, nice=nice, **arguments)
         engines.append(engine)
         return engine
 

@@ -273,7 +273,7 @@ def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     before = cluster.totals()["tokenlake_stored_segments_total"]
-    engine = Engine(window, tmp_path / "log", pool, nice=10, environment=ranks, tensor_parallel_size=2)
+    engine = ForkedEngine(window, tmp_path / "log", pool, nice=10, environment=ranks, tensor_parallel_size=2)
     try:
         for seed, spoiled in ((1, False), (2, True)):
             if spoiled:
