@@ -1,19 +1,19 @@
-"""`tokenlake serve`, `tokenlake replay` and `tokenlake config`."""
+"""`tokenlake serve` and `tokenlake replay`, and the settings of a daemon: from its command line, environment, file."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
@@ -22,10 +22,9 @@ from tokenlake.log_lines import set_up_log
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.event_log import replay as replay_log
-from tokenlake_server.tables import print_rows
 from tokenlake_server.watchdog import new_event_loop
 
-__all__ = ["config", "load", "replay", "run_daemon", "serve", "with_settings"]
+__all__ = ["load", "replay", "run_daemon", "serve", "with_settings"]
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +82,12 @@ def run_daemon(
 
 def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> None:
     began = time.monotonic()
-    console = Console(stderr=True)
-    columns = (TextColumn("preparing memory"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("memory", total=None)
+    with contextlib.ExitStack() as until_ready:
+        populated = until_ready.enter_context(_bar()) if sys.stderr.isatty() else lambda done, total: None
 
         def ready(daemon: Daemon) -> None:
             made(daemon)
-            progress.stop()
+            until_ready.close()
             metrics = f", metrics http://{daemon.metrics.address}/metrics" if daemon.metrics else ""
             if daemon.control is not None:
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
@@ -109,12 +106,22 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
                 err=True,
             )
 
-        def populated(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
         main = run(settings.config, populated, ready, speed=speed, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for the memory, which is shown by each call with the bytes that are prepared, and all bytes."""
+    # Most daemons have no terminal, and start without these modules in 0.1 s less.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("preparing memory"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("memory", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @click.command()
@@ -131,21 +138,3 @@ def replay(log: Path) -> None:
     if result.cut_off:
         click.echo(f"the last {result.cut_off} bytes are not a whole record: the log was cut off there")
     click.echo("the same instructions as recorded")
-
-
-@click.group()
-def config() -> None:
-    """Show the settings."""
-
-
-@config.command()
-@with_settings
-def show(file: Path | None, **flags: object) -> None:
-    """Print each setting, its value and its source."""
-    try:
-        settings = load(file, flags)
-    except TokenLakeError as error:
-        raise click.ClickException(str(error)) from error
-    print_rows(("setting", "value", "source"), settings.describe())
-    if settings.ignored:
-        click.echo(f"variables of a Kubernetes Service, which are not settings: {', '.join(settings.ignored)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import stat
@@ -212,6 +213,22 @@ def test_stale_sockets_and_clean_stops() -> None:
         assert node.process is not None
         node.process.send_signal(signal.SIGINT)
         assert node.process.wait(LIMIT_S) == 0
+
+
+def test_a_terminal_shows_that_memory_is_prepared(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = ["--node", "x", "--memory", "64MiB", "--socket", str(tmp_path / "x.sock"), "--listen", "127.0.0.1:0"]
+    with (
+        subprocess.Popen([*SERVE, *words, "--metrics", ""], stderr=theirs) as daemon,
+        os.fdopen(ours, "rb", 0) as terminal,
+    ):
+        os.close(theirs)
+        shown = b""
+        while b"is ready after" not in shown:
+            shown += terminal.read(1 << 16)
+        daemon.terminate()
+    assert daemon.returncode == 0
+    assert b"preparing memory" in shown
 
 
 def test_a_pipe_gets_every_value_whole(tmp_path: Path) -> None:
