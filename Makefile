@@ -39,9 +39,14 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
+# The environments are installed side by side. What fails behind is told again by the target that needs it.
+#
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There is one worker more
 # than CI has cores, because tests wait for processes a third of their time.
-test: install-dev install-engines install-etcd install-promtool install-routers install-nixl lint
+test:
+	@$(MAKE) --no-print-directory install-routers install-vllm & behind=$$!; \
+	$(MAKE) --no-print-directory install-dev install-engines install-etcd install-promtool install-nixl lint; \
+	status=$$?; wait $$behind; exit $$status
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
