@@ -22,6 +22,7 @@ __all__ = [
     "stopped",
 ]
 
+TRANSFERS = 'tokenlake_map_entries{map="transfers"}'
 DIRECTIONS: tuple[Direction, ...] = ("down", "up")
 
 
@@ -164,8 +165,7 @@ def _dropped(seed: int, *drops: Drop) -> Outcome:
                 earlier = _dead_noted(at)
                 at.links[1].fault = drop
                 wait_until(lambda earlier=earlier: _dead_noted(at) > earlier, "the bulk path counts as dead")  # type: ignore[misc]
-                # A fetch that began before may end.
-                wait(2)
+                wait_until(lambda: not at.nodes[0].metrics()[TRANSFERS], "each transfer that began before has ended")
                 noticed = at.metric(0, unanswered)
                 wait(20)
                 assert at.metric(0, unanswered) == noticed, "no further fetch waits for the node"
