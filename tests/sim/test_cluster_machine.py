@@ -275,6 +275,6 @@ def test_nothing_breaks_and_every_rule_is_reached(monkeypatch: pytest.MonkeyPatc
         return answers
 
     monkeypatch.setattr(DirectoryNode, "answers", counted)
-    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(100), stateful_step_count=30))
+    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(60), stateful_step_count=30))
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}
     assert stood_in

@@ -20,4 +20,4 @@ def test_work_in_slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 2)
     monkeypatch.setattr(fetch, "SETTLED", 2)
     monkeypatch.setattr(access, "REPORTS", 2)
-    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(40), stateful_step_count=30))
+    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(25), stateful_step_count=30))
