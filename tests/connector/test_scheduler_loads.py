@@ -40,6 +40,8 @@ def test_weigh_loads_false_loads_every_hit() -> None:
     know(bench, asked, ["here"] * 4)
     assert bench.place(asked) == 32
     assert bench.counters.read().tokens_skipped_by_cost == 0
+    (plan,) = bench.side.step([], lambda name: []).loads
+    assert plan.at_most_s == 0.0, "it may take longer than computing"
 
 
 def test_segments_of_a_slow_node_are_computed() -> None:

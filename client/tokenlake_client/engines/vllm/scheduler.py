@@ -296,7 +296,7 @@ class SchedulerSide:
         )
         targets = tuple(blocks[start // self._block : -(-stop // self._block)])
         local = all_local(owners)
-        at_most_s = self._costs.fetch_limit_s(start, stop)
+        at_most_s = self._costs.fetch_limit_s(start, stop) if self._settings.weigh_loads else 0.0
         use = state.adapter.use if state.adapter is not None else None
         ids = tuple(map(int, lease.ids))
         plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)

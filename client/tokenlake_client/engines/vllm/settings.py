@@ -70,7 +70,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             kinds.truth(),
-            "compute what is predicted to take longer to load; false: load every hit",
+            "compute what is predicted to take longer to load, and give up a load that takes longer; false: load every "
+            "hit",
             why="a request should not become slower than without the pool",
         ),
     ] = True
@@ -158,7 +159,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kinds.real(0, 3600, "seconds"),
             "time from the end of a step for which storing its segments waits, behind the engine, while the write "
-            "budget of the pool is full",
+            "budget of the pool is full. The daemon gets the same time to answer a store, and at least 2 s",
             why="a short burst of writes does not lose segments",
         ),
     ] = 1.0
@@ -166,7 +167,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deadlines(self) -> Deadlines:
         """The deadlines of the connections to the daemon. Lookups have their own, `match_ms`."""
-        return Deadlines(call_s=self.call_ms / 1e3, fetch_s=self.fetch_ms / 1e3)
+        store_s = max(DEFAULT_DEADLINES.store_s, self.write_patience_s)
+        return Deadlines(call_s=self.call_ms / 1e3, fetch_s=self.fetch_ms / 1e3, store_s=store_s)
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
