@@ -67,7 +67,7 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     assert str(file) in message
     assert "line 2" in message
     file.write_bytes(b"node = 'x'\n# caf\xe9\n")
-    assert f"'{file}'; expected text in UTF-8, which line 2 is not" in start(tmp_path, "--config", str(file))
+    assert f"'{file}' is not in UTF-8, from line 2 on: save it" in start(tmp_path, "--config", str(file))
     assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
     assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
     file.write_text(f"state_directory = '{tmp_path / 'nowhere'}'\n")
@@ -83,9 +83,7 @@ def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
         file.write_text(secrets)
         for mode in (0o644, 0o640, 0o602):
             file.chmod(mode)
-            with pytest.raises(
-                ConfigurationError, match=f"0600, because it sets '{named}'; with mode {mode:04o}"
-            ) as caught:
+            with pytest.raises(ConfigurationError, match=f"sets '{named}', and with mode {mode:04o}") as caught:
                 read_config_file(file)
             assert "aaaa" not in str(caught.value)
     assert "chmod 600" in start(tmp_path, "--config", str(file))

@@ -170,8 +170,7 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
         try:
             text = read_config_file(file)
         except ConfigurationError as error:
-            problem = "the daemon does not start with this file"
-            findings.append(Finding("error", "settings-file", str(file), problem, f"give {error.expected}"))
+            findings.append(Finding("error", "settings-file", str(file), *_problem_and_cure(error)))
             try:
                 text = read_foreign_file(file)
             except ConfigurationError:
