@@ -170,7 +170,8 @@ def _read(target: Target, findings: list[Finding]) -> Settings | None:
         try:
             text = read_config_file(file)
         except ConfigurationError as error:
-            findings.append(Finding("error", "settings-file", str(file), *_problem_and_cure(error)))
+            problem, cure = _problem_and_cure(error)
+            findings.append(Finding("error", "settings-file", str(file), f"the daemon does not start: {problem}", cure))
             try:
                 text = read_foreign_file(file)
             except ConfigurationError:
