@@ -1,8 +1,8 @@
 """Attention over a part of the tokens, with the log-sum-exp by which it is merged with attention over the other tokens.
 
 This module does in torch what `tokenlake.attention` does in numpy. Queries are [rows, heads, tokens, dim], keys and
-values [rows, KV heads, tokens, dim] with heads a multiple of KV heads; the output of a part is float32. All functions
-but `merge_rows` return new tensors.
+values [rows, KV heads, tokens, dim] with heads a multiple of KV heads; the output of a part is float32. The merges
+change the tensors of their first part, and no function changes another argument.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+
+from tokenlake.attention.torch_merge import RunningMerge
 
 __all__ = ["Part", "attend", "attend_own", "merge", "merge_rows"]
 
@@ -55,15 +57,16 @@ def attend_own(query: Any, keys: Any, values: Any, scale: float, mask: Any = Non
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Attention over the tokens of both parts, merged by their log-sum-exps. Neither part may be empty."""
-    lse = torch.logaddexp(one.lse, other.lse)
-    out = one.out * (one.lse - lse).exp().unsqueeze(-1) + other.out * (other.lse - lse).exp().unsqueeze(-1)
-    return Part(out, lse)
+    """Attention over the tokens of both parts, merged by their log-sum-exps. Neither part may be empty. Changes the
+    tensors of `one`."""
+    merged = RunningMerge(*one)
+    merged.add(*other)
+    return Part(merged.out, merged.lse)
 
 
 def merge_rows(whole: Part, rows: list[int], part: Part) -> Part:
-    """Merge `part` into the rows `rows` of `whole` by their log-sum-exps, and return the result. May change the tensors
-    of `whole`."""
+    """Merge `part` into the rows `rows` of `whole` by their log-sum-exps, and return the result. Changes the tensors of
+    `whole`."""
     if rows == list(range(len(whole.lse))):
         return merge(whole, part)
     merged = merge(Part(whole.out[rows], whole.lse[rows]), part)
