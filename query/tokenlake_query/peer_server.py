@@ -174,7 +174,7 @@ class PeerServer:
             # A view of the request was closed while the request was under way, or its results would take too much
             # memory: every part is answered LOST.
             self._connection.reader.skip(ask.nbytes)
-            self._connection.send(wire.Result(ask.number, bytes([Code.LOST]) * len(views), 0))
+            self._connection.send(wire.Result(ask.number, ask.layer, bytes([Code.LOST]) * len(views), 0))
             return
         item = stored_dtype(ask.dtype).itemsize
         sizes = [
@@ -246,7 +246,7 @@ class _ResultCollector:
         outputs = [from_float32(partial.out, self._ask.dtype) for partial in computed]
         payload = [_bytes_of(array) for array in [*outputs, *(partial.lse for partial in computed)]]
         nbytes = sum(map(len, payload))
-        self._send(wire.Result(self._ask.number, codes, nbytes), payload)
+        self._send(wire.Result(self._ask.number, self._ask.layer, codes, nbytes), payload)
 
 
 def _check_fits(layout: Layout, ask: wire.Ask) -> None:

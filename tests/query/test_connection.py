@@ -95,7 +95,7 @@ def test_sends_never_block_and_arrive_in_order(pair: Pair) -> None:
     payloads = [random.Random(number).randbytes(3_000) for number in range(5_000)]
     expected = b""
     for start in range(0, len(payloads), 1_000):
-        message = wire.Result(start, b"", 3_000_000)
+        message = wire.Result(start, 0, b"", 3_000_000)
         chunk = payloads[start : start + 1_000]
         sent = connection.send(message, [memoryview(payload) for payload in chunk])
         expected += pack_frame(message) + b"".join(chunk)
@@ -176,11 +176,11 @@ def test_records_carry_frames_and_payloads(pair: Pair) -> None:
     reader = FrameReader(pair[1], key=KEYS.sending)
     payloads = [random.Random(size).randbytes(size) for size in (0, 1, 100, 65_000, 70_000, 300_000, 3_000_000)]
     for number, payload in enumerate(payloads):
-        result = wire.Result(number, b"", len(payload))
+        result = wire.Result(number, 0, b"", len(payload))
         halves = [memoryview(payload)[: len(payload) // 2], memoryview(payload)[len(payload) // 2 :]]
         assert sender.send(result, halves) == len(pack_frame(result)) + len(payload)
     for number, payload in enumerate(payloads):
-        assert decode(wire.ask_reply_decoder, reader.frame()) == wire.Result(number, b"", len(payload))
+        assert decode(wire.ask_reply_decoder, reader.frame()) == wire.Result(number, 0, b"", len(payload))
         target = bytearray(len(payload))
         reader.into(memoryview(target))
         assert target == payload

@@ -94,7 +94,7 @@ def result(seed: int = 0) -> tuple[list[Partial], bytes]:
 def test_results_in_any_order_reach_their_handlers(scene: Scene) -> None:
     (first, one), (second, two) = scene.ask(), scene.ask()
     for number, seed in ((two, 2), (one, 1)):
-        scene.raw.send(wire.Result(number, FOUND, RESULT_BYTES), result(seed)[1])
+        scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result(seed)[1])
     wait_until(lambda: len(first.partials) == len(second.partials) == 2, "both came")
     for handler, seed in ((first, 1), (second, 2)):
         for index, part in enumerate(result(seed)[0]):
@@ -108,7 +108,7 @@ def test_a_lost_part_is_missing(scene: Scene) -> None:
     handler, number = scene.ask()
     parts, _ = result()
     payload = parts[1].out.tobytes() + parts[1].lse.tobytes()
-    scene.raw.send(wire.Result(number, bytes([Code.LOST, Code.LOCAL]), len(payload)), payload)
+    scene.raw.send(wire.Result(number, 1, bytes([Code.LOST, Code.LOCAL]), len(payload)), payload)
     wait_until(lambda: bool(handler.partials and handler.lacking), "it came")
     assert handler.lacking == [0]
     assert np.array_equal(handler.partials[1].out, parts[1].out)
@@ -117,12 +117,12 @@ def test_a_lost_part_is_missing(scene: Scene) -> None:
 def test_a_late_result_is_counted_and_dropped(scene: Scene) -> None:
     handler, number = scene.ask()
     handler.active = False
-    scene.raw.send(wire.Result(number, FOUND, RESULT_BYTES), result()[1])
+    scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result()[1])
     wait_until(lambda: scene.counters["late_results"] == 1, "it came")
     assert not handler.partials
     assert not handler.lacking
     again, number = scene.ask()
-    scene.raw.send(wire.Result(number, FOUND, RESULT_BYTES), result()[1])
+    scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result()[1])
     wait_until(lambda: len(again.partials) == 2, "the stream goes on behind it")
 
 
@@ -132,7 +132,7 @@ def test_a_late_result_is_counted_and_dropped(scene: Scene) -> None:
 )
 def test_a_wrong_result_ends_the_connection(scene: Scene, change: int, codes: bytes, nbytes: int) -> None:
     (handler, number), (other, _) = scene.ask(), scene.ask()
-    scene.raw.send(wire.Result(number + 2 * change, codes, nbytes), bytes(100))
+    scene.raw.send(wire.Result(number + 2 * change, 1, codes, nbytes), bytes(100))
     wait_until(lambda: handler.lacking == other.lacking == [0, 1], "both are handler")
     assert not scene.client.open
     later = Recorder()
@@ -142,7 +142,7 @@ def test_a_wrong_result_ends_the_connection(scene: Scene, change: int, codes: by
 
 def test_connection_ends_within_a_result(scene: Scene) -> None:
     handler, number = scene.ask()
-    scene.raw.send(wire.Result(number, FOUND, RESULT_BYTES), result()[1][:-1])
+    scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result()[1][:-1])
     scene.raw.sock.close()
     wait_until(lambda: handler.lacking == [0, 1], "it is handler")
     assert not handler.partials
@@ -160,7 +160,7 @@ def test_an_overdue_peer_is_unusable_until_it_sends(scene: Scene) -> None:
     scene.send_unrelated_message()
     wait_until(usable, "it lives")
     scene.client.deadline_missed()
-    scene.raw.send(wire.Result(number, FOUND, RESULT_BYTES), result()[1])
+    scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result()[1])
     wait_until(usable, "it answered")
     scene.client.deadline_missed()
     assert usable()

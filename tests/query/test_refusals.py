@@ -197,10 +197,10 @@ def test_queries_of_a_closed_view_are_lost(cluster: Cluster) -> None:
         for number, parts in enumerate([((9, 1),), ((1, 1), (9, 200))]):
             nbytes = 512 * sum(tokens for _, tokens in parts)
             raw.send(wire.Ask(number, 0, "float32", parts, nbytes), bytes(nbytes))
-            assert raw.receive() == wire.Result(number, bytes([Code.LOST]) * len(parts), 0)
+            assert raw.receive() == wire.Result(number, 0, bytes([Code.LOST]) * len(parts), 0)
         raw.send(wire.CloseView((1,)))
         raw.send(wire.Ask(5, 0, "float32", ((1, 1),), 512), bytes(512))
-        assert raw.receive() == wire.Result(5, bytes([Code.LOST]), 0)
+        assert raw.receive() == wire.Result(5, 0, bytes([Code.LOST]), 0)
 
 
 def test_segments_of_another_layout_are_missing(cluster: Cluster) -> None:

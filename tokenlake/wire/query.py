@@ -168,6 +168,7 @@ class Result(_Message, frozen=True, tag=9):
     [tokens, heads, value dim] of the `dtype` of the `Ask` each, then the sums, float32 [tokens, heads] each."""
 
     number: int
+    layer: Index
     codes: bytes
     nbytes: Offset
 

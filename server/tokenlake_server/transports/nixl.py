@@ -338,12 +338,12 @@ class Nixl:
     def _places(self, outgoing: Outgoing) -> list[Place]:
         size = outgoing.answer.slot_bytes
         if not outgoing.answer.codes:
-            return [Place(_address(self._probe), size, HOST)]
+            return [Place(_address(self._probe), size, 0, HOST)]
         shape = RegionShape(self._arena.region_bytes, size)
         with self._changed:
             bases = [self._memory[slot.region] for slot in outgoing.slots]
         return [
-            Place(base + shape.offset(slot.slot), size, device)
+            Place(base + shape.offset(slot.slot), size, slot.generation, device)
             for slot, (base, _, device) in zip(outgoing.slots, bases, strict=True)
         ]
 
