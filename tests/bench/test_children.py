@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -129,8 +130,11 @@ def test_a_killed_benchmark_leaves_no_process(arguments: list[str]) -> None:
         daemons: list[psutil.Process] = []
 
         def serving() -> bool:
-            daemons[:] = [child for child in me.children() if "tokenlake_server" in " ".join(child.cmdline())]
-            return len(daemons) > 0 and all(len(daemon.net_connections("inet")) > 1 for daemon in daemons)
+            # A daemon may end meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                daemons[:] = [child for child in me.children() if "tokenlake_server" in " ".join(child.cmdline())]
+                return len(daemons) > 0 and all(len(daemon.net_connections("inet")) > 1 for daemon in daemons)
+            return False
 
         try:
             wait_until(serving, "the benchmark's daemons listen")

@@ -43,9 +43,9 @@ LAYOUT: Final = Layout(
     segment_tokens=SEGMENT_TOKENS,
 )
 """Segments of 16 KiB."""
-DEADLINES: Final = Deadlines(call_s=2.0)
+DEADLINES: Final = Deadlines(call_s=2.0, grace_s=2.0)
 """Of the engines' calls: on a busy machine a daemon may not run for a quarter of a second. Matches have the daemons'
-deadline."""
+deadline, after which the daemon answers."""
 
 
 @dataclass(frozen=True, slots=True)

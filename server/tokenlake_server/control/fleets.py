@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from tokenlake.config import Tenant
@@ -23,6 +24,8 @@ MAX_SEGMENTS = 1 << 15
 """Segments of those requests, of which each takes some 300 bytes; the oldest requests count as finished."""
 UNDER_WAY_S = 900.0
 """Seconds after which a request counts as finished: its router may have died."""
+ENDED_S = 60.0
+"""Seconds for which the end of a request is kept that was not under way: longer than a `GetStart` is delayed."""
 
 
 class Fleet:
@@ -34,6 +37,8 @@ class Fleet:
         self._under_way: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """By name of a request: the time at which it was sent, and the number of its segments."""
         self._segments = 0
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        """By name of a request whose end was reported while it was not under way: the time of the report."""
 
     def __len__(self) -> int:
         """Number of requests under way."""
@@ -50,6 +55,12 @@ class Fleet:
                 self.router.join(name, node)
         while self._under_way and next(iter(self._under_way.values()))[0] < now - UNDER_WAY_S:
             self.finished(next(iter(self._under_way)))
+
+    def chosen(self, request: Request, start: Start, now: float) -> None:
+        """Record that a request is sent where `GetStart` chose, unless its router has given it up: the report of the
+        end may overtake a `GetStart` that is delayed."""
+        if self._ended.pop(request.name, -math.inf) < now - ENDED_S:
+            self.sent(request, start, now)
 
     def sent(self, request: Request, start: Start, now: float) -> None:
         """Record that a request was sent."""
@@ -82,6 +93,10 @@ class Fleet:
             case "first_token":
                 self.router.first_token(what.first_token)
             case "finished":
+                if what.finished not in self._under_way:
+                    self._ended[what.finished] = now
+                    if len(self._ended) > MAX_UNDER_WAY:
+                        self._ended.popitem(last=False)
                 self.finished(what.finished)
             case "gone":
                 self.leave(what.gone)

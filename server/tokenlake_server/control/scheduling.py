@@ -120,7 +120,7 @@ class Scheduling:
         starts = fleet.router.starts(request, owners, among)
         chosen = fleet.router.where(request, owners, among)
         if message.send:
-            fleet.sent(request, chosen, now)
+            fleet.chosen(request, chosen, now)
         return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
 
     async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:

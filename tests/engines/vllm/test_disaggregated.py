@@ -93,7 +93,7 @@ def growth(engine: Engine, before: dict[str, float]) -> tuple[float, float, floa
 def test_the_second_engine_computes_one_token(kind: str, fleet: Fleet, plain: Engine) -> None:
     decoder: Engine = getattr(fleet, kind)
     for length in LENGTHS:
-        outcomes = []
+        outcomes: list[tuple[float, float, float]] = []
         while (1, 0, length - 1) not in outcomes:
             tokens = prompt(length, 1000 * (kind == "far") + length + 10_000 * len(outcomes))
             expected = plain.generate([tokens])
