@@ -39,14 +39,17 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
-# The environments are installed side by side. What fails behind is told again by the target that needs it.
+# The environments of the routers and of vLLM are installed in the background, while the first one is installed and lint
+# runs. Where vLLM cannot be installed, `test-vllm` tries again at the end and fails. A shell lets background commands
+# ignore Ctrl-C, so the trap ends them.
 #
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There is one worker more
 # than CI has cores, because tests wait for processes a third of their time.
 test:
-	@$(MAKE) --no-print-directory install-routers install-vllm & behind=$$!; \
+	@$(MAKE) --no-print-directory install-routers install-vllm & background=$$!; \
+	trap 'kill $$background; exit 130' INT TERM; \
 	$(MAKE) --no-print-directory install-dev install-engines install-etcd install-promtool install-nixl lint; \
-	status=$$?; wait $$behind; exit $$status
+	status=$$?; wait $$background; exit $$status
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) --no-print-directory test-vllm
 
