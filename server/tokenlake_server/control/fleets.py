@@ -11,7 +11,7 @@ from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates, Request, Router
 from tokenlake.planner.router import Start
 from tokenlake_proto.v1 import scheduling_pb2 as pb
-from tokenlake_server.control.messages import model_of, request_of, start_of
+from tokenlake_server.control.messages import MAX_NAME, model_of, request_of, start_of
 
 __all__ = ["Fleet", "Fleets"]
 
@@ -26,6 +26,8 @@ UNDER_WAY_S = 900.0
 """Seconds after which a request counts as finished: its router may have died."""
 ENDED_S = 60.0
 """Seconds for which the end of a request is kept that was not under way: longer than a `GetStart` is delayed."""
+MAX_ENDED = 1024
+"""Limit of those ends in a fleet; the oldest is forgotten."""
 
 
 class Fleet:
@@ -93,9 +95,9 @@ class Fleet:
             case "first_token":
                 self.router.first_token(what.first_token)
             case "finished":
-                if what.finished not in self._under_way:
+                if what.finished not in self._under_way and len(what.finished) <= MAX_NAME:
                     self._ended[what.finished] = now
-                    if len(self._ended) > MAX_UNDER_WAY:
+                    if len(self._ended) > MAX_ENDED:
                         self._ended.popitem(last=False)
                 self.finished(what.finished)
             case "gone":

@@ -69,7 +69,7 @@ def test_long_prompts_count_by_their_segments(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_choice_that_its_router_has_given_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router whose wait ended reports the end of the request, which may overtake its delayed `GetStart`."""
-    monkeypatch.setattr(fleets, "MAX_UNDER_WAY", 3)
+    monkeypatch.setattr(fleets, "MAX_ENDED", 3)
     one = fleet()
 
     def end(name: str, now: float) -> None:
@@ -94,6 +94,9 @@ def test_a_choice_that_its_router_has_given_up_is_not_counted(monkeypatch: pytes
     for number in range(4):
         one.chosen(request(f"early {number}"), start(), 8.0)
     assert len(one) == 1, "the oldest end was forgotten"
+    end("x" * 257, 9.0)
+    one.chosen(request("x" * 257), start(), 9.0)
+    assert len(one) == 2, "a name that no request may have is not kept"
     one.router.check_integrity()
 
 
