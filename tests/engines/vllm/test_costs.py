@@ -49,9 +49,10 @@ def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], e
     assert run(engine, expected) == (0, 0)
     assert sum(run(engine, expected)) == WHOLE
     # The engine has measured the times of prefills and loads by now.
+    loaded = engine.call("counts")["tokens_loaded"]
     hit, skipped = run(engine, expected)
     assert hit + skipped == WHOLE
-    assert hit > skipped
+    assert engine.call("counts")["tokens_loaded"] - loaded > WHOLE / 2
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])

@@ -70,8 +70,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             kinds.truth(),
-            "compute what is predicted to take longer to load, and give up a load that takes longer; false: load every "
-            "hit",
+            "compute what is predicted to take longer to load, and give up a load after half the time in which it is "
+            "computed, at least 50 ms; false: load every hit, without that limit",
             why="a request should not become slower than without the pool",
         ),
     ] = True
