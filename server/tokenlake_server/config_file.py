@@ -44,7 +44,7 @@ def _read(path: Path) -> tuple[str, os.stat_result]:
             status, data = os.fstat(file.fileno()), file.read()
         return data.decode("utf-8-sig"), status
     except OSError as error:
-        raise _refusal(path, f"cannot be read ({error.strerror})", "give the path of a file that can be read") from error
+        raise _refusal(path, f"cannot be read ({error.strerror})", "give another path") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise _refusal(path, f"is not in UTF-8, from line {line} on", "save it in UTF-8") from None
