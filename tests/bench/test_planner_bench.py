@@ -193,31 +193,35 @@ def test_arguments_that_cannot_be(changed: dict[str, object], named: str) -> Non
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
 def test_every_way_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a read of the prefix may be given up, which the result names: the benchmark runs again then."""
     monkeypatch.setattr(command, "LEARNT", (Work(256, 8, 2, 1), Work(512, 24, 3, 2)))
     monkeypatch.setattr(command, "LEARNING_TURNS", 4)
     monkeypatch.setattr(command, "DOCUMENT", Work(512, 8, 2, 1))
     monkeypatch.setattr(command, "QUESTIONS", 1)
-    result = command.run_planner(
-        command.PlannerArguments(
-            bandwidths="500",
-            delays="0.1",
-            prefixes="256",
-            new="16",
-            decode="2",
-            sharing="1,2",
-            turns=1,
-            json_file=tmp_path / "result.json",
-            plot_file=tmp_path / "regions.png",
-        )
+    arguments = command.PlannerArguments(
+        bandwidths="500",
+        delays="0.1",
+        prefixes="256",
+        new="16",
+        decode="2",
+        sharing="1,2",
+        turns=1,
+        json_file=tmp_path / "result.json",
+        plot_file=tmp_path / "regions.png",
     )
-    assert result.tokens_equal
-    assert result.model_regret == 0
-    assert [row.here for row in result.rows] == [False, True] * 2
-    assert sum(row.unserved for row in result.rows) == 0
-    written = json.loads((tmp_path / "result.json").read_bytes())
-    assert written["planner_max_regret"] == result.planner_max_regret
-    assert len(written["rows"]) == 4
-    moved = {each.way: each.moved_bytes for each in result.documents}
-    assert moved["fetch only"] == 2 * 768 << 10
+    whole = False
+    for _ in range(4):
+        result = command.run_planner(arguments)
+        assert result.tokens_equal
+        assert result.model_regret == 0
+        assert [row.here for row in result.rows] == [False, True] * 2
+        written = json.loads((tmp_path / "result.json").read_bytes())
+        assert written["planner_max_regret"] == result.planner_max_regret
+        assert len(written["rows"]) == 4
+        moved = {each.way: each.moved_bytes for each in result.documents}
+        whole = not any(row.unserved for row in result.rows) and moved["fetch only"] == 2 * 768 << 10
+        if whole:
+            break
+    assert whole, result
     assert 0 < moved["ship only"] < moved["fetch only"]
     assert (tmp_path / "regions.png").read_bytes().startswith(b"\x89PNG")
