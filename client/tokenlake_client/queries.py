@@ -207,7 +207,7 @@ class Queries:
         self.numbers = itertools.count(1)
         """The source of the numbers that name views, buffers and steps on the connection."""
         self._grants = state.grants
-        self._grace_s = state.deadlines.grace_s
+        self._deadlines = state.deadlines
         self._link: QueryLink | None = None
         self._lock = threading.Lock()
         self._free: list[QueryMemory] = []
@@ -242,7 +242,7 @@ class Queries:
         _check(message)
         expected = link.expect(("view", number))
         link.send(message)
-        reply = link.wait(expected, deadline_s + self._grace_s)
+        reply = link.wait(expected, deadline_s + self._deadlines.grace_s)
         if isinstance(reply, wire.Refused):
             raise error_of(reply.kind, reply.reason)
         if not isinstance(reply, wire.Viewed):
@@ -311,7 +311,7 @@ class Queries:
             link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
         except Unreachable:
             return Ticket(buffer, None, 0.0, 0.0)
-        return Ticket(buffer, expected, deadline_s, self._grace_s)
+        return Ticket(buffer, expected, deadline_s, self._deadlines.grace_s)
 
     def close(self) -> None:
         """End the connection to the query engine: queries of all views are LOST. Idempotent."""
@@ -385,7 +385,7 @@ class Queries:
             channel_link.expect(channel_link.wait(pending), engine.QueryOpened)
             if pending.descriptor is None:
                 raise ProtocolRefused("the daemon sent no descriptor of a connection to its query engine")
-            self._link = QueryLink(socket.socket(fileno=pending.descriptor))
+            self._link = QueryLink(socket.socket(fileno=pending.descriptor), self._deadlines)
             self._free.clear()
             self._in_use.clear()
             return self._link

@@ -232,7 +232,7 @@ def test_a_reply_that_comes_just_before_its_caller_waits_is_noticed(monkeypatch:
                 wait_until(lambda: pending.done, "the other thread has read the reply")
             return time.monotonic()
 
-        monkeypatch.setattr("tokenlake_client.channel.time", SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr("tokenlake_client.shared_socket.time", SimpleNamespace(monotonic=monotonic))
         # If the reply were not noticed, the caller would wait for this long, and the test would not end.
         assert channel.poll(pending, 10 * LIMIT_S) == engine.HeartbeatReply(2, True)
         daemon.send(engine.HeartbeatReply(1, True))
