@@ -12,13 +12,11 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.engines.common.pool import RequestInfo
+from tokenlake_client.engines.vllm.late_lookup import LateLookup
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
 __all__ = ["Lookup", "Lookups"]
-
-SILENT_S = 1.0
-"""A daemon that has not answered a lookup for this long after its deadline is reported as silent."""
 
 
 class Lookup:
@@ -111,21 +109,19 @@ class Lookup:
 
 
 class Lookups:
-    """Starts lookups and gives up those whose answer is late. After that no lookup is started until the daemon has
-    answered the late one, so that a frozen daemon delays one request by one deadline and not every request. A lookup
-    that waits for another engine is given up as early if the daemon does not answer heartbeats. For the scheduler's
-    thread."""
+    """Starts lookups and gives up those whose answer is late (`late_lookup`). A lookup that waits for another engine is
+    given up as early if the daemon does not answer heartbeats. For the scheduler's thread."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
-        self._overdue: Lookup | None = None
+        self._late = LateLookup(clock)
         self._heartbeat = _Heartbeat(deadline_s, clock)
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `SILENT_S`."""
-        return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
+        """True if the daemon has not answered a late lookup for more than `late_lookup.SILENT_S`."""
+        return self._late.silent
 
     def begin(
         self,
@@ -138,7 +134,7 @@ class Lookups:
     ) -> Lookup | None:
         """Start a lookup for `keys`; None while a lookup that was given up has no answer. `request`: the request's name
         in logs. `tokens`: the length of the prompt. Raises `TokenLakeError`."""
-        if self._overdue is not None and not self._settled(self._overdue):
+        if not self._late.answered():
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
         pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
@@ -161,20 +157,8 @@ class Lookups:
             if now < lookup.due + lookup.wait.total_s + self._deadline_s:
                 return False
             lookup.drop()
-        elif self._overdue is None:
-            self._overdue = lookup
         else:
-            lookup.drop()
-        return True
-
-    def _settled(self, overdue: Lookup) -> bool:
-        try:
-            if not overdue.poll():
-                return False
-            overdue.drop()
-        except TokenLakeError:
-            overdue.drop()
-        self._overdue = None
+            self._late.give_up(lookup)
         return True
 
 

@@ -108,7 +108,7 @@ class SchedulerSide:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for longer than `lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for longer than `late_lookup.SILENT_S`."""
         return self._lookups.silent
 
     @property

@@ -20,14 +20,10 @@ import enum
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tokenlake.errors import TokenLakeError
-from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_client.engines.vllm.lookup import SILENT_S
-from tokenlake_client.engines.vllm.offloading.pool import ChunkLease, ChunkPool, PendingChunks
-from tokenlake_client.match import MatchOptions
+from tokenlake_client.engines.vllm.offloading.pool import ChunkLease, PendingChunks
 
-__all__ = ["ChunkLookup", "ChunkLookups", "Found"]
+__all__ = ["ChunkLookup", "Found"]
 
 WINDOW = 32
 """The number of segments that are fetched at a time."""
@@ -178,61 +174,6 @@ class ChunkLookup:
             pending = self._pending
         if pending is not None:
             pending.cancel()
-
-
-class ChunkLookups:
-    """Starts lookups, and gives up one whose answer is late. After that no lookup is started until the daemon has
-    answered the late one, so that a frozen daemon delays one request by one deadline. For the scheduler's thread."""
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float], *, verify: bool) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._verify = verify
-        self._overdue: ChunkLookup | None = None
-
-    @property
-    def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
-        return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
-
-    def begin(
-        self,
-        pool: ChunkPool,
-        asked: Sequence[bytes],
-        keys: Callable[[], Sequence[SegmentKey]],
-        options: MatchOptions,
-    ) -> ChunkLookup | None:
-        """A lookup, not started yet, of the segments that `keys` returns, which hold the chunks `asked`; None while a
-        lookup that was given up has no answer."""
-        if self._overdue is not None and not self._settled(self._overdue):
-            return None
-        return ChunkLookup(
-            lambda: pool.begin_match(keys(), options, deadline_s=self._deadline_s),
-            asked,
-            self._deadline_s,
-            self._clock,
-            verify=self._verify,
-        )
-
-    def give_up_late(self, lookup: ChunkLookup) -> bool:
-        """Give `lookup` up if its answer is late, and return whether it was."""
-        if self._clock() < lookup.due:
-            return False
-        if self._overdue is None:
-            self._overdue = lookup
-        else:
-            lookup.drop()
-        return True
-
-    def _settled(self, overdue: ChunkLookup) -> bool:
-        try:
-            if not overdue.poll():
-                return False
-        except TokenLakeError:
-            pass
-        overdue.drop()
-        self._overdue = None
-        return True
 
 
 def _fetched(lease: ChunkLease, start: int, stop: int) -> Iterator[int]:

@@ -24,9 +24,10 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.late_lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
-from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, ChunkLookups, Found
+from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
 from tokenlake_client.engines.vllm.offloading.pool import ChunkPool
 from tokenlake_client.engines.vllm.pool import Reservation
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -86,7 +87,8 @@ class ChunkManager:
         self._report = report
         self._log_refusal = refuse
         self._clock = clock
-        self._lookups = ChunkLookups(settings.match_ms / 1e3, clock, verify=settings.verify)
+        self._deadline_s = settings.match_ms / 1e3
+        self._late = LateLookup(clock)
         self._pool: Callable[[], ChunkPool | None] | None = None
         self._layout: OpaqueLayout | None = None
         self._stopped = False
@@ -107,8 +109,8 @@ class ChunkManager:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
-        return self._lookups.silent
+        """True if the daemon has not answered a late lookup for more than `late_lookup.SILENT_S`."""
+        return self._late.silent
 
     def open(self, pool: Callable[[], ChunkPool | None], layout: OpaqueLayout) -> None:
         """Use the pool from now on. `pool` returns it or None, and must not wait. `layout`: that of the pool. Any
@@ -175,7 +177,8 @@ class ChunkManager:
         except Exception:
             self._give_up(state).may_load = False
             raise
-        if self._lookups.give_up_late(lookup):
+        if self._clock() >= lookup.due:
+            self._late.give_up(lookup)
             self._counters.add(lookups_late=1)
             self._take(state).may_load = False
             return Found.MISS
@@ -306,12 +309,18 @@ class ChunkManager:
             waits = not state.adapter_refused and self._clock() < state.adapter_due
             return Found.RETRY if waits else Found.MISS
         weights = self._weights
-        options = MatchOptions(request=state.name, hints=state.hints, independent=True)
-        state.lookup = self._lookups.begin(
-            pool, asked, lambda: self._segment_keys(pool, state, asked, weights), options
-        )
-        if state.lookup is None:
+        if not self._late.answered():
             return Found.MISS
+        options = MatchOptions(request=state.name, hints=state.hints, independent=True)
+        state.lookup = ChunkLookup(
+            lambda: pool.begin_match(
+                self._segment_keys(pool, state, asked, weights), options, deadline_s=self._deadline_s
+            ),
+            asked,
+            self._deadline_s,
+            self._clock,
+            verify=self._settings.verify,
+        )
         if not self._starts.submit(state.lookup):
             state.lookup.start()
         self._looking[state.name] = state
