@@ -23,9 +23,9 @@ from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
+from tokenlake_client.dial import dial
 from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
 from tokenlake_server.blocking_sockets import read_frame
-from tokenlake_server.local_socket import dial
 from tokenlake_server.tables import print_rows, printable
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
     runs as, where that is neither root nor this process's user. Raises `Unreachable`, `DeadlinePassed`,
     `ListenerUntrusted`, and the error with which the daemon refuses."""
     try:
-        with dial(str(path), daemon_uid, ANSWER_S) as sock:
+        with dial(path, daemon_uid, ANSWER_S)[0] as sock:
             sock.sendall(pack_frame(engine.Explain(1, request[:MAX_REQUEST_NAME], token)))
             try:
                 body = read_frame(sock, MAX_ANSWER)
@@ -62,14 +62,8 @@ def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | No
                 raise ProtocolRefused(_not_of_engines(path)) from error
     except TimeoutError:
         raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
-    except PermissionError as error:
-        raise Unreachable(
-            f"this user, uid {os.geteuid()}, may not use the socket {path}: run the command as the user of the engine, "
-            "or as the daemon's user or root"
-        ) from error
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise Unreachable(f"no daemon at {path}: {reason}; is it running, and is this its socket?") from error
+        raise Unreachable(f"the connection to the daemon at {path} broke: {error.strerror or error}") from error
     reply = decode(engine.reply_decoder, body)
     if isinstance(reply, engine.Failed):
         raise _as_error(reply)

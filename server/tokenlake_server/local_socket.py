@@ -1,4 +1,4 @@
-"""The daemon's local socket: created where no other user can replace it, and checked before a client sends anything."""
+"""The daemon's local socket: created where no other user can replace it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import socket
 import stat
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
-from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
-from tokenlake_server.connected_process import credentials
+from tokenlake.errors import ConfigurationError, ListenerUntrusted
+from tokenlake.local_socket import check_place, directory_mode
 
-__all__ = ["dial", "listen", "listens", "prepare"]
+__all__ = ["listen", "listens", "prepare"]
 
 
 def listen(path: Path) -> socket.socket:
@@ -38,23 +37,6 @@ def listen(path: Path) -> socket.socket:
     # The daemon process itself must call listen: clients check the credentials of the process that did (SO_PEERCRED).
     sock.listen(128)
     sock.setblocking(False)
-    return sock
-
-
-def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
-    """Connect to a daemon and check that its user is trusted. `daemon_uid`: the user that the daemon runs as, where
-    that is neither root nor this process's user. Raises `ListenerUntrusted`, `OSError`."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        absolute = os.path.abspath(path)
-        trusted = trusted_users(absolute, os.geteuid(), daemon_uid, os.lstat)
-        check_place(absolute, trusted, os.lstat, os.readlink)
-        sock.settimeout(timeout_s)
-        sock.connect(path)
-        check_listener(absolute, credentials(sock).uid, trusted)
-    except (OSError, Unreachable):
-        sock.close()
-        raise
     return sock
 
 

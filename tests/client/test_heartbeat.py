@@ -63,7 +63,7 @@ def test_a_process_without_free_descriptors_connects_again_later(
 
     with cluster.connect(0, LAYOUT) as pool:
         with monkeypatch.context() as patched:
-            patched.setattr("tokenlake_client.link.socket.socket", full)
+            patched.setattr("tokenlake_client.dial.socket.socket", full)
             node.kill()
             assert refused.wait(LIMIT_S)
         node.start()

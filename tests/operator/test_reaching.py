@@ -129,7 +129,7 @@ def test_explain_by_a_user_who_may_not_use_the_socket(remote: tuple[Cluster, Any
         [sys.executable, "-c", program, str(node.socket)], capture_output=True, text=True, check=False, timeout=60
     )
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith(f"Error: this user, uid 65534, may not use the socket {node.socket}: run the")
+    assert found.stderr.startswith(f"Error: this user, uid 65534, may not connect to {node.socket}, which belongs")
 
 
 ENGINE = """
@@ -162,8 +162,8 @@ def test_an_engine_that_may_not_use_the_socket() -> None:
         sock.listen()
         path.chmod(0o660)
         assert of_engine(path, 65534) == (
-            f"this user, uid 65534, may not connect to {path}, which belongs to root:root with mode 0660. Run the "
-            "engine as that user, or run the daemon as a service of a group that the engine's user is in, and add uid "
+            f"this user, uid 65534, may not connect to {path}, which belongs to root:root with mode 0660. Run "
+            "this program as that user, or run the daemon as a service of a group that this user is in, and add uid "
             "65534 to 'allow_uids'"
         )
         directory.chmod(0o700)
@@ -181,7 +181,7 @@ def test_an_engine_without_a_socket(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ConfigurationError", "annotations", "Nothing"])
 def test_explain_is_refused_for_a_reason_of_another_version(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "dial", lambda *_: contextlib.nullcontext(Mock()))
+    monkeypatch.setattr(explaining, "dial", lambda *_: (contextlib.nullcontext(Mock()), Path("x.sock")))
     monkeypatch.setattr(explaining, "read_frame", lambda *_: b"")
     monkeypatch.setattr(explaining, "decode", lambda *_: engine.Failed(1, kind, "the reason"))
     with pytest.raises(ProtocolRefused, match="the reason"):

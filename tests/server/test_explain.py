@@ -166,7 +166,7 @@ def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
 def test_without_a_daemon(tmp_path: Path) -> None:
     missing = command(tmp_path / "nothing.sock", "r")
     assert missing.returncode == 1
-    assert "no daemon at" in missing.stderr
+    assert "no daemon listens at" in missing.stderr
     with pytest.raises(Unreachable):
         ask(tmp_path / "nothing.sock", "r")
 

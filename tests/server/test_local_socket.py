@@ -13,7 +13,8 @@ import pytest
 
 from tokenlake import local_socket as rules
 from tokenlake.errors import ConfigurationError
-from tokenlake_server.local_socket import dial, listen
+from tokenlake_client.dial import dial
+from tokenlake_server.local_socket import listen
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
@@ -93,7 +94,7 @@ def test_a_default_directory_ignores_the_umask(tmp_path: Path, monkeypatch: pyte
     try:
         with listen(tmp_path / "run" / "s"):
             assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
-            with dial(str(tmp_path / "run" / "s"), None, 1.0) as sock:
+            with dial(tmp_path / "run" / "s", None, 1.0)[0] as sock:
                 assert sock.getpeername() == str(tmp_path / "run" / "s")
     finally:
         os.umask(before)

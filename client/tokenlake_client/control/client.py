@@ -26,7 +26,7 @@ from tokenlake.errors import (
 )
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.slots import join_keys
-from tokenlake_client.link import dial
+from tokenlake_client.dial import dial
 from tokenlake_proto.standard import health_pb2
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
 from tokenlake_proto.v1.admin_pb2_grpc import AdminStub
