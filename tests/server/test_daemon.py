@@ -39,7 +39,8 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SlotRef
 from tokenlake_client import Pool
 from tokenlake_server.arena import Arena
-from tokenlake_server.daemon import Daemon, run
+from tokenlake_server.daemon import Daemon
+from tokenlake_server.running import run
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -308,7 +309,7 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
         monkeypatch.setattr(daemon.checker, "close", fail)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("tokenlake_server.daemon.Arena", WatchedArena)
+    monkeypatch.setattr("tokenlake_server.running.Arena", WatchedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         asyncio.run(run(config, lambda done, total: None, ready))
@@ -328,6 +329,6 @@ def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatc
             views.extend(self.slots([SlotRef(0, 0, 1)], 4096))
             super().populate(report)
 
-    monkeypatch.setattr("tokenlake_server.daemon.Arena", UsedArena)
+    monkeypatch.setattr("tokenlake_server.running.Arena", UsedArena)
     stopped_at_start(tmp_path)
     assert len(views) == 1

@@ -1,0 +1,134 @@
+"""Runs one daemon from its start to the signal that ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from tokenlake.config import ServerConfig
+from tokenlake.errors import TokenLakeError
+from tokenlake_server import garbage_collector
+from tokenlake_server.arena import Arena
+from tokenlake_server.available_memory import require_memory
+from tokenlake_server.daemon import Daemon
+from tokenlake_server.local_socket import prepare
+from tokenlake_server.started_threads import started_threads
+from tokenlake_server.state_file import require_directory
+
+__all__ = ["run"]
+
+log = logging.getLogger(__name__)
+
+LATE_S = 20.0
+"""Seconds for which a node that drains because of SIGTERM waits beyond `drain_s` for etcd."""
+WORK_THREADS = 4
+"""Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
+processes."""
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of open descriptors. Each process of an engine takes two, and the usual limit of 1024 is too
+    low for the default of `max_sessions`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _StartStopped(Exception):
+    """A signal arrived while the kernel allocated the arena's pages, which takes seconds per 10 GiB."""
+
+
+def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
+    """Handle SIGTERM where `drain_s` is set: the first one drains the node, another one ends the daemon at once."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if not daemon.membership.state.known:
+        stop.set()
+        return
+
+    async def drain() -> None:
+        try:
+            await daemon.drain()
+            await asyncio.sleep(daemon.drain_s + LATE_S)
+            log.error("this node ends, although it has not left the ring: etcd does not answer any more")
+        except TokenLakeError as error:
+            log.error("this node ends without a drain, and stays a member: %s", error)
+        stop.set()
+
+    daemon.begin(drain())
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for each in waiting:
+        each.cancel()
+
+
+async def run(
+    config: ServerConfig,
+    report: Callable[[int, int], None],
+    ready: Callable[[Daemon], None],
+    *,
+    speed: float = 1.0,
+    origin: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Run a daemon until SIGTERM or SIGINT.
+
+    `report(bytes populated, bytes in total)` is called from a thread while the arena is populated; `ready(daemon)` is
+    called when the daemon serves, before its first event. `speed`: see `Driver`. `origin`: the source of each setting.
+    Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
+    """
+    if config.state_directory:
+        require_directory("state_directory", config.state_directory)
+    # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
+    prepare(Path(config.socket), "socket")
+    require_memory(config.memory)
+    _raise_descriptor_limit()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(started_threads(WORK_THREADS, "work"))
+    arena = Arena(config.memory // config.region_size, config.region_size, config.huge_pages)
+    total = config.memory // config.region_size * config.region_size
+    done = 0
+
+    stop = asyncio.Event()
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, total)
+        if stop.is_set():
+            raise _StartStopped
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        try:
+            await asyncio.to_thread(arena.populate, progress)
+        except _StartStopped:
+            log.info("stopped before the memory was ready")
+            return
+        daemon = Daemon(config, arena, speed, origin)
+        garbage_collector.set_up(daemon.watchdog.collected)
+        if config.drain_s:
+            loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
+        ready(daemon)
+        await _first(stop, daemon.left)
+        log.info("stopping")
+        daemon.watchdog.stop()
+        await daemon.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # From here on signals are ignored: one that arrived while the interpreter exits would end the process by
+            # the signal and not with status 0.
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+    finally:
+        try:
+            arena.close()
+        except BufferError:
+            log.warning("the memory is unmapped by the end of the process: a thread that hangs still uses it")
