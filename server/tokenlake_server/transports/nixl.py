@@ -17,7 +17,6 @@ that failed, or is not done `SETTLE_S` after its reader left, ends the life of t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import mmap
@@ -26,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import xxhash
 
@@ -43,17 +41,14 @@ from tokenlake_server.arena import Arena
 from tokenlake_server.bulk_connections import BulkConnections
 from tokenlake_server.transports.base import SEND_STALL_S, Incoming, Outgoing, ReadFailed
 from tokenlake_server.transports.nixl_agent import Agent, NotStarted, Span, State
+from tokenlake_server.transports.nixl_read import Piece, Read, ReadInflow, address_of, pieces_of
 
-__all__ = ["PIECE_BYTES", "WINDOW", "Nixl"]
+__all__ = ["WINDOW", "Nixl"]
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20
-"""Bytes of a read, of one segment or several: a piece is verified while the next ones come."""
 WINDOW = 2
 """Number of pieces of one reader that are under way at a time."""
-TAKEN_S = 1.0
-"""Seconds after which a reader reports its progress to the sender."""
 PROBE_S = 1.0
 """Seconds within which a probe must have come. The first one connects the two agents."""
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
@@ -78,112 +73,6 @@ FAILURES = Metric("tokenlake_nixl_failures", "Reads and probes with NIXL that fa
 UNSETTLED = Metric(
     "tokenlake_nixl_unsettled_reads", "Reads that were given up and may still write; their slots wait", kind="gauge"
 )
-
-
-class _Piece(NamedTuple):
-    here: list[Span]
-    there: list[Span]
-    stop: int
-    """Bytes of the whole read up to the end of this piece."""
-
-
-class _Read:
-    """One read of a thread, cut into pieces that come in order. The reader calls `wait`, `cancel`, `end` and
-    `on_settled`; the other methods are called by the agent's thread."""
-
-    def __init__(self, node: str, agent: str, pieces: Sequence[_Piece]) -> None:
-        self.node = node
-        self.agent = agent
-        self.handles: deque[tuple[int, int]] = deque()
-        """The pieces under way: NIXL's handle, and the bytes of the read up to the end of the piece."""
-        self.ended_at = 0.0
-        """The time at which the reader left; 0: it has not."""
-        self.settled = False
-        self.failed = ""
-        """The reason why no further bytes will be received; empty while some may be."""
-        self._pieces = deque(pieces)
-        self._changed = threading.Condition()
-        self._arrived = 0
-        """The bytes of the read that are there, from its beginning on."""
-        self._asked = 0
-        """The bytes up to the end of the last piece that was started."""
-        self._moved_at = 0.0
-        self._cancelled = False
-        self._calls: list[Callable[[], None]] = []
-
-    def wait(self, nbytes: int, until: float, stall_s: float) -> None:
-        """Wait until the first `nbytes` are there, at most until the time `until`, or `stall_s` after the last piece.
-        Raises `ReadFailed`; and TimeoutError when it was cancelled."""
-        with self._changed:
-            while self._arrived < nbytes:
-                if self._cancelled:
-                    raise TimeoutError("aborted")
-                left_s = max(until, self._moved_at + stall_s) - time.monotonic()
-                if self.failed or left_s <= 0:
-                    raise ReadFailed(self.failed or "no bytes came in time")
-                self._changed.wait(left_s)
-
-    def cancel(self) -> None:
-        """End the wait of the reader."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
-
-    def end(self) -> range:
-        """The reader leaves: no further piece is started. Returns the bytes of the read that may still be written."""
-        with self._changed:
-            self.ended_at = time.monotonic()
-            self._pieces.clear()
-            return range(self._arrived, self._asked)
-
-    def on_settled(self, call: Callable[[], None]) -> None:
-        """See `Settling`."""
-        with self._changed:
-            if not self.settled:
-                self._calls.append(call)
-                return
-        call()
-
-    @property
-    def whole(self) -> bool:
-        """True if all pieces have come, or were started."""
-        return not self._pieces
-
-    def next_piece(self) -> _Piece | None:
-        """The next piece, which is started then; None where there is none."""
-        with self._changed:
-            if not self._pieces or self.failed:
-                return None
-            piece = self._pieces.popleft()
-            self._asked = piece.stop
-            return piece
-
-    def not_started(self) -> None:
-        """Record that the piece that was to be started was not, so that no piece is under way."""
-        with self._changed:
-            self._asked = self._arrived
-
-    def came(self, stop: int) -> int:
-        """Record that the bytes up to `stop` have been received. Returns the number of those that are new."""
-        with self._changed:
-            nbytes, self._arrived = stop - self._arrived, stop
-            self._moved_at = time.monotonic()
-            self._changed.notify_all()
-        return nbytes
-
-    def fail(self, reason: str) -> None:
-        """Record that the read has failed: no further bytes are expected, although the network may still write some."""
-        with self._changed:
-            self.failed = self.failed or reason
-            self._changed.notify_all()
-
-    def settle(self) -> None:
-        """Record that no piece of the read is under way any more, so that its slots may be reused."""
-        with self._changed:
-            self.settled = True
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
 
 
 class _Remote:
@@ -252,7 +141,7 @@ class Nixl:
         """The time of the last attempt to make an agent."""
         self._known: dict[str, str] = {}
         """The agents that the agent knows, by node: an agent that it knows is forgotten before it is met again."""
-        self._reads: list[_Read] = []
+        self._reads: list[Read] = []
         self._bytes = 0
         self._failures = 0
         self._thread = threading.Thread(target=self._work, name="nixl", daemon=True)
@@ -278,17 +167,17 @@ class Nixl:
             return (remote.told.agent, remote.told.version) if remote is not None and remote.ready else ("", 0)
 
     @contextlib.contextmanager
-    def receive(self, incoming: Incoming) -> Iterator[_Inflow]:
+    def receive(self, incoming: Incoming) -> Iterator[ReadInflow]:
         """See `Transport`."""
         agent, _ = self.offer(incoming.node)
         if not agent:
             raise ReadFailed("the node's memory is not read any more")
-        read = _Read(incoming.node, agent, _pieces(incoming))
+        read = Read(incoming.node, agent, pieces_of(incoming))
         size = incoming.answer.slot_bytes
         incoming.use(read, read.cancel)
         self._order(lambda: self._reads.append(read))
         try:
-            yield _Inflow(incoming, read)
+            yield ReadInflow(incoming, read)
         except ReadFailed as error:
             self._failed(incoming.node, str(error))
             raise
@@ -338,7 +227,7 @@ class Nixl:
     def _places(self, outgoing: Outgoing) -> list[Place]:
         size = outgoing.answer.slot_bytes
         if not outgoing.answer.codes:
-            return [Place(_address(self._probe), size, 0, HOST)]
+            return [Place(address_of(self._probe), size, 0, HOST)]
         shape = RegionShape(self._arena.region_bytes, size)
         with self._changed:
             bases = [self._memory[slot.region] for slot in outgoing.slots]
@@ -391,7 +280,7 @@ class Nixl:
 
     def _span(self, region: int) -> Span:
         made = self._arena.region(region)
-        return _address(made.map), made.nbytes, device_of(made.where)
+        return address_of(made.map), made.nbytes, device_of(made.where)
 
     def _deregister(self, span: Span) -> None:
         if self._agent is None:
@@ -528,7 +417,7 @@ class Nixl:
         agent = None
         try:
             agent = self._make(f"{self._name}/{self._lives}")
-            agent.register((_address(self._probe), len(self._probe), HOST))
+            agent.register((address_of(self._probe), len(self._probe), HOST))
             for span in list(self._memory.values()):
                 agent.register(span)
         except OSError as error:
@@ -611,7 +500,7 @@ class Nixl:
                 break
         return moved
 
-    def _advance(self, agent: Agent, read: _Read) -> bool:
+    def _advance(self, agent: Agent, read: Read) -> bool:
         """Take the pieces that have come, and start further ones. Returns whether there were any."""
         moved = False
         while read.handles:
@@ -715,9 +604,9 @@ class Nixl:
                 places = unpack_places(answer.places)
                 if [place.length for place in places] != [peer.PROBE_BYTES]:
                     raise OSError("it does not let its memory be read now")
-                sink = (_address(self._probe) + peer.PROBE_BYTES, peer.PROBE_BYTES, HOST)
+                sink = (address_of(self._probe) + peer.PROBE_BYTES, peer.PROBE_BYTES, HOST)
                 source = (places[0].address, peer.PROBE_BYTES, places[0].device)
-                read = _Read(node, remote.told.agent, [_Piece([sink], [source], peer.PROBE_BYTES)])
+                read = Read(node, remote.told.agent, [Piece([sink], [source], peer.PROBE_BYTES)])
                 self._order(lambda: self._reads.append(read))
                 try:
                     read.wait(peer.PROBE_BYTES, until, 0.0)
@@ -732,61 +621,6 @@ class Nixl:
         with self._changed:
             remote.proven, remote.failures = True, 0
         log.info("the memory of %s is read with NIXL", node)
-
-
-class _Inflow:
-    """The bytes of a read; see `Inflow`."""
-
-    def __init__(self, incoming: Incoming, read: _Read) -> None:
-        self._incoming = incoming
-        self._read = read
-        self._wanted = 0
-        self._told_at = time.monotonic()
-
-    def fill(self, target: memoryview) -> None:
-        """See `Inflow`."""
-        first = not self._wanted
-        self._wanted += len(target)
-        self._read.wait(self._wanted, self._incoming.until, self._incoming.stall_s)
-        if first:
-            self._incoming.began()
-
-    def taken(self, count: int) -> None:
-        """See `Inflow`."""
-        now = time.monotonic()
-        if count == len(self._incoming.slots) or now - self._told_at > TAKEN_S:
-            self._told_at = now
-            self._incoming.stream.send_frame(peer.Taken(count))
-
-
-def _pieces(incoming: Incoming) -> list[_Piece]:
-    """Cut a read into pieces of at most `PIECE_BYTES`, of whole segments or of one. Raises `ProtocolRefused`."""
-    size = incoming.answer.slot_bytes
-    try:
-        places = unpack_places(incoming.answer.places)
-    except ValueError as error:
-        raise ProtocolRefused(f"node {incoming.node} sent no places: {error}") from error
-    if len(places) != len(incoming.slots) or any(place.length != size for place in places):
-        raise ProtocolRefused(f"node {incoming.node} sent the places of other segments than it has")
-    pieces: list[_Piece] = []
-    here, there, room, stop = list[Span](), list[Span](), PIECE_BYTES, 0
-    for slot, place in zip(incoming.slots, places, strict=True):
-        address = _address(slot)
-        for at in range(0, size, PIECE_BYTES):
-            length = min(PIECE_BYTES, size - at)
-            if length > room:
-                pieces.append(_Piece(here, there, stop))
-                here, there, room = [], [], PIECE_BYTES
-            here.append((address + at, length, HOST))
-            there.append((place.address + at, length, place.device))
-            room -= length
-            stop += length
-    return [*pieces, _Piece(here, there, stop)] if here else pieces
-
-
-def _address(memory: mmap.mmap | memoryview) -> int:
-    """The address of writable memory."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _checksum(probe: bytes) -> bytes:

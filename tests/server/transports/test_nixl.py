@@ -17,8 +17,9 @@ from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
 from tokenlake_server.arena import Arena
 from tokenlake_server.transports import nixl as module
+from tokenlake_server.transports.nixl_read import PIECE_BYTES
 
-SIZE, COUNT = module.PIECE_BYTES, 6
+SIZE, COUNT = PIECE_BYTES, 6
 """Each segment is a piece of its own."""
 LOCAL = bytes([Code.LOCAL])
 
