@@ -82,7 +82,8 @@ def test_events_lead_to_instructions_and_timers_fire() -> None:
     assert any(isinstance(frame, peer.Ping) for frame in parts.frames[before:])
 
 
-def test_events_wait_for_a_frozen_node_and_are_lost_on_a_stopped_one() -> None:
+def test_events_for_frozen_and_stopped_nodes() -> None:
+    """Events wait for a frozen node, and are lost on a stopped one."""
     clock = Clock()
     driver, parts = node(clock)
     driver.freeze()

@@ -95,7 +95,8 @@ def test_families_need_vllm_and_lmcache_names_its_make_target(tmp_path: Path, mo
         check_lmcache(tmp_path)
 
 
-def test_the_requests_of_a_conversation_alternate_between_the_engines() -> None:
+def test_a_conversation_alternates_between_engines() -> None:
+    """The requests of a conversation alternate between the engines."""
     workload = Conversations(conversations=2, turns=3, systems=1, system_tokens=10, question_tokens=5)
     first, second = FakeEngine(1), FakeEngine(2)
     pair = EnginePair("pool", (first, second), workload)  # type: ignore[arg-type]

@@ -65,7 +65,8 @@ def prompts(*chains: tuple[int, ...], gap_s: float = 60.0) -> Accesses:
 # -- the cache
 
 
-def test_finished_requests_leave_an_lru_cache_whose_first_segments_stay_longest() -> None:
+def test_finished_requests_leave_an_lru_cache() -> None:
+    """Finished requests leave an LRU cache whose first segments stay longest."""
     cache = EngineCache(6)
     cache.begin(0, (1, 2, 3), 1)
     assert cache.match((1, 2, 3, 4)) == 3
@@ -77,7 +78,8 @@ def test_finished_requests_leave_an_lru_cache_whose_first_segments_stay_longest(
     assert cache.match((7,)) == 1
 
 
-def test_segments_under_way_are_not_evicted_and_answers_are_not_kept() -> None:
+def test_segments_under_way_are_not_evicted() -> None:
+    """Segments under way are not evicted, and answers are not kept."""
     cache = EngineCache(4)
     assert cache.begin(0, (1, 2), 1).added == [1, 2]
     assert cache.begin(1, (1, 3), 4) == ([3], [])
@@ -128,7 +130,7 @@ def test_counts_hold_with_requests_side_by_side(steps: list[tuple[bool, tuple[in
 # -- what a hit costs
 
 
-def test_a_hit_in_the_gpu_costs_nothing_and_one_behind_it_costs_the_copy() -> None:
+def test_the_cost_of_a_hit() -> None:
     """The third prompt is found in the GPU cache, or, if the second one filled that, in the memory behind it:
     private memory and the pool agree."""
     accesses = prompts(CHAIN, OTHER, CHAIN)

@@ -98,7 +98,8 @@ def test_a_prompt_is_computed_where_it_starts_soonest() -> None:
     assert {least_cost([0, 0, 0], [10, 20, 20], [10, 0, 0], rng) for _ in range(50)} == {0, 1, 2}
 
 
-def test_a_prompt_goes_to_its_prefix_unless_that_node_has_a_queue() -> None:
+def test_a_prompt_goes_to_its_prefix_or_around_a_queue() -> None:
+    """A prompt goes to its prefix unless that node has a queue."""
     prompt = accesses([(0, 1, 2, 3)]).prompts[0]
     # Two prompts of the same moment: the second one reads at the other node, which keeps a copy.
     asked = Accesses(10, [dataclasses.replace(prompt, at_s=at_s) for at_s in (0.0, 5.0, 10.0, 10.0)])

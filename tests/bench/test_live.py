@@ -74,7 +74,8 @@ def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_replay_with_disks_reads_from_them_without_a_wrong_byte(tmp_path: Path) -> None:
+def test_a_replay_with_disks(tmp_path: Path) -> None:
+    """A replay with disks reads from them without a wrong byte."""
     result_file, disks = tmp_path / "result.json", tmp_path / "disks"
     disks.mkdir()
     arguments = ["cache-hit", "--limit", "200", "--nodes", "2", "--json", str(result_file), "--segment-tokens", "64"]

@@ -94,7 +94,8 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
     assert message in last
 
 
-def test_a_disk_has_the_segments_that_are_asked_for_and_at_least_the_size_that_a_daemon_takes() -> None:
+def test_the_size_of_a_disk() -> None:
+    """A disk has the segments that are asked for and at least the size that a daemon takes."""
     for tokens, at_least in ((96_000, LEAST_DISK_BYTES), (96_000_000, 2 * LEAST_DISK_BYTES)):
         size = LiveOptions(nodes=3, capacity_tokens=24_000, segment_tokens=64, disk_tokens=tokens).size()
         assert size.capacity_tokens == 24_000

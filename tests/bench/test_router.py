@@ -43,7 +43,8 @@ def words(sessions: Sessions, session: int, turn: int) -> list[str]:
     return [word for message in sessions.request(session, turn) for word in message["content"].split()]
 
 
-def test_a_request_begins_with_the_one_before_and_sessions_share_system_prompts() -> None:
+def test_what_requests_share() -> None:
+    """A request begins with the one before, and sessions share system prompts."""
     requests = [[words(SMALL, session, turn) for turn in range(3)] for session in range(5)]
     for turns in requests:
         for before, after in pairwise(turns):

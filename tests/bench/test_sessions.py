@@ -79,7 +79,8 @@ def turns_of(trace: SessionTrace) -> list[tuple[int | None, Any]]:
     return [(each.follows, pytest.approx(each.pause_s)) for each in trace.requests]
 
 
-def test_a_request_follows_the_one_before_it_after_the_recorded_pause(tmp_path: Path) -> None:
+def test_a_request_follows_after_the_recorded_pause(tmp_path: Path) -> None:
+    """A request follows the one before it after the recorded pause."""
     # Answers take 2.5 s. The third request begins before the second answer ends; the fourth comes after a request
     # whose answer's time is not recorded.
     without = request(11, 64, "1", api_time=None)

@@ -217,7 +217,7 @@ def test_no_message_waits_for_a_daemon_that_reads_nothing() -> None:
         assert daemon.received() == [engine.Bye()]
 
 
-def test_a_reply_that_comes_just_before_its_caller_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_just_before_its_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread reads, because its own reply takes longer."""
     with scripted_link() as (link, daemon), ThreadPoolExecutor(1) as other:
         channel = link.channel

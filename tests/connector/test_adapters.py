@@ -198,7 +198,8 @@ def test_results_before_and_after_a_load_in_place() -> None:
     assert loaded.may_store(AdapterUse(1, "new", since=5.0)), "the same files were loaded again"
 
 
-def test_segments_that_were_loaded_before_vllm_loaded_other_files() -> None:
+def test_segments_loaded_before_other_files() -> None:
+    """Segments that were loaded before vLLM loaded other files."""
     loaded = LoadedAdapters(lambda line: None, clock=lambda: 4.0)
     assert loaded.may_load(AdapterUse(1, "old", since=3.0))
     loaded.loaded(1, "new")
@@ -215,7 +216,8 @@ def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:
     assert not loaded.may_store(AdapterUse(2, "new", others=(1,)))
 
 
-def test_the_time_and_the_numbers_that_may_have_computed_a_request() -> None:
+def test_what_may_have_computed_a_request() -> None:
+    """The time and the numbers that may have computed a request."""
     now = [5.0]
     cached = CachedAdapters(lambda: now[0])
 
@@ -260,7 +262,8 @@ def test_an_adapter_that_a_rank_has_forgotten_is_refused(monkeypatch: pytest.Mon
     assert loaded.may_store(AdapterUse(2, "files 2", 11.0))
 
 
-def test_a_scheduler_does_not_trust_the_cache_for_a_forgotten_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_forgotten_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler does not trust the cache for a forgotten adapter."""
     monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
     cached = CachedAdapters()
 
@@ -348,7 +351,7 @@ class TestRequests:
         assert bench.counters.read().requests_not_served == 1
         assert bench.reported == []
 
-    def test_after_a_failed_load_an_adapter_loads_nothing_for_a_while(self, bench: Bench) -> None:
+    def test_a_failed_load_pauses_its_adapter(self, bench: Bench) -> None:
         """vLLM has loaded other files than those that were digested, so each load would fail."""
         expected = 3 * SEGMENT - 4
 

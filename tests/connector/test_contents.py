@@ -31,7 +31,8 @@ def test_none_are_sent_unless_the_daemon_publishes_the_model() -> None:
     assert saved(bench, request(2 * SEGMENT)) == []
 
 
-def test_none_are_sent_for_a_prompt_that_its_tokens_do_not_determine() -> None:
+def test_none_are_sent_where_tokens_do_not_decide() -> None:
+    """No contents are sent for a prompt that its tokens do not determine."""
     bench = Bench()
     bench.pool.published = (MODEL,)
     salted = request(2 * SEGMENT)

@@ -172,7 +172,8 @@ def test_refused_segments_are_not_offered(refuse_from: int) -> None:
         assert (keep, offer) == (False, None)
 
 
-def test_no_engine_waits_for_segments_that_were_refused_before_the_offer() -> None:
+def test_no_wait_for_segments_refused_before_the_offer() -> None:
+    """No engine waits for segments that were refused before the offer."""
     bench, one = Bench(), request(27)
     bench.side.new_request(one, split=PREFILLS)
     bench.side.matched(one, 0)
@@ -305,7 +306,8 @@ def test_the_wait_is_bounded_by_what_computing_takes() -> None:
     assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(1000 * TOKEN_S * FACTOR, rel=0.05)
 
 
-def test_a_wait_for_another_engine_is_not_given_up_for_an_own_request() -> None:
+def test_a_wait_for_another_engine_goes_on() -> None:
+    """A wait for another engine is not given up for an own request."""
     bench = Bench()
     prefill(bench)
     prompt = request(100).all_token_ids
@@ -484,7 +486,8 @@ def test_an_aborted_request_lets_others_wait_for_its_segments() -> None:
     assert len(bench.pool.marked) == 2
 
 
-def test_an_aborted_request_whose_segments_are_stored_leaves_at_once() -> None:
+def test_an_aborted_stored_request_leaves_at_once() -> None:
+    """An aborted request whose segments are stored leaves at once."""
     bench, one = Bench(), request(27)
     bench.place(one)
     plan = bench.step(one, 0, 27)
@@ -503,7 +506,7 @@ def test_a_request_that_moves_here_waits_without_named_segments() -> None:
     assert bench.side.matched(one, 0) == 24
 
 
-def test_a_request_that_loads_after_it_lost_its_blocks_leaves_at_once() -> None:
+def test_a_load_after_lost_blocks_leaves_at_once() -> None:
     """vLLM frees the blocks of an aborted request when its load ends, and must not be told to free them again."""
     bench, one = Bench(), request(27)
     bench.place(one)

@@ -66,7 +66,8 @@ def test_the_time_of_a_disk_counts(node: str) -> None:
     assert machine.stop([Owner("fast")] * 4) == before == 32
 
 
-def test_a_node_that_has_segments_in_memory_and_on_disk_is_asked_once() -> None:
+def test_memory_and_disk_of_a_node_are_one_read() -> None:
+    """A node that has segments in memory and on disk is asked once."""
     machine = Machine(here=0.1 * SEGMENT_S)
     for segments in range(1, 9):
         machine.fit("far").add(segments * BYTES, (2 + 0.1 * segments) * SEGMENT_S, 0.0)

@@ -53,7 +53,8 @@ def test_an_image_is_in_each_segment_with_tokens_of_it() -> None:
     )
 
 
-def test_everything_about_an_image_changes_the_keys_from_its_first_segment_on() -> None:
+def test_each_part_of_an_image_changes_the_keys() -> None:
+    """Everything about an image changes the keys from its first segment on."""
     one = keys(Feature(A, 12, 13))
     assert equal(one, keys(Feature(A, 12, 13))) == 5
     others = [Feature(B, 12, 13), Feature(A, 12, 12), Feature(A, 13, 13), Feature(A, 12, 13, "video")]
@@ -79,7 +80,8 @@ def test_names_of_the_client_are_refused() -> None:
         assert "multi_modal_uuids" in reason
 
 
-def test_a_request_stores_and_finds_under_the_digests_of_its_images() -> None:
+def test_digests_of_images_are_in_the_keys() -> None:
+    """A request stores and finds under the digests of its images."""
     bench = Bench()
     one, other = (media_digests([Feature(name, 4, 8)], SEGMENT) for name in (A, B))
     first = request(3 * SEGMENT)

@@ -253,7 +253,7 @@ def test_promised_loads_reach_the_ranks_after_an_error(monkeypatch: pytest.Monke
     bench.side.close()
 
 
-def test_a_request_that_loads_nothing_begins_anew_after_a_preemption() -> None:
+def test_a_preempted_request_begins_anew() -> None:
     """Its saves and its tokens in vLLM's own cache are those of the blocks that it has now. Otherwise the blocks of a
     save that is under way would not be taken back when this request writes them, and foreign bytes would be stored."""
     bench, asked = Bench("sync"), request(64, "r")

@@ -128,7 +128,7 @@ def test_an_error_of_the_pool_fails_the_blocks() -> None:
     assert run(side, load()) == {50, 51, 52, 53, 54}
 
 
-def test_a_full_queue_waits_for_the_write_budget_as_long_as_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_waits_as_long_as_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps the blocks of a finished request until its job and those before it have ended."""
     now, begun, patiences = 0.0, threading.Event(), []
     clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
@@ -322,7 +322,7 @@ def test_a_device_that_cannot_mark_a_step_keeps_no_blocks() -> None:
     assert stored == []
 
 
-def test_a_rank_executes_the_plans_of_the_adapter_that_vllm_has_loaded() -> None:
+def test_a_rank_executes_plans_of_loaded_adapters() -> None:
     """Plans state the files that were digested for the keys; vLLM may have loaded older ones."""
     use = AdapterUse(5, "new")
     save = SavePlan(1, "r", 0, (b"k",), (1, 2), adapter=use)

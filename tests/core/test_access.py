@@ -162,7 +162,8 @@ def test_a_session_remembers_its_recent_matches(between: int) -> None:
     assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)
 
 
-def test_a_store_of_independent_keys_finds_its_match_in_any_order() -> None:
+def test_a_store_of_independent_keys_in_any_order() -> None:
+    """A store of independent keys finds its match in any order."""
     recent, record = RecentMatches(), AccessRecord(12, 3, 2)
     recent.add(join_keys(KEYS), record, independent=True)
     assert recent.access([KEYS[6], KEYS[2]], 40) == record

@@ -57,7 +57,8 @@ def refused(core: NodeCore, event: events.Event, now: float) -> None:
     assert not changes(before, snapshot(core)), event
 
 
-def test_a_malformed_message_does_not_end_the_suspicion_of_a_peer() -> None:
+def test_a_malformed_message_ends_no_suspicion() -> None:
+    """A malformed message does not end the suspicion of a peer."""
     cluster = calm(3)
     cluster.node(1).freeze()
     cluster.run_for(1.0)
@@ -83,7 +84,8 @@ def test_a_malformed_event_changes_nothing() -> None:
     assert core.handle(events.SendDone(4711), cluster.clock.now) == []
 
 
-def test_every_type_of_event_and_message_is_malformed_in_some_way_or_never() -> None:
+def test_every_type_has_malformed_examples() -> None:
+    """Every type of event and message is malformed in some way or never."""
     _, core, connection = busy()
     kinds: tuple[type[Any], ...] = typing.get_args(events.Event)
     wrong: set[type[Any]] = {type(event) for event in malformed(core, connection, "n1") if type(event) in kinds}
@@ -174,7 +176,8 @@ def test_no_decoder_takes_what_is_no_number(decoder: msgspec.msgpack.Decoder[Any
                         decode(decoder, encode(msgspec.structs.replace(legal(kind), **{name: value})))
 
 
-def test_a_release_beyond_the_end_of_a_lease_releases_what_there_is() -> None:
+def test_a_release_beyond_the_end_of_a_lease() -> None:
+    """A release beyond the end of a lease releases what there is."""
     cluster, core, connection = busy()
     leases = next(s for s in core._sessions if connection in s.processes).leases
     [number] = leases
@@ -199,7 +202,7 @@ def test_no_segment_lies_deeper_than_messages_can_say() -> None:
 
 
 @pytest.mark.parametrize("first", [(1 << 32) - 2, (1 << 32) - 1])
-def test_a_store_at_the_greatest_depth_leads_to_messages_that_other_nodes_accept(first: int) -> None:
+def test_a_store_at_the_greatest_depth(first: int) -> None:
     """The record of the access counts one segment more than the index of the last one. A node that was sent 1 << 32
     closed the connection of the node with the segment, and did so again with each message about it."""
     cluster = calm(3)
@@ -248,9 +251,10 @@ def failed(core: NodeCore, event: events.Event, now: float) -> list[Instruction]
     return failure.value.instructions
 
 
-def test_what_a_failed_handler_made_comes_with_its_failure_and_not_with_the_next_event(
+def test_what_a_failed_handler_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What a failed handler made comes with its failure and not with the next event."""
     cluster = calm(2)
     writer = cluster.join(0)
     cluster.run_for(0.05)
@@ -282,9 +286,10 @@ def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch
     core.check_integrity()
 
 
-def test_a_failure_of_the_work_for_the_disk_after_each_event_is_reported_like_that_of_a_handler(
+def test_a_failure_of_the_work_for_the_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A failure of the work for the disk after each event is reported like that of a handler."""
     cluster = calm(2)
     writer = cluster.join(0)
     cluster.run_for(0.05)

@@ -173,7 +173,8 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
     cluster.check()
 
 
-def test_a_wrong_copy_is_dropped_while_its_directory_node_is_silent() -> None:
+def test_a_wrong_copy_of_a_silent_directory_node() -> None:
+    """A wrong copy is dropped while its directory node is silent."""
     cluster = calm(3)
     writer, reader = cluster.join(0), cluster.join(2)
     (key,) = placed(cluster, 1, 0)

@@ -116,7 +116,8 @@ def test_a_segment_that_memory_evicted_is_read_back_from_disk() -> None:
     cluster.check()
 
 
-def test_memory_evicts_a_segment_that_is_on_disk_too_before_one_that_is_not() -> None:
+def test_memory_evicts_first_what_is_on_disk_too() -> None:
+    """Memory evicts a segment that is on disk too before one that is not."""
     cluster = calm(1, disk_places=4)
     writer = cluster.join(0)
     stored = fill(cluster, writer, 3)
@@ -157,7 +158,8 @@ def test_another_node_reads_a_segment_on_disk() -> None:
     assert said(cluster, 1, Located)[-1].nodes == ("n0",)
 
 
-def test_a_segment_on_disk_stays_known_when_its_reader_reports_the_read() -> None:
+def test_a_segment_on_disk_stays_known_after_a_read() -> None:
+    """A segment on disk stays known when its reader reports the read."""
     cluster, _, reader, stored = full()
     far = [keys for keys in stored if on_disk(cluster, 0, keys) == keys]
     assert far
@@ -294,7 +296,8 @@ def test_two_readers_of_one_segment_on_disk_share_a_read() -> None:
     cluster.check()
 
 
-def test_reads_that_wait_for_their_device_keep_the_node_consistent() -> None:
+def test_reads_that_wait_for_their_device() -> None:
+    """Reads that wait for their device keep the node consistent."""
     cluster = calm(1, disk_places=60)
     writer = cluster.join(0)
     stored = fill(cluster, writer, 8)
@@ -402,7 +405,8 @@ def test_the_owners_of_a_lease_come_with_the_time_on_their_disks() -> None:
     assert answer(cluster, writer.processes[0], engine.Locate, match(cluster, writer, keys).lease).disk_s == ()
 
 
-def test_a_segment_that_is_found_on_a_disk_while_it_is_written_is_known_although_the_write_ends() -> None:
+def test_a_segment_found_on_disk_while_it_is_written() -> None:
+    """A segment that is found on a disk while it is written is known although the write ends."""
     cluster, writer, reader, stored = full()
     keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
     cluster.node(0).deliver(events.DiskGone(0, "gone"))
@@ -417,7 +421,8 @@ def test_a_segment_that_is_found_on_a_disk_while_it_is_written_is_known_although
     assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
 
 
-def test_segments_that_are_read_from_disk_have_the_owner_that_their_directory_node_names_meanwhile() -> None:
+def test_the_owner_of_segments_read_from_disk() -> None:
+    """Segments that are read from disk have the owner that their directory node names meanwhile."""
     cluster, writer, _, stored = full()
     keys = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
     matched = match(cluster, writer, keys)

@@ -137,7 +137,8 @@ def test_an_item_that_a_local_engine_writes_stays_leased() -> None:
     cluster.check()
 
 
-def test_an_item_that_a_local_engine_wrote_meanwhile_counts_as_pending_if_it_is_not_read() -> None:
+def test_an_item_that_a_local_engine_wrote_meanwhile() -> None:
+    """An item that a local engine wrote meanwhile counts as pending if it is not read."""
     cluster = calm(regions=8)
     writer, reader, beside = cluster.join(0), cluster.join(2), cluster.join(2)
     keys = placed(cluster, 0, 1)
@@ -367,7 +368,8 @@ def test_an_offer_that_waits_too_long_leaves_the_owner() -> None:
     cluster.check_settled()
 
 
-def test_a_slot_into_which_bytes_may_still_come_is_not_used_again() -> None:
+def test_a_slot_that_may_still_be_written_waits() -> None:
+    """A slot into which bytes may still come is not used again."""
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)

@@ -93,7 +93,8 @@ def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_beginning_that_the_last_process_gave_back_first_counts_as_read_last(processes: int) -> None:
+def test_a_beginning_given_back_first(processes: int) -> None:
+    """A beginning that the last process gave back first counts as read last."""
     scene = Scene()
     lease = scene.lease([None, None])
     segments = [segment for segment in lease.segments if segment is not None]
@@ -108,7 +109,8 @@ def test_a_beginning_that_the_last_process_gave_back_first_counts_as_read_last(p
     scene.check()
 
 
-def test_the_beginning_counts_as_read_once_where_two_processes_gave_back_the_deepest_items_first() -> None:
+def test_a_beginning_of_two_processes() -> None:
+    """The beginning counts as read once where two processes gave back the deepest items first."""
     scene = Scene()
     lease = scene.lease([None, None])
     segments = [segment for segment in lease.segments if segment is not None]
@@ -226,7 +228,8 @@ def test_leases_of_a_tenant_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch
     cluster.check()
 
 
-def test_processes_of_a_lease_and_of_a_write_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_grants_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a lease and of a write are bounded in bytes."""
     cluster = calm(1)
     engine_ = cluster.join(0, processes=3)
     keys = prompt("p", 2)

@@ -98,7 +98,8 @@ def lookups(cluster: Cluster, node: int) -> list[tuple[str, bytes]]:
     return [(each.node, each.message.keys) for each in sent if isinstance(each.message, peer.Lookup)]
 
 
-def test_a_frozen_directory_node_hides_nothing_whose_owner_is_known_from_neighbours() -> None:
+def test_a_frozen_directory_node_hides_nothing_known() -> None:
+    """A frozen directory node hides nothing whose owner is known from neighbours."""
     cluster = calm(5, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(4)
     keys = [*placed(cluster, 1, 2, 2), *placed(cluster, 3, 1, 6)]
@@ -383,7 +384,8 @@ def test_independent_keys_at_a_frozen_directory_node_are_unknown() -> None:
     assert bytes(reply.codes[::2]) == bytes([Code.UNKNOWN] * 3)
 
 
-def test_independent_keys_beyond_the_share_of_a_session_are_not_leased() -> None:
+def test_independent_keys_beyond_the_share() -> None:
+    """Independent keys beyond the share of a session are not leased."""
     cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
     writer, reader = cluster.join(0), cluster.join(0)
     keys = placed(cluster, 0, 1, 7)
@@ -411,7 +413,8 @@ def test_a_match_of_independent_keys_does_not_wait() -> None:
     assert match(cluster, writer, keys).codes[0] == Code.MISSING
 
 
-def test_an_owner_that_is_busy_redirects_readers_of_independent_keys() -> None:
+def test_a_busy_owner_redirects_independent_keys() -> None:
+    """An owner that is busy redirects readers of independent keys."""
     cluster = calm(6, **ROOMY)
     keys = placed(cluster, 0, 1, 4)
     store(cluster, cluster.join(0), keys[1:])
@@ -424,7 +427,8 @@ def test_an_owner_that_is_busy_redirects_readers_of_independent_keys() -> None:
     cluster.check()
 
 
-def test_independent_keys_are_found_at_the_directory_node_before_a_ring_change() -> None:
+def test_independent_keys_after_a_ring_change() -> None:
+    """Independent keys are found at the directory node before a ring change."""
     cluster = calm(4, **ROOMY)
     keys = prompt("p", 24)
     held = keys[::3]

@@ -44,7 +44,8 @@ def test_a_whole_tenant_or_one_size_leaves() -> None:
     assert cluster.core(0).census()["ordered evictions"] == 0
 
 
-def test_a_segment_that_is_read_keeps_its_bytes_and_one_being_written_stays() -> None:
+def test_segments_in_use_are_not_evicted() -> None:
+    """A segment that is read keeps its bytes, and one being written stays."""
     cluster = calm()
     known, fresh = placed(cluster, 1, 2, 2)[:1], placed(cluster, 1, 2, 2)[1:]
     store(cluster, cluster.join(0), known)

@@ -95,7 +95,8 @@ def test_no_piece_of_a_hint_names_more_than_a_piece() -> None:
     assert pieces(cluster, reader, short) == [short]
 
 
-def test_no_piece_of_a_reconciliation_gives_back_more_than_a_piece() -> None:
+def test_pieces_of_a_reconciliation() -> None:
+    """No piece of a reconciliation gives back more than a piece."""
     cluster, reader = large()
     kept, *lost = [match(cluster, reader, KEYS).lease for _ in range(3)]
     writes = tuple(prepare(cluster, reader, prompt(f"new {at}", 3)).write for at in range(2))
@@ -120,7 +121,8 @@ def test_what_no_client_sends_is_refused_as_a_whole() -> None:
             cluster.core(0).handle(events.Requested(connection, message), cluster.clock.now)
 
 
-def test_the_leases_of_a_dead_process_are_given_back_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leases of a dead process are given back a piece at a time."""
     cluster, reader = large()
     leased = sum(match(cluster, reader, KEYS).hits for _ in range(2))
     core, given = cluster.core(0), []

@@ -91,7 +91,7 @@ def seconds(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[flo
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
-def test_segments_on_disk_come_with_the_time_that_an_engine_is_told(asked: int) -> None:
+def test_segments_on_disk_come_with_their_time(asked: int) -> None:
     """The segments are on the disk and in the memory of n0; the directory nodes are n0, n1 and n2."""
     cluster = calm(3, disk_places=60)
     writer = cluster.join(0)
@@ -124,7 +124,8 @@ def test_a_reply_that_marks_other_keys_than_its_own_is_refused() -> None:
         cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
 
 
-def test_an_owner_that_is_silent_about_its_disk_is_named_all_the_same() -> None:
+def test_an_owner_silent_about_its_disk_is_named() -> None:
+    """An owner that is silent about its disk is named all the same."""
     cluster = calm()
     keys = placed(cluster, 1, 2, 1)
     store(cluster, cluster.join(0), keys)

@@ -153,7 +153,8 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster.check_settled()
 
 
-def test_an_engine_that_dies_before_its_marker_is_granted_keeps_no_other_from_computing() -> None:
+def test_death_before_a_marker_is_granted() -> None:
+    """An engine that dies before its marker is granted keeps no other from computing."""
     cluster, engines, keys = scene(each=1)
     wait_for(engines[3], keys[:1], 5.0)
     until = cluster.clock.now + 1.0
@@ -166,7 +167,8 @@ def test_an_engine_that_dies_before_its_marker_is_granted_keeps_no_other_from_co
     assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
 
 
-def test_an_engine_that_dies_while_its_poll_is_answered_keeps_no_other_from_computing() -> None:
+def test_death_while_a_poll_is_answered() -> None:
+    """An engine that dies while its poll is answered keeps no other from computing."""
     cluster, engines, keys = scene(each=1)
     prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
     cluster.run_for(0.05)
@@ -235,7 +237,8 @@ def test_a_node_that_answers_after_a_wait_does_not_count_as_slow() -> None:
     assert missed(cluster.core(3).counters) == {"skipped": SEGMENT_TOKENS}
 
 
-def test_lookups_of_a_frozen_node_are_repeated_until_it_is_suspect() -> None:
+def test_lookups_of_a_frozen_node_are_repeated() -> None:
+    """Lookups of a frozen node are repeated until it is suspect."""
     cluster, engines, keys = scene(each=1)
     store(cluster, engines[0], keys[:1])
     cluster.node(0).freeze()
@@ -342,7 +345,8 @@ def test_a_withdrawn_marker_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("directory_node", [0, 1, 2], ids=["writer", "third node", "reader"])
-def test_a_match_may_come_before_the_markers_of_the_segments_that_it_expects(directory_node: int) -> None:
+def test_a_match_before_the_markers_that_it_expects(directory_node: int) -> None:
+    """A match may come before the markers of the segments that it expects."""
     cluster, writer, reader, _ = marked()
     keys = placed(cluster, directory_node, (directory_node + 1) % 3, 2)
     expecting, other = wait_for(reader, keys, 5.0, 0.1), wait_for(cluster.join(2), keys, 5.0, 0.1)
@@ -357,7 +361,8 @@ def test_a_match_may_come_before_the_markers_of_the_segments_that_it_expects(dir
 
 
 @pytest.mark.parametrize("directory_node", [0, 1, 2], ids=["writer", "third node", "reader"])
-def test_expected_segments_whose_markers_never_come_are_computed_by_one_reader(directory_node: int) -> None:
+def test_expected_markers_that_never_come(directory_node: int) -> None:
+    """Expected segments whose markers never come are computed by one reader."""
     cluster, _, reader, _ = marked()
     keys = placed(cluster, directory_node, (directory_node + 1) % 3, 2)
     waiting = [wait_for(one, keys, 5.0, 0.1) for one in (reader, cluster.join(2), cluster.join(1))]
@@ -368,7 +373,8 @@ def test_expected_segments_whose_markers_never_come_are_computed_by_one_reader(d
     assert (told.hits, told.codes[0]) == (0, Code.MISSING)
 
 
-def test_a_marker_that_was_seen_and_withdrawn_ends_the_expectation() -> None:
+def test_a_marker_seen_and_withdrawn() -> None:
+    """A marker that was seen and withdrawn ends the expectation."""
     cluster, writer, reader, keys = marked()
     mark(cluster, writer, keys, 5.0)
     waiting = wait_for(reader, keys, 5.0, 1.0)
@@ -379,7 +385,7 @@ def test_a_marker_that_was_seen_and_withdrawn_ends_the_expectation() -> None:
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
 
 
-def test_the_last_of_many_segments_is_noticed_as_soon_as_the_first() -> None:
+def test_the_last_segment_is_noticed_as_soon_as_the_first() -> None:
     """A prompt is stored in parts, which takes long; the pauses between the polls grow with each part only."""
     cluster, writer, reader, _ = marked()
     keys = placed(cluster, 1, 0, 8)
@@ -546,7 +552,8 @@ def moving() -> tuple[Cluster, list[Engine], SegmentKey, list[list[engine.Matche
     return cluster, engines, key, replies
 
 
-def test_a_segment_that_is_stored_after_the_change_ends_the_waits() -> None:
+def test_a_store_after_the_change_ends_the_waits() -> None:
+    """A segment that is stored after the change ends the waits."""
     cluster, engines, key, replies = moving()
     engines[1].store([key], 0, Storing(fill_s=0.1))
     cluster.run_for(0.5)
@@ -555,7 +562,8 @@ def test_a_segment_that_is_stored_after_the_change_ends_the_waits() -> None:
     cluster.check_settled()
 
 
-def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_engine() -> None:
+def test_a_marker_withdrawn_after_the_change() -> None:
+    """A marker that is withdrawn after the change hands the work on to one engine."""
     cluster, engines, key, replies = moving()
     engines[1].store([key], 0, Storing(fill_s=0.1, ending="abort"))
     cluster.run_for(1.0)
@@ -566,7 +574,7 @@ def test_a_marker_that_is_withdrawn_after_the_change_hands_the_work_on_to_one_en
     assert [Code(reply.codes[0]) for (reply,) in replies].count(Code.REMOTE) == 3
 
 
-def test_a_match_whose_node_missed_the_change_is_answered_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_match_whose_node_missed_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The former directory node answers MISSING, and UNKNOWN where it is asked for the marker."""
     cluster, engines, _ = scene(each=1)
     before, after = cluster.core(0).ring, Ring(cluster.record.with_member("n4", 16 * REGION_BYTES))
@@ -583,7 +591,7 @@ def test_a_match_whose_node_missed_the_change_is_answered_and_asks_no_more(monke
 
 
 @pytest.mark.parametrize("step", range(20))
-def test_segments_that_arrive_during_a_lookup_do_not_end_the_wait(step: int) -> None:
+def test_arrivals_during_a_lookup_end_no_wait(step: int) -> None:
     """Another engine of the node stores a part of the prompt between the lookup and its answers, and the rest later."""
     cluster, engines, _ = scene()
     keys = [*placed(cluster, 1, 2, 6), *placed(cluster, 2, 3, 6)]

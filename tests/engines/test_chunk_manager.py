@@ -117,7 +117,8 @@ def test_a_late_answer_is_a_miss_and_costs_one_deadline() -> None:
     assert made.find() == [MISS] * 4, "the late request does not use the pool again"
 
 
-def test_segments_of_other_nodes_are_fetched_before_they_are_hits() -> None:
+def test_remote_segments_are_fetched_before_they_hit() -> None:
+    """Segments of other nodes are fetched before they are hits."""
     made = Made()
     made.store(*KEYS)
     made.pools.remote.update(made.pools.segments)
@@ -175,7 +176,8 @@ def test_segments_that_cannot_be_fetched_are_misses_and_counted() -> None:
     assert made.reports == []
 
 
-def test_a_load_that_failed_on_a_rank_is_counted_if_the_pool_made_it() -> None:
+def test_a_load_that_failed_on_a_rank_is_counted() -> None:
+    """A load that failed on a rank is counted if the pool made it."""
     made = Made()
     made.store(*KEYS)
     made.settle()
@@ -265,7 +267,8 @@ def test_a_hash_of_another_size_is_refused_by_name(size: int) -> None:
     assert made.find() == [MISS] * 4, "the pool is not used any more"
 
 
-def test_requests_wait_for_the_pool_to_be_opened_for_a_limited_time() -> None:
+def test_requests_wait_for_the_pool_to_be_opened() -> None:
+    """Requests wait for the pool to be opened for a limited time."""
     made = Made(opened=False)
     assert made.find() == [RETRY] * 4
     assert made.manager.prepare_store("r", KEYS) is None
@@ -344,7 +347,8 @@ def test_the_digest_of_an_adapter_is_part_of_the_keys() -> None:
     assert made.settle() == [MISS] * 4, "a request without the adapter"
 
 
-def test_jobs_name_the_other_numbers_of_an_adapter_in_vllms_cache() -> None:
+def test_jobs_name_other_numbers_of_an_adapter() -> None:
+    """Jobs name the other numbers of an adapter in vLLM's cache."""
     made = Made()
     for number in (3, 4):
         adapter = RequestAdapter(number, "name", "/path")

@@ -250,7 +250,7 @@ def test_blocks_that_vllm_takes_back_are_not_read(pools: ChunkPools) -> None:
     assert sum(segment.any() for segment in pools.segments.values()) <= 1
 
 
-def test_blocks_that_vllm_took_back_before_other_blocks_are_not_read(pools: ChunkPools) -> None:
+def test_blocks_that_vllm_took_back_are_not_read(pools: ChunkPools) -> None:
     """Before, a job that was between two copies did not notice it if vLLM took back the blocks of another job next."""
     rank = Rank(pools)
     begun, goes_on = threading.Event(), threading.Event()

@@ -114,7 +114,8 @@ def test_a_gpu_that_cannot_lock_read_only_memory_is_not_asked_to() -> None:
     assert not library.locks.pinned
 
 
-def test_a_handle_is_passed_by_value_with_the_flag_that_cuda_requires() -> None:
+def test_how_a_handle_is_passed() -> None:
+    """A handle is passed by value with the flag that CUDA requires."""
     library = Library(read_only=True)
     driver = CudaDriver(0, library)
     assert len(driver.handle(driver.allocate(100))) == 64

@@ -253,7 +253,7 @@ def test_a_segment_whose_copy_failed_is_not_stored(operation: str) -> None:
         assert (stored[0].view(np.float32) == 3.0).all()
 
 
-def test_a_copy_that_fails_while_it_is_queued_ends_before_its_error() -> None:
+def test_a_queued_copy_that_fails() -> None:
     """The caller gives the slot and the blocks away then."""
     device = CpuDevice()
     pages = [[PageTable(device.tensor(torch.zeros(4, 16, dtype=torch.int8)), 16)]]

@@ -63,7 +63,8 @@ def test_a_rank_that_cannot_serve_says_why() -> None:
         opaque_layout(ENGINE, [RANKS[0], RankFacts(0, 400, "", "the reason")])
 
 
-def test_a_rank_of_a_vllm_without_cache_layouts_reports_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_cache_layouts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a vLLM without cache layouts reports a refusal."""
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_layout", None)
     facts = rank_facts(None, None, 1, 400, [])
     assert (facts.rank, facts.shard_bytes) == (1, 400)

@@ -231,9 +231,8 @@ def test_rows_of_one_batch_wait_for_what_is_computed_already(
     assert not in_vain
 
 
-def test_batches_with_the_same_prompts_in_another_order_do_not_wait_for_each_other(
-    cluster: Cluster, row: list[int], in_vain: list[float]
-) -> None:
+def test_batches_in_another_order_do_not_wait(cluster: Cluster, row: list[int], in_vain: list[float]) -> None:
+    """Batches with the same prompts in another order do not wait for each other."""
     rows = [row, row[::-1]]
     expected = greedy(TokenLakeEngine(family("llama-gqa")), rows)
     # Each engine has begun its first row before the other reaches its second row.

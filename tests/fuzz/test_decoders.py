@@ -165,7 +165,7 @@ def test_nobody_without_the_secret_is_believed_when_he_dials(hello: peer.PeerHel
 
 @given(challenge=hostile(peer.PeerChallenge), node=st.sampled_from(["n1", "", "x" * 64]))
 @settings(max_examples=200, deadline=None)
-def test_nobody_without_the_secret_is_believed_when_he_is_dialled(challenge: peer.PeerChallenge, node: str) -> None:
+def test_nobody_without_the_secret_is_believed(challenge: peer.PeerChallenge, node: str) -> None:
     dialler = Dialler(identity("n0", b"s" * 32), node, bytes(32), "control")
     with contextlib.suppress(TokenLakeError):
         dialler.answer(challenge)

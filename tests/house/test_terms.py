@@ -50,6 +50,8 @@ EXCEPTIONS = {
     ("word", "word"): "one of them",
 }
 """(word, identifier): its other meaning."""
+LONGEST_TEST = 60
+"""Most characters of the name of a test; its docstring has room for a sentence."""
 
 
 def words(name: str) -> Iterator[str]:
@@ -89,6 +91,17 @@ def test_metrics_and_settings_use_the_terms() -> None:
     settings = [name for name, *_ in load_config(toml_text=None, environ={}, flags={}, uid=0).describe()]
     assert settings
     assert not [name for name in (*settings, *(metric.name for metric in Metric.all())) if replaced(name)]
+
+
+def test_names_of_tests_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in python_files(ROOT / "tests")
+        for name in names(ast.parse(path.read_text()))
+        if name.startswith("test_")
+    ]
+    assert found
+    assert not [each for each in found if len(each.rpartition(" ")[2]) > LONGEST_TEST]
 
 
 @pytest.mark.parametrize(

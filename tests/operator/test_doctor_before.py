@@ -422,7 +422,8 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     assert "did you mean 'metrics'?" in lines
 
 
-def test_without_a_daemon_and_a_file_the_settings_of_a_node_are_not_checked() -> None:
+def test_without_a_daemon_and_a_file() -> None:
+    """Without a daemon and a file, the settings of a node are not checked."""
     report = json.loads(run(doctor, "--node", "nowhere", "--json").stdout)
     assert any("give --config" in each for each in report["not_checked"])
 

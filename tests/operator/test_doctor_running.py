@@ -302,7 +302,8 @@ def test_sound_nodes_with_certificates_from_another_machine() -> None:
             sound(json.loads(result.stdout), 2)
 
 
-def test_a_caller_that_may_only_read_is_told_what_was_not_checked() -> None:
+def test_a_reader_is_told_what_was_not_checked() -> None:
+    """A caller that may only read is told what was not checked."""
     cluster = Cluster(2, "8MiB", "1MiB", match_deadline_ms="2000")
     addresses = served(cluster)
     with cluster:

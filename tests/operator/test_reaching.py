@@ -310,7 +310,7 @@ def test_one_socket_in_place_of_the_other(remote: tuple[Cluster, dict[str, str],
     assert "Path of the control socket." in run(status, "--help").stdout
 
 
-def test_a_peer_that_is_not_connected_is_not_asked_for_that_reason() -> None:
+def test_a_peer_that_is_not_connected_is_not_asked() -> None:
     """Whether a certificate was given or not."""
     first = Reached(Mock(), "a.control", None)
     member = admin_pb2.Member(node="b", control="127.0.0.1:7442")

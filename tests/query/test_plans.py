@@ -115,9 +115,8 @@ def test_attention_covers_what_the_plan_uses(cluster: Cluster, seed: int) -> Non
             view.close()
 
 
-def test_a_fetch_of_a_plan_lasts_at_most_half_as_long_as_its_prefill(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planned_fetch_lasts_half_its_prefill(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch of a plan lasts at most half as long as its prefill."""
     text = Text(79, 4)
     spread(cluster, [text])
     limits: list[float] = []

@@ -153,9 +153,8 @@ def test_a_slow_pool_is_left_alone_until_it_answers_again(
     wait_until(lambda: under_way(two) == 0, "no late answer is counted as a request")
 
 
-def test_a_client_that_goes_away_before_the_choice_leaves_nothing_under_way(
-    two: Cluster, between: Between, asker: Callable[..., Asker]
-) -> None:
+def test_a_client_that_leaves_before_the_choice(two: Cluster, between: Between, asker: Callable[..., Asker]) -> None:
+    """A client that goes away before the choice leaves nothing under way."""
     router = asker(control=[str(between.socket)], deadline_ms=PATIENT_MS)
     between.pause_s = 0.5
     asked, answered = between.asked, between.answered

@@ -74,9 +74,10 @@ def test_a_stream_is_under_way_until_its_client_goes_away(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_ends_where_its_client_goes_away_before_the_first_token(
+def test_a_client_that_leaves_before_the_first_token(
     two: Cluster, engines: list[Engine], proxy: Proxy, settled: None, stream: bool
 ) -> None:
+    """A request ends where its client goes away before the first token."""
     for engine in engines:
         engine.mode = "mute"
         engine.gate.clear()

@@ -31,7 +31,8 @@ def test_every_field_has_a_default_that_its_own_check_accepts() -> None:
             assert load(None, {f"TOKENLAKE_{field.upper()}": value}).config == ServerConfig()
 
 
-def test_every_setting_has_its_meaning_and_the_reason_of_its_default() -> None:
+def test_every_setting_has_a_meaning_and_a_reason() -> None:
+    """Every setting has its meaning and the reason of its default."""
     assert set(FIELDS) == set(ServerConfig.__struct_fields__)
     for name, setting in settings_of(ServerConfig).items():
         for text in (setting.meaning, setting.why, setting.kind.expected):
@@ -52,7 +53,9 @@ def test_a_field_without_declaration_or_default_is_refused() -> None:
             settings_of(table)
 
 
-def test_another_table_of_settings_is_read_and_shown_in_the_same_way() -> None:
+def test_another_table_of_settings() -> None:
+    """Another table of settings is read and shown in the same way."""
+
     class Table(msgspec.Struct, frozen=True):
         size: Annotated[int, Setting(kinds.whole(1, 9), "number of things", why="small")] = 3
         pass_word: Annotated[
@@ -99,9 +102,10 @@ def test_variables_of_others_are_not_settings() -> None:
         ("lease_s = 0", {"TOKENLAKE_LEASE_S": "5"}, {"lease_s": 6.0}, "file, line 1"),
     ],
 )
-def test_an_invalid_value_names_field_value_expectation_and_source(
+def test_the_error_of_an_invalid_value(
     toml: str | None, environ: dict[str, str], flags: dict[str, object], source: str
 ) -> None:
+    """An invalid value names field, value, expectation and source."""
     with pytest.raises(ConfigurationError) as caught:
         load(toml, environ, **flags)
     assert caught.value.field == "lease_s"
@@ -142,7 +146,8 @@ SERVICE = {
 }
 
 
-def test_variables_that_kubernetes_adds_for_a_service_are_no_settings() -> None:
+def test_variables_of_a_kubernetes_service() -> None:
+    """Variables that Kubernetes adds for a service are no settings."""
     settings = load(None, SERVICE | {"TOKENLAKE_MEMORY": "2MiB"})
     assert settings.config.memory == 2 << 20
     assert settings.ignored == tuple(sorted(SERVICE))
@@ -165,7 +170,8 @@ def message(toml: str | None = None, environ: dict[str, str] | None = None, /, *
 
 
 @pytest.mark.parametrize("name", ["zzz", "eviction", "port"])
-def test_an_unknown_setting_close_to_none_says_where_all_are_listed(name: str) -> None:
+def test_an_unknown_setting_close_to_none(name: str) -> None:
+    """An unknown setting close to none says where all are listed."""
     expected = f"unknown setting '{name}' (set by file, line 1): `tokenlake config show` lists the settings"
     assert message(f"{name} = 1") == expected
 
@@ -298,7 +304,8 @@ def test_an_entry_that_contradicts_this_node_is_refused(peers: str, reason: str)
         load(node="a", listen="127.0.0.1:1", peers=peers)
 
 
-def test_the_entry_of_this_node_is_the_address_that_it_advertises() -> None:
+def test_the_entry_of_this_node() -> None:
+    """The entry of this node is the address that it advertises."""
     peers = "a=127.0.0.1:1,b=127.0.0.1:2"
     everywhere = {"node": "a", "listen": "0.0.0.0:1", **CERTIFICATE}
     assert load(**everywhere, peers=peers, advertise="127.0.0.1:1").config.peers == (Peer("b", "127.0.0.1", 2),)

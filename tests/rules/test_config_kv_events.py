@@ -18,7 +18,8 @@ def test_a_stream_and_its_defaults() -> None:
     assert (stream.medium, stream.encoding) == ("CPU", "map")
 
 
-def test_the_tokens_of_prompts_leave_the_machine_only_where_the_file_says_so() -> None:
+def test_tokens_leave_the_machine_by_consent_only() -> None:
+    """The tokens of prompts leave the machine only where the file says so."""
     beyond = STREAM.replace("127.0.0.1", "0.0.0.0")
     with pytest.raises(ConfigurationError, match="beyond_loopback = true.*tokens of prompts"):
         load(beyond)

@@ -66,7 +66,8 @@ def test_no_error_shows_a_secret(toml: str | None, environ: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("secrets", [[SECRET], [SECRET * 4], [SECRET, "ff" * 16], []])
-def test_cluster_secrets_come_from_file_or_environment_and_are_masked(secrets: list[str]) -> None:
+def test_cluster_secrets(secrets: list[str]) -> None:
+    """Cluster secrets come from file or environment and are masked."""
     joined = ",".join(secrets)
     environ = {"TOKENLAKE_CLUSTER_SECRET": joined}
     for settings in (load(f"cluster_secret = '{joined}'"), load(f"cluster_secret = {secrets}"), load(None, environ)):

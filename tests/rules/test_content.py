@@ -28,7 +28,8 @@ def test_the_contents_of_some_segments_of_a_prompt() -> None:
     )
 
 
-def test_the_hashes_of_blocks_follow_from_the_key_and_do_not_exceed_64_bits() -> None:
+def test_the_hashes_of_blocks() -> None:
+    """The hashes of blocks follow from the key and do not exceed 64 bits."""
     assert [block_hash(bytes(7) + b"\5" + bytes(24), block) for block in range(3)] == [5, 6, 7]
     assert block_hash(b"\xff" * 32, 1) == 0
     assert block_hash(b"\xff" * 8, 0) == (1 << 64) - 1

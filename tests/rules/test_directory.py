@@ -154,7 +154,8 @@ def test_a_second_writer_waits_for_the_deadline() -> None:
     assert directory.get(TENANT, KEY, 5.0) == Entry(B, FIRST, 9.0)
 
 
-def test_the_first_commit_replaces_a_marker_and_later_commits_change_nothing() -> None:
+def test_the_first_commit_replaces_a_marker() -> None:
+    """The first commit replaces a marker and later commits change nothing."""
     directory = Directory(LIMIT)
     directory.mark(TENANT, KEY, A, FIRST, 5.0, 0.0)
     assert directory.own(TENANT, KEY, B, FIRST) is None

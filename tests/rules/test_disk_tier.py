@@ -35,7 +35,8 @@ def test_a_note_comes_back_as_it_was_packed() -> None:
     assert notes.unpack(notes.pack(Note(0, 1, Hints()))) == Note(0, 1, Hints())
 
 
-def test_a_segment_is_found_from_the_end_of_its_write_until_it_is_void() -> None:
+def test_when_a_segment_is_found() -> None:
+    """A segment is found from the end of its write until it is void."""
     tier, segment = tier_of(4), segment_of(1)
     entry = tier.admit(segment, 1, 1.0, 0.0)
     assert not isinstance(entry, Refusal)
@@ -60,7 +61,8 @@ def test_a_write_that_failed_leaves_its_place_free() -> None:
     assert written(tier, segment_of(2)) == Place(0, 2)
 
 
-def test_a_segment_that_left_memory_as_wrong_while_it_was_written_is_void() -> None:
+def test_a_wrong_segment_that_is_being_written_is_void() -> None:
+    """A segment that left memory as wrong while it was written is void."""
     tier, segment = tier_of(2), segment_of(1)
     entry = tier.admit(segment, 1, 1.0, 0.0)
     assert not isinstance(entry, Refusal)
@@ -70,7 +72,8 @@ def test_a_segment_that_left_memory_as_wrong_while_it_was_written_is_void() -> N
     tier.check_integrity()
 
 
-def test_a_full_slab_gives_up_the_segment_of_least_value_and_raises_the_generation() -> None:
+def test_a_full_slab_gives_up_the_least_value() -> None:
+    """A full slab gives up the segment of least value and raises the generation."""
     tier = tier_of(3)
     # Of equal segments the one that was accessed longest ago has the least value.
     for number, touched in enumerate((100.0, 0.0, 100.0)):
@@ -104,7 +107,8 @@ def test_a_held_segment_stays_until_its_time_has_passed() -> None:
     assert written(tier, segment_of(2), 10.0) == Place(0, 2)
 
 
-def test_an_entry_that_is_held_often_takes_no_more_memory_and_stays_until_the_last_time() -> None:
+def test_an_entry_that_is_held_often() -> None:
+    """An entry that is held often takes no more memory and stays until the last time."""
     tier = tier_of(2)
     written(tier, segment_of(1))
     written(tier, segment_of(2))
@@ -140,7 +144,8 @@ def test_a_segment_that_is_read_back_is_not_written_again() -> None:
     tier.check_integrity()
 
 
-def test_memory_evicts_first_what_is_on_disk_too_and_was_accessed_longest_ago() -> None:
+def test_memory_evicts_first_what_is_on_disk() -> None:
+    """Memory evicts first what is on disk too and was accessed longest ago."""
     tier = tier_of(4)
     segments = [segment_of(number, float(number)) for number in range(4)]
     for segment in segments:
@@ -181,7 +186,8 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
     assert {each.tenant: each.segments for each in tier.usage()}[blue] == 1
 
 
-def test_a_second_slab_grows_to_an_equal_part_of_a_full_device_and_no_further() -> None:
+def test_a_second_slab_grows_to_an_equal_part() -> None:
+    """A second slab grows to an equal part of a full device and no further."""
     tier, blue = tier_of(160), TenantId("blue")
 
     def write(numbers: range, *tenants: TenantId) -> None:
@@ -202,7 +208,8 @@ def test_a_second_slab_grows_to_an_equal_part_of_a_full_device_and_no_further() 
     tier.check_integrity()
 
 
-def test_a_slab_at_the_quota_of_its_tenant_takes_nothing_from_another() -> None:
+def test_a_slab_at_the_quota_of_its_tenant() -> None:
+    """A slab at the quota of its tenant takes nothing from another."""
     tier, blue = tier_of(160, {"blue": 0.25}), TenantId("blue")
     for number in range(160):
         written(tier, segment_of(number), 0.0)
@@ -271,7 +278,8 @@ def test_the_budget_of_a_day_is_a_rate_with_an_hour_of_burst() -> None:
     assert tier.admit(segment_of(2), 1, 1.0, 3600.0) is not Refusal.DAY
 
 
-def test_at_most_half_of_what_memory_evicts_is_written_and_the_best_of_it() -> None:
+def test_the_best_half_of_evictions_is_written() -> None:
+    """At most half of what memory evicts is written and the best of it."""
     admission, passed = Admission(), []
     for number in range(20_000):
         value = (number * 7919 % 1000) / 1000
@@ -317,7 +325,8 @@ def test_reads_of_a_device_wait_for_each_other() -> None:
     assert len(queue) == 0
 
 
-def test_a_device_whose_capacity_changes_keeps_the_rate_that_was_measured() -> None:
+def test_a_new_capacity_keeps_the_measured_rate() -> None:
+    """A device whose capacity changes keeps the rate that was measured."""
     tier = tier_of(4)
     queue: ReadQueue[int] = ReadQueue(tier.devices)
     queue.add(0, 1, 1 << 20)

@@ -372,7 +372,8 @@ def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
     assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0
 
 
-def test_the_model_of_a_pool_that_lost_its_memory_twice_is_the_last_that_it_learned() -> None:
+def test_the_model_of_a_pool_that_lost_its_memory() -> None:
+    """The model of a pool that lost its memory twice is the last that it learned."""
     store, red, slot_bytes = SegmentStore([0], 1 << 16, Budgets(), Counters(), policy=Forecast), TenantId("red"), 1024
     features = odds.Odds().features(1, SHORT)
 

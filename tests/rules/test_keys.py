@@ -196,7 +196,8 @@ def test_changed_extras_change_every_later_key_and_no_earlier(at: int, some: lis
         assert (key != changed) == (some != other and index >= at)
 
 
-def test_extras_that_are_not_bytes_are_refused_before_anything_is_hashed() -> None:
+def test_extras_that_are_not_bytes() -> None:
+    """Extras that are not bytes are refused before anything is hashed."""
     wrong: Any = {1: ["image"]}
     with pytest.raises(TypeError):
         Prefix(root_key(SECRET, FINGERPRINT), 4, wrong)

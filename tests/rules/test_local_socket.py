@@ -127,7 +127,8 @@ def places(files: Files) -> Iterator[tuple[str, str]]:
     yield "/home/me/../../tmp/./theirs", "/tmp/theirs belongs"
 
 
-def test_a_place_that_another_user_can_change_is_refused_and_named(files: Files) -> None:
+def test_a_place_that_another_user_can_change(files: Files) -> None:
+    """A place that another user can change is refused and named."""
     seen = 0
     for path, refusal in places(files):
         seen += 1

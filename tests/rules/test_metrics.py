@@ -74,7 +74,8 @@ def test_a_counter_starts_at_zero_and_grows() -> None:
     assert (counters[first], counters[second], Counters()[first]) == (6, 0, 0)
 
 
-def test_the_first_label_has_a_bounded_number_of_values_and_a_sum() -> None:
+def test_the_first_label_is_bounded() -> None:
+    """The first label has a bounded number of values and a sum."""
     metric = next(each for each in declared() if len(each.labels) == 2)
     counters = Counters()
     for number in range(MAX_LABELS + 3):

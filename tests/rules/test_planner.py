@@ -348,9 +348,7 @@ def test_every_input_has_an_age() -> None:
 
 @pytest.mark.parametrize(("segment_s", "way"), [(1e-6, Way.FETCH), (1.0, Way.RECOMPUTE)])
 @pytest.mark.parametrize("node", [A, B])
-def test_a_long_prefix_is_loaded_from_a_fast_disk_and_computed_instead_of_a_slow_one(
-    segment_s: float, way: Way, node: NodeId
-) -> None:
+def test_a_fast_disk_is_read_and_a_slow_one_is_not(segment_s: float, way: Way, node: NodeId) -> None:
     """The disk is that of the batch's node A, or of another one."""
     whole = request("abcdefghijklmnop")
     measured = rates()

@@ -106,7 +106,8 @@ def test_the_key_of_the_other_direction_opens_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [0, RECORD_BYTES + 1, (1 << 32) - 1])
-def test_a_length_out_of_bounds_is_refused_before_memory_is_taken(size: int) -> None:
+def test_a_length_out_of_bounds_takes_no_memory(size: int) -> None:
+    """A length out of bounds is refused before memory is taken."""
     buffer = bytearray()
     with pytest.raises(ProtocolRefused, match=f"a record of {size} bytes"):
         RecordReader(KEY).into(memoryview(bytearray(8)), source(size.to_bytes(4, "little")), buffer)

@@ -96,7 +96,8 @@ def test_a_weighted_member_that_leaves_moves_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("size", [16 << 30, 64 << 30, 128 << 30])
-def test_a_member_that_joins_takes_its_share_and_nothing_else_moves(size: int) -> None:
+def test_a_member_that_joins_takes_its_share(size: int) -> None:
+    """A member that joins takes its share, and nothing else moves."""
     record = RingRecord.of({f"node-{index}": 64 << 30 for index in range(8)})
     former, ring = Ring(record), Ring(record.with_member("new", size))
     moved = ring.moved(former, b"".join(KEYS))

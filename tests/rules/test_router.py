@@ -165,7 +165,7 @@ def test_segments_in_flight_at_an_instance_are_not_brought_to_it() -> None:
     assert made.starts(prompt, owners, ["i0"]) == before
 
 
-def test_a_request_waits_for_the_prefix_that_another_one_computes() -> None:
+def test_a_request_waits_for_another_one() -> None:
     """Computing it again at an idle instance takes as long as waiting for it."""
     made = router()
     first, second = (named(request("abcdefgh" + last), last) for last in "xy")

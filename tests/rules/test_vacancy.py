@@ -34,7 +34,8 @@ vacancies = st.builds(
         (UNKNOWN_VACANCY, UNKNOWN_VACANCY, 0.0),
     ],
 )
-def test_the_first_of_three_differences_that_counts_sets_the_lead(one: Vacancy, other: Vacancy, lead: float) -> None:
+def test_the_first_difference_that_counts(one: Vacancy, other: Vacancy, lead: float) -> None:
+    """The first of three differences that counts sets the lead."""
     assert one.lead(other) == pytest.approx(lead, rel=1e-6)
 
 

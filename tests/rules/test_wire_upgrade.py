@@ -44,9 +44,8 @@ def test_every_message_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("frame", recorded(), ids=lambda frame: f"{frame.version}-{frame.decoder}-{frame.message}")
-def test_a_version_with_one_field_more_is_understood_and_understands(
-    frame: Recorded, next_version: dict[str, ModuleType]
-) -> None:
+def test_a_version_with_one_field_more(frame: Recorded, next_version: dict[str, ModuleType]) -> None:
+    """A version with one field more is understood and understands."""
     newer = decode(next_decoder(next_version, frame.decoder), frame.body)
     assert newer.added == ADDED
     message = decode(DECODERS[frame.decoder], frame.body)

@@ -184,7 +184,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Not a directory" in refused.output
 
 
-def test_a_caller_of_the_control_plane_has_a_role_and_cannot_serve(directory: Path) -> None:
+def test_a_caller_has_a_role_and_cannot_serve(directory: Path) -> None:
+    """A caller of the control plane has a role and cannot serve."""
     for arguments, uri in (
         (("--role", "admin"), "spiffe://lake/tokenlake/admin/alice"),
         (("--role", "scheduler", "--tenant", "red", "--renew"), "spiffe://lake/tokenlake/scheduler/red/alice"),

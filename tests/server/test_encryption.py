@@ -232,7 +232,8 @@ def test_clusters_on_loopback_do_not_mix() -> None:
         assert [total(node, "tokenlake_peers_connected") for node in (a, b)] == [0, 0]
 
 
-def test_certificates_and_authorities_are_replaced_while_nodes_run(tmp_path: Path) -> None:
+def test_certificates_are_replaced_while_nodes_run(tmp_path: Path) -> None:
+    """Certificates and authorities are replaced while nodes run."""
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes((old / "ca.pem").read_bytes())
@@ -262,7 +263,7 @@ def test_certificates_and_authorities_are_replaced_while_nodes_run(tmp_path: Pat
         logged(a, "not signed by a CA")
 
 
-def test_no_request_fails_while_certificates_and_the_authority_are_replaced(tmp_path: Path) -> None:
+def test_no_request_fails_while_they_are_replaced(tmp_path: Path) -> None:
     """Engines store at one node and read at the other one all the time."""
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"

@@ -98,7 +98,8 @@ def nodes(tmp_path: Path, etcd: EtcdServers) -> Iterator[Nodes]:
             node.stop()
 
 
-def test_nodes_join_drain_and_are_removed_and_every_byte_is_found(nodes: Nodes) -> None:
+def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
+    """Nodes join, drain and are removed, and every byte is found."""
     nodes.start("a", "b")
     nodes.wait("a", "b")
     prompts = [Prompt(seed, 5) for seed in range(4)]
@@ -219,7 +220,8 @@ def test_a_node_that_starts_elsewhere_under_its_name_is_found(nodes: Nodes) -> N
         wait_until(lambda: read(a, prompt) == prompt.segments, "fetched from the new address")
 
 
-def test_the_control_plane_drains_and_removes_nodes_and_streams_changes_of_the_ring(nodes: Nodes) -> None:
+def test_the_control_plane_changes_the_ring(nodes: Nodes) -> None:
+    """The control plane drains and removes nodes, and streams changes of the ring."""
     pytest.importorskip("grpc")
     from tests.server.control.scene import local
     from tokenlake.errors import MembershipRefused

@@ -112,7 +112,8 @@ def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
     assert 0 < asyncio.run(most_between_callbacks(frame(b"x") * 4, handle, 200)) <= PER_SLICE + 1
 
 
-def test_frames_stay_in_order_when_the_work_on_one_takes_several_slices() -> None:
+def test_frames_stay_in_order() -> None:
+    """Frames stay in order when the work on one takes several slices."""
     handled: list[tuple[bytes, int]] = []
 
     def handle(body: bytes) -> Iterator[None]:
@@ -129,7 +130,8 @@ def test_frames_stay_in_order_when_the_work_on_one_takes_several_slices() -> Non
     assert handled == [(body, part) for body in (b"a", b"b") for part in range(30)]
 
 
-def test_a_connection_that_closes_within_a_slice_handles_nothing_more() -> None:
+def test_a_connection_that_closes_within_a_slice() -> None:
+    """A connection that closes within a slice handles nothing more."""
     handled: list[bytes] = []
 
     async def run() -> None:
@@ -178,7 +180,7 @@ def test_a_descriptor_waits_behind_unread_answers(unread: int) -> None:
     assert len(found) == 1
 
 
-def test_a_side_that_reads_no_answer_is_not_served_until_it_reads() -> None:
+def test_a_side_that_reads_no_answer() -> None:
     """Bytes and descriptors that wait to be read are bounded by the pause."""
     answer, pause = 4096, 64 << 10
     handled: list[int] = []
@@ -271,7 +273,7 @@ def test_connections_of_a_tenant_share_a_slice() -> None:
     asyncio.run(scene())
 
 
-def test_a_step_of_a_handshake_is_not_done_for_a_closed_connection(tmp_path: Path) -> None:
+def test_no_step_for_a_closed_connection(tmp_path: Path) -> None:
     """Processes that connect faster than the threads work must not delay the handshakes of others."""
     ca = authority(tmp_path / "ca")
     own = files(ca, "a")

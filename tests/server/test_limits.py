@@ -298,7 +298,8 @@ def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
         connect("blue", blue[0].session)
 
 
-def test_connections_without_a_hello_keep_no_engine_out_and_little_memory(cluster: Cluster) -> None:
+def test_connections_without_a_hello(cluster: Cluster) -> None:
+    """Connections without a hello keep no engine out and little memory."""
     node = cluster.nodes[0]
     with contextlib.ExitStack() as silent:
         rows = [silent.enter_context(Raw(node.socket)) for _ in range(MAX_UNPROVEN + 6)]

@@ -242,7 +242,9 @@ def test_a_node_that_starts_again_elsewhere_keeps_its_place(etcd: EtcdServers) -
 
 @needs_etcd
 @pytest.mark.live
-def test_a_killed_daemon_is_replaced_at_once_and_a_living_one_is_not(etcd: EtcdServers) -> None:
+def test_a_killed_daemon_is_replaced_at_once(etcd: EtcdServers) -> None:
+    """A killed daemon is replaced at once, and a living one is not."""
+
     async def main() -> None:
         listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
@@ -264,7 +266,7 @@ def test_a_killed_daemon_is_replaced_at_once_and_a_living_one_is_not(etcd: EtcdS
 @needs_etcd
 @pytest.mark.live
 @pytest.mark.parametrize("same", [True, False])
-def test_two_machines_with_one_name_and_addresses_that_do_not_answer(etcd: EtcdServers, same: bool) -> None:
+def test_two_machines_with_one_name(etcd: EtcdServers, same: bool) -> None:
     """Such as two copies of one machine, which both name their own loopback: the one that started first gives way."""
     port = reserve_port()
 
@@ -332,7 +334,9 @@ def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
 @needs_etcd
 @pytest.mark.live
 @pytest.mark.parametrize("fault", ["down", "frozen"])
-def test_a_ring_outlives_etcd_and_a_node_joins_within_two_seconds_of_its_return(fault: str) -> None:
+def test_a_ring_outlives_etcd(fault: str) -> None:
+    """A ring outlives etcd, and a node joins within two seconds of its return."""
+
     async def main(servers: EtcdServers) -> None:
         async with node("a", servers.endpoints) as a, node("b", servers.endpoints) as b:
             await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
@@ -468,7 +472,9 @@ def test_a_silent_watch_is_noticed(etcd: EtcdServers) -> None:
 
 @needs_etcd
 @pytest.mark.live
-def test_a_member_keeps_its_address_when_its_registration_expires(etcd: EtcdServers) -> None:
+def test_a_member_whose_registration_expires(etcd: EtcdServers) -> None:
+    """A member keeps its address when its registration expires."""
+
     async def main() -> None:
         async with node("a", etcd.endpoints) as a:
             async with node("b", etcd.endpoints) as b:

@@ -98,7 +98,8 @@ uids = [{uid}]
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_pages_beyond_loopback_can_only_be_read_and_name_no_tenant(tmp_path: Path, shown: bool) -> None:
+def test_pages_beyond_loopback(tmp_path: Path, shown: bool) -> None:
+    """Pages beyond loopback can only be read and name no tenant."""
     file = tmp_path / "tokenlake.toml"
     file.write_text(CONFIG.format(secret="aa" * 32, uid=os.getuid()))
     file.chmod(0o600)

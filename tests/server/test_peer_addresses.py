@@ -63,7 +63,8 @@ def test_attempts_take_turns_over_the_addresses_of_a_name() -> None:
     assert dialled == ["10.0.0.1", "10.0.0.2"] * 2
 
 
-def test_an_address_that_takes_no_connection_makes_way_for_the_next() -> None:
+def test_an_address_that_takes_no_connection() -> None:
+    """An address that takes no connection makes way for the next."""
     addresses = PeerAddresses({"b": Address("b.pool", 7440), "c": Address("10.0.0.3", 7440)})
     resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"])
     for expected in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
@@ -83,7 +84,8 @@ def test_a_name_that_is_no_host_name(host: str) -> None:
         asyncio.run(addresses.resolve("b"))
 
 
-def test_other_work_does_not_wait_for_a_resolver_that_does_not_answer() -> None:
+def test_no_work_waits_for_a_silent_resolver() -> None:
+    """Other work does not wait for a resolver that does not answer."""
     names = "bcdef"
     addresses = PeerAddresses({name: Address(f"{name}.pool", 7440) for name in names})
     answered = threading.Event()

@@ -28,7 +28,8 @@ TIMES = 5
 """Several attempts, because the write of the welcome fails at once or later, as the kernel decides."""
 
 
-def test_a_node_that_is_no_member_is_refused_by_name_on_both_sides() -> None:
+def test_a_node_that_is_no_member() -> None:
+    """A node that is no member is refused by name on both sides."""
     ports = {name: reserve_port() for name in ("a", "b", "c")}
     with daemons() as cluster:
         one = _node(cluster, "a", ports["a"], f"b=127.0.0.1:{ports['b']}")
@@ -43,7 +44,7 @@ def test_a_node_that_is_no_member_is_refused_by_name_on_both_sides() -> None:
             assert node.stop() == 0
 
 
-def test_a_process_that_has_proven_nothing_sends_short_frames_only() -> None:
+def test_short_frames_before_the_proof() -> None:
     """The limit of both sides is part of the protocol. It was once the setting `max_frame`: nodes whose settings
     differed closed their connections again and again."""
     with daemons(2) as cluster:

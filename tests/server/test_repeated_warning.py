@@ -7,7 +7,8 @@ def times(warning: RepeatedWarning, kind: object, until: int, start: int = 0) ->
     return [now for now in range(start, until) if warning.should_log(kind, now)]
 
 
-def test_a_condition_is_logged_after_a_time_and_then_less_and_less_often() -> None:
+def test_how_often_a_condition_is_logged() -> None:
+    """A condition is logged after a time and then less and less often."""
     logged = times(RepeatedWarning(10), "down", 5000)
     assert logged[:4] == [10, 10 + REPEAT_S, 10 + 3 * REPEAT_S, 10 + 7 * REPEAT_S]
     assert logged[-1] - logged[-2] == MOST_REPEAT_S

@@ -42,7 +42,9 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_members_that_come_are_dialled_and_those_that_leave_are_dropped() -> None:
+def test_members_that_come_and_leave() -> None:
+    """Members that come are dialled and those that leave are dropped."""
+
     async def scene() -> None:
         (a, of_a), (b, of_b) = side("a"), side("b")
         strangers: list[str] = []

@@ -149,7 +149,8 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     assert len(caplog.records) == bool(expected), "once an hour"
 
 
-def test_the_log_says_when_a_certificate_that_expires_has_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_when_a_certificate_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says when a certificate that expires has expired."""
     certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
     own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
     assert "expires at" in caplog.text
@@ -158,9 +159,10 @@ def test_the_log_says_when_a_certificate_that_expires_has_expired(ca: Path, capl
     assert "has expired" in caplog.text
 
 
-def test_the_log_names_a_certificate_of_an_authority_that_this_node_does_not_trust(
+def test_the_log_names_an_authority_that_is_not_trusted(
     ca: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log names a certificate of an authority that this node does not trust."""
     other, _ = init_ca(tmp_path / "other", "tokenlake")
     files = CertificateFiles(*issue(ca, "w", renew=True), ca / "ca.pem")
     Certificates(files, "tokenlake", "w")

@@ -103,7 +103,8 @@ def test_a_node_that_drains_hides_nothing(seed: int) -> None:
     pool.cluster.check()
 
 
-def test_a_node_drains_within_its_time_where_the_others_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_drains_within_its_time_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node drains within its time where the others have no room."""
     pool = Pool(1, drain_s=3.0)
     node, core = pool.cluster.node(2), pool.cluster.core(2)
     monkeypatch.setattr(Vacancy, "full", property(lambda self: True))
@@ -117,7 +118,7 @@ def test_a_node_drains_within_its_time_where_the_others_have_no_room(monkeypatch
     assert core.counters[LEFT_BEHIND] == owned > 0
 
 
-def test_a_full_cluster_keeps_the_valuable_segments_of_a_node_that_drains() -> None:
+def test_a_full_cluster_keeps_valuable_segments() -> None:
     """In place of segments that no engine has read for long. It offers those that are read no more than others to no
     node."""
     cluster = Cluster(3, 1, regions=10, lease_s=600.0, dirty_share=1.0, session_reserve_share=1.0, drain_s=6.0)

@@ -210,7 +210,8 @@ def test_the_owner_answers_for_what_it_does_not_have() -> None:
     assert node.say("n1", peer.Unfound("red", here, "n0")) == []
 
 
-def test_only_a_candidate_of_a_key_says_that_another_node_owns_it() -> None:
+def test_only_a_candidate_names_another_owner() -> None:
+    """Only a candidate of a key says that another node owns it."""
     node = Node()
     (key,) = keys_of(node, "n1", "n2")
     (other,) = keys_of(node, "n1", "n0")
@@ -269,7 +270,8 @@ def test_owned_segments_are_advertised_to_their_directory_node(monkeypatch: pyte
 # -- stand-ins
 
 
-def test_the_stand_in_answers_for_a_directory_node_that_cannot_be_reached() -> None:
+def test_the_stand_in_answers() -> None:
+    """The stand-in answers for a directory node that cannot be reached."""
     node = Node()
     (key,) = keys_of(node, "n1", "n0")
     assert node.lookup("n2", key) == (Code.MISSING, ())
@@ -311,7 +313,8 @@ def test_owners_tell_the_stand_ins_in_slices(fault: str, monkeypatch: pytest.Mon
     assert node.core.census()["walks"] == 0
 
 
-def test_a_node_that_is_the_stand_in_of_its_own_segments_records_them() -> None:
+def test_a_stand_in_records_its_own_segments() -> None:
+    """A node that is the stand-in of its own segments records them."""
     node = Node()
     (key,) = keys_of(node, "n1", "n0")
     node.own(key)
@@ -389,7 +392,7 @@ def test_a_stand_in_that_restarts_is_told_again() -> None:
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
 
 
-def test_a_report_that_came_late_leaves_the_entry_of_a_segment_that_is_back() -> None:
+def test_a_late_report_leaves_a_new_entry() -> None:
     """A reader did not find the segment at its owner, where it has been computed again since."""
     cluster = calm(3)
     writer, reader = cluster.join(1), cluster.join(2)

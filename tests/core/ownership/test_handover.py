@@ -106,7 +106,7 @@ def test_new_segments_go_to_the_emptiest_node() -> None:
     cluster.check_settled()
 
 
-def test_a_near_node_takes_segments_before_an_emptier_one_that_is_far() -> None:
+def test_a_near_node_before_an_emptier_far_one() -> None:
     """Each of the others has been clearly emptier for long."""
     for locations, receivers in (((), {2, 3}), (("rack-1", "rack-1", "rack-2", "rack-2"), {1})):
         cluster, writer = skewed(*locations)
@@ -168,7 +168,7 @@ def test_any_node_may_be_the_directory_node(pair: tuple[int, int]) -> None:
     assert cluster.core(0).counters[HANDED_OVER] == 2
 
 
-def test_a_receiver_that_knows_of_another_owner_does_not_own_them() -> None:
+def test_a_receiver_that_knows_another_owner() -> None:
     """Found by the cluster machine: the receiver is the directory node, and a third node committed first."""
     cluster = calm(4)
     first, second = cluster.join(0), cluster.join(1)
@@ -313,7 +313,7 @@ def test_a_giver_that_dies_leaves_nothing_behind() -> None:
     cluster.check_settled()
 
 
-def test_a_segment_that_leaves_the_receiver_before_its_answer_is_not_given_up() -> None:
+def test_a_segment_that_leaves_before_the_answer() -> None:
     """The first segment of an offer is dropped at the receiver while the second one is on its way."""
     cluster = calm(4)
     writer = cluster.join(0)

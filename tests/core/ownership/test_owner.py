@@ -138,7 +138,7 @@ def test_the_directory_nodes_own_duplicate_becomes_a_cached_copy() -> None:
     assert cluster.core(2).counters[DUPLICATES] == 1
 
 
-def test_a_cached_copy_of_another_owner_stays_when_it_is_called_redundant() -> None:
+def test_a_redundant_cached_copy_stays() -> None:
     """A `Redundant` message that comes again, or about a copy that a fetch brought, changes nothing."""
     cluster = calm(4)
     writer, reader = cluster.join(0), cluster.join(3)
@@ -173,7 +173,8 @@ def test_owners_on_two_sides_of_a_cut_become_one() -> None:
 # -- admission
 
 
-def test_a_refused_segment_stays_cached_and_is_found_until_evicted(full: tuple[Cluster, list[Engine]]) -> None:
+def test_a_refused_segment_is_found_until_evicted(full: tuple[Cluster, list[Engine]]) -> None:
+    """A refused segment stays cached and is found until evicted."""
     cluster, engines = full
     (key,) = placed(cluster, 1, 0, 1, "not_admitted")
     REFUSALS[key] = 99

@@ -84,7 +84,8 @@ def test_only_a_newer_record_is_followed() -> None:
     assert node.core.record == second
 
 
-def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring() -> None:
+def test_gained_keys_are_unknown_at_first() -> None:
+    """Gained keys are unknown until the peers have advertised on the new ring."""
     node = Node()
     record = node.core.record.without("n2")
     new, kept = gained(node, record)
@@ -101,7 +102,8 @@ def test_gained_keys_are_unknown_until_the_peers_have_advertised_on_the_new_ring
     assert node.lookup("n1", new) == (Code.MISSING, ())
 
 
-def test_a_node_that_served_alone_knows_nothing_of_the_cluster_that_it_joins() -> None:
+def test_a_node_that_joins_after_it_served_alone() -> None:
+    """A node that served alone knows nothing of the cluster that it joins."""
     node = Node(MEMBERS.without("n1").without("n2"), empty=True)
     record = RingRecord(9, MEMBERS.unit, MEMBERS.members)
     key = next(key for key in prompt("joined", 64) if Ring(record).candidates(key)[0][0] == "n0")
@@ -142,7 +144,7 @@ def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     assert not [message for to, message in sent if to == "n2"]
 
 
-def test_a_change_of_the_ring_does_not_end_the_walk_for_a_node_that_came_back(
+def test_a_change_keeps_the_walk_for_a_node_that_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The change moves none of its keys, so the walk of the change does not tell them."""
@@ -180,7 +182,8 @@ def test_the_previous_ring_counts_until_all_segments_are_told(monkeypatch: pytes
     assert node.core.ring.candidates(key)[0][0] == "n1"
 
 
-def test_a_key_that_moved_away_is_answered_for_a_while_and_then_forgotten() -> None:
+def test_a_key_that_moved_away() -> None:
+    """A key that moved away is answered for a while and then forgotten."""
     node = Node()
     record = node.core.record.with_member("n3", 1 << 16)
     keys = prompt("moves", 400)

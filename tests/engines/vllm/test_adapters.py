@@ -69,9 +69,10 @@ def test_equal_adapters_share_and_others_do_not(engines: Three, adapter: Path, t
         assert hit(engines.second, tokens, directory) == (answers[directory], 768)
 
 
-def test_without_an_adapter_engines_share_with_engines_that_have_none(
+def test_requests_without_an_adapter_are_shared(
     engines: Three, start: Callable[..., Engine], cluster: Cluster, plain: Engine
 ) -> None:
+    """Without an adapter, engines share with engines that have none."""
     tokens, others = prompt(800, 51), prompt(800, 52)
     without = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
     for first, second, one in ((without, engines.first, tokens), (engines.first, without, others)):
@@ -127,7 +128,7 @@ def test_tokens_of_replaced_files_in_vllms_own_cache(engines: Three, tmp_path: P
     assert hit(first, tokens, directory) == (expected, 1536)
 
 
-def test_an_adapter_that_cannot_be_read_is_served_without_the_pool(engines: Three, tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_read(engines: Three, tmp_path: Path) -> None:
     """The files are gone after vLLM has loaded them."""
     tokens = prompt(800, 54)
     directory = save_adapter(tmp_path / "adapter", TINY, seed=5)

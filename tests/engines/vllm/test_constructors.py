@@ -42,9 +42,8 @@ def broken(*_: object, **__: object) -> Any:
     raise AttributeError("it was renamed")
 
 
-def test_an_engine_starts_where_the_scheduler_side_cannot_be_opened(
-    arguments: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_side_that_cannot_be_opened(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine starts where the scheduler's side cannot be opened."""
     ended: list[Connection] = []
     monkeypatch.setattr(Connection, "close", lambda connection: ended.append(connection))
     monkeypatch.setattr(known, "SchedulerSide", broken)

@@ -83,9 +83,8 @@ def test_an_error_in_a_call_of_the_pool_changes_no_token(
 @pytest.mark.parametrize(
     "params", ["", [], 0, {"tokenlake": 7}, {"tokenlake": ["outlook"]}, {"tokenlake": {"priority": "high"}}]
 )
-def test_malformed_parameters_of_a_request_change_nothing_for_others(
-    engine: Engine, plain: Engine, params: Any
-) -> None:
+def test_malformed_parameters_of_a_request(engine: Engine, plain: Engine, params: Any) -> None:
+    """Malformed parameters of a request change nothing for others."""
     tokens = prompt(600, 90)
     (expected,) = plain.generate([tokens])
     hit(engine, tokens, expected)

@@ -161,9 +161,10 @@ def test_quantised_weights_have_a_digest_of_their_own(model: Path, quantised: Pa
     assert len({one.weights_digest for one in named}) == len(named)
 
 
-def test_scales_that_ranks_compute_make_the_number_of_ranks_part_of_the_digest(
+def test_scales_put_the_ranks_into_the_digest(
     model: Path, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Scales that ranks compute make the number of ranks part of the digest."""
     gptq = tmp_path / "gptq"
     shutil.copytree(model, gptq)
     settings = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "quant_method": "gptq"}
@@ -256,9 +257,8 @@ def test_other_quantised_caches_are_refused_by_name(model: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["calculate_kv_scales", "fnuz"])
-def test_a_cache_whose_bytes_mean_something_else_is_refused_by_name(
-    fault: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_another_meaning_is_refused(fault: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache whose bytes mean something else is refused by name."""
     if fault == "fnuz":
         monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
     else:

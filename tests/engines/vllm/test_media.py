@@ -79,7 +79,8 @@ def test_equal_images_share_and_others_do_not(engines: Three) -> None:
             assert hit(engine, tokens, image) == (answers[image], 768)
 
 
-def test_text_that_equals_the_places_of_an_image_shares_nothing_with_it(engines: Three) -> None:
+def test_text_that_equals_the_places_of_an_image(engines: Three) -> None:
+    """Text that equals the places of an image shares nothing with it."""
     text = [TINY.vocabulary - 1] * QUERIES + prompt(600, 71)
     expected = engines.plain.generate([text])[0]
     hit(engines.first, prompt(600, 71), 4)
@@ -87,7 +88,7 @@ def test_text_that_equals_the_places_of_an_image_shares_nothing_with_it(engines:
     assert hit(engines.second, text, None) == (expected, 768)
 
 
-def test_an_image_with_a_name_of_the_client_is_served_without_the_pool(engines: Three) -> None:
+def test_an_image_with_a_name_of_the_client(engines: Three) -> None:
     """The same name may stand for another image elsewhere."""
     tokens = prompt(600, 72)
     for engine, image in ((engines.first, 1), (engines.second, 2)):

@@ -189,9 +189,8 @@ def router(servers: list[Server], tmp_path: Path) -> Iterator[int]:
         end(process)
 
 
-def test_a_router_sends_prompts_to_one_server_for_prefill_and_to_another_for_decode(
-    servers: list[Server], router: int
-) -> None:
+def test_a_router_for_prefill_and_decode(servers: list[Server], router: int) -> None:
+    """A router sends prompts to one server for prefill and to another for decode."""
     before = [server.metrics() for server in servers]
     # With those of the test before these are less than eight prompts, so the time of a prefill is not known, and the
     # second server waits long for the segments.

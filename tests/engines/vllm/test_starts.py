@@ -41,7 +41,7 @@ def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, 
         assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in str(raised.value)
 
 
-def test_a_model_whose_tokens_the_pool_would_change_is_not_served(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_model_that_the_pool_would_change(cluster: Cluster, tmp_path: Path) -> None:
     """vLLM's CPU kernels of latent attention; with `serve_inexact`, `test_opaque` runs them."""
     log = tmp_path / "log"
     engine = ForkedEngine(save_latent(tmp_path / "model"), log, {"socket": str(cluster.nodes[0].socket), **PATIENT})

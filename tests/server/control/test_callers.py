@@ -80,7 +80,8 @@ def test_other_identities_have_no_role(uri: str) -> None:
     assert role_of("tokenlake", uri) is None
 
 
-def test_certificates_of_another_cluster_or_authority_are_refused(one: Scene, tmp_path: Path) -> None:
+def test_another_cluster_or_authority(one: Scene, tmp_path: Path) -> None:
+    """Certificates of another cluster or authority are refused."""
     other = authority(tmp_path / "same-ca")
     foreign = certificates(other, "stranger", "admin")
     # A CA that the daemon does not trust: the handshake fails.
@@ -100,7 +101,8 @@ def test_certificates_of_another_cluster_or_authority_are_refused(one: Scene, tm
         control.status()
 
 
-def test_a_certificate_of_another_cluster_of_a_trusted_authority_is_refused(tmp_path: Path) -> None:
+def test_another_cluster_of_a_trusted_authority(tmp_path: Path) -> None:
+    """A certificate of another cluster of a trusted authority is refused."""
     cluster = Cluster(1, "4MiB", "1MiB")
     (address,) = served(cluster).values()
     own = cluster.directory / "ca"

@@ -122,7 +122,8 @@ def test_what_a_reader_believes_is_what_the_node_has(one: Cluster, control: Cont
         follower.follow(control.events(follower.cursor), held)
 
 
-def test_a_cursor_of_another_life_or_out_of_range_is_told_to_take_a_snapshot(one: Cluster, control: Control) -> None:
+def test_a_cursor_that_cannot_be_continued(one: Cluster, control: Control) -> None:
+    """A cursor of another life or out of range is told to take a snapshot."""
     message = next(control.events())
     for wrong in (
         events_pb2.Cursor(incarnation=message.cursor.incarnation - 1, sequence=message.cursor.sequence),

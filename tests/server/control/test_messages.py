@@ -24,7 +24,8 @@ def there_and_back(message: pb.PrefixTree, requests: list[Request]) -> pb.Prefix
     return of_client.tree_message(of_client.tree_of(message, requests))
 
 
-def test_a_plan_over_messages_counts_the_time_on_disks_as_one_in_process_does() -> None:
+def test_a_plan_over_messages_counts_disks() -> None:
+    """A plan over messages counts the time on disks as a plan in this process does."""
     request = Request(name="r", keys=KEYS, tokens=8 * TOKENS + 5, answer_tokens=4)
     owners = dict.fromkeys(KEYS, (HERE,))
     tree = grow([request], owners, TOKENS, dict.fromkeys(KEYS[3:], 0.2))

@@ -154,7 +154,8 @@ def test_of_two_layouts_the_one_that_is_stored_is_published() -> None:
     node.check({(1,), (1, 1)})
 
 
-def test_segments_without_tokens_for_these_blocks_are_not_published() -> None:
+def test_segments_without_tokens_are_not_published() -> None:
+    """Segments without tokens for these blocks are not published."""
     state = Blocks(MODEL, REMAINDER, "CPU")
     chain = prompt([1])
     state.stored(chain.keys[0], 0.0)
@@ -169,7 +170,7 @@ def test_segments_without_tokens_for_these_blocks_are_not_published() -> None:
     assert (state.unknown, state.take()) == (3, [])
 
 
-def test_a_content_that_is_offered_before_its_segment_leaves_is_known_when_it_returns() -> None:
+def test_a_content_offered_before_its_segment_leaves() -> None:
     """A prepare offers the contents of all of its segments. The reservation of one may evict a later one."""
     node = Node()
     node.store((0,))
@@ -225,7 +226,8 @@ def test_changes_that_were_missed() -> None:
     node.check()
 
 
-def test_the_contents_of_segments_that_never_become_ready_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_that_never_become_ready_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contents of segments that never become ready are bounded."""
     monkeypatch.setattr(blocks, "MAX_PENDING_BYTES", 1000)
     state = Blocks(MODEL, BLOCK, "CPU")
     chains = [prompt([number]) for number in range(100)]

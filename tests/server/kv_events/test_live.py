@@ -130,7 +130,7 @@ def test_evictions_by_an_operator_and_a_restart(tmp_path: Path) -> None:
             assert subscriber.last > last, "the numbers of a later start are higher"
 
 
-def test_a_reader_that_comes_later_is_told_everything_without_asking() -> None:
+def test_a_reader_that_comes_later() -> None:
     """llm-d does not ask for missed messages."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
         prompts, router = Prompts(), Llmd(BLOCK)
@@ -151,7 +151,8 @@ def test_a_reader_that_comes_later_is_told_everything_without_asking() -> None:
         context.destroy(linger=0)
 
 
-def test_copies_from_another_node_are_published_with_their_tokens() -> None:
+def test_copies_from_another_node_are_published() -> None:
+    """Copies from another node are published with their tokens."""
     with publishing(2) as (cluster, streams):
         routers = [Llmd(BLOCK) for _ in streams]
         prompts = Prompts()
@@ -171,7 +172,7 @@ def test_copies_from_another_node_are_published_with_their_tokens() -> None:
             assert all(any(beliefs(router, each, prompts.all)) for each, router in zip(streams, routers, strict=True))
 
 
-def test_segments_on_disk_are_removed_and_published_again_when_they_are_read_back(tmp_path: Path) -> None:
+def test_segments_that_are_read_back_from_disk(tmp_path: Path) -> None:
     """Their tokens come from the disk too."""
     text = f'disk = "{tmp_path}"\ndisk_writes_per_day = 0\n'
     with publishing(memory="2MiB", text=text) as (cluster, (stream,)):
