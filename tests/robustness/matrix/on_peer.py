@@ -149,8 +149,10 @@ def bulk_headers(seed: int) -> Outcome:
     return _dropped(seed, Drop(("down",), "raw"))
 
 
-def _dead_noted(at: World) -> int:
-    return at.nodes[0].log.read_text().count("delivers nothing")
+def _dead(at: World) -> bool:
+    """Node 0 takes the bulk path to node 1 for dead. On a busy machine it may do so before the fault, too."""
+    log = at.nodes[0].log.read_text()
+    return log.count("delivers nothing") > log.count("delivers segments again")
 
 
 def _dropped(seed: int, *drops: Drop) -> Outcome:
@@ -162,10 +164,11 @@ def _dropped(seed: int, *drops: Drop) -> Outcome:
         with asking(at.engines[:1], at.fetch) as wait:
             for drop in drops:
                 wait(2)
-                earlier = _dead_noted(at)
                 at.links[1].fault = drop
-                wait_until(lambda earlier=earlier: _dead_noted(at) > earlier, "the bulk path counts as dead")  # type: ignore[misc]
-                wait_until(lambda: not at.nodes[0].metrics()[TRANSFERS], "each transfer that began before has ended")
+                wait_until(
+                    lambda: not at.nodes[0].metrics()[TRANSFERS] and _dead(at),
+                    "each transfer that began before has ended, and the bulk path counts as dead",
+                )
                 noticed = at.metric(0, unanswered)
                 wait(20)
                 assert at.metric(0, unanswered) == noticed, "no further fetch waits for the node"
