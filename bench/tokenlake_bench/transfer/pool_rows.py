@@ -219,11 +219,11 @@ class PoolRows:
 
     def _fill(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
         with pool.store(keys) as write:
-            write.fill(self._windows.source[window])
+            write.fill(self._windows.source[window][: len(keys)])
         _check_stored(bytes(write.codes))
 
     def _prepare(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
-        _check_stored(pool.store_all(keys, self._windows.source[window], patience=PATIENCE_S))
+        _check_stored(pool.store_all(keys, self._windows.source[window][: len(keys)], patience=PATIENCE_S))
 
 
 def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[np.uint8]]]:
