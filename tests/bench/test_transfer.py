@@ -21,8 +21,9 @@ from tokenlake_bench.transfer.command import TransferArguments, take_turns
 from tokenlake_bench.transfer.daemons import Daemons, layout_of
 from tokenlake_bench.transfer.peers import start_peer
 from tokenlake_bench.transfer.picture import plot_rows
+from tokenlake_bench.transfer.pool_rows import PoolRows
 from tokenlake_bench.transfer.results import compare, row_of
-from tokenlake_bench.transfer.windows import fill_windows
+from tokenlake_bench.transfer.windows import Windows, fill_windows
 from tokenlake_bench.transfer.worker import Worker
 
 KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
@@ -125,6 +126,15 @@ class _Recorded:
         return [float(turn)]
 
     def close(self) -> None: ...
+
+
+@pytest.mark.live
+def test_each_call_between_daemons_moves_the_right_bytes() -> None:
+    size = Size("1MiB", 1 << 20, 16)
+    with closing(PoolRows(size, Windows(size))) as pool:
+        assert set(pool.rows()) == {kind.name for kind in size.transfer_rows()}
+        for row in pool.rows():
+            assert min(pool.sample(row, 0)) > 0, row
 
 
 def test_systems_take_turns_and_the_first_turn_does_not_count() -> None:
