@@ -6,6 +6,7 @@ deadline and not every request.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -50,14 +51,14 @@ class LateLookup:
             lookup.drop()
 
     def answered(self) -> bool:
-        """False while the daemon has not answered the late lookup."""
-        if self._lookup is None:
+        """False while the daemon has not answered the late lookup. An unforeseen error of the lookup is raised once,
+        and ends it."""
+        late, self._lookup = self._lookup, None
+        if late is None:
             return True
-        try:
-            if not self._lookup.poll():
+        with contextlib.suppress(TokenLakeError):
+            if not late.poll():
+                self._lookup = late
                 return False
-        except TokenLakeError:
-            pass
-        self._lookup.drop()
-        self._lookup = None
+        late.drop()
         return True
