@@ -28,6 +28,8 @@ START_S = 60.0
 """Seconds within which a daemon must serve after its start; many, because on a loaded machine an interpreter takes
 seconds to start."""
 STOP_S = 15.0
+PAGE_S = 30.0
+"""Seconds within which a daemon must answer for a page; many, for the same reason."""
 DISK_SERVING = "tokenlake_disk_serving{"
 
 
@@ -120,7 +122,7 @@ class Node:
         """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
 
         def read() -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=PAGE_S) as answer:
                 return str(answer.read().decode())
 
         return read() if self._namespace is None else in_namespace(self._namespace, read)

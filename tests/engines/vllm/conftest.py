@@ -18,7 +18,7 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
 TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, positions=8192)
 """Head dim 32, the smallest that vLLM's CPU kernels have."""
-PATIENT = {"match_ms": 20000, "call_ms": 5000, "fetch_ms": 20000, "write_patience_s": 20, "weigh_loads": False}
+PATIENT = {"match_ms": 20000, "call_ms": 20000, "fetch_ms": 20000, "write_patience_s": 20, "weigh_loads": False}
 """Settings with deadlines that hold on a busy machine, and every hit is loaded."""
 PATIENT_NODES = {"match_deadline_ms": "20000", "suspect_ms": "20000"}
 """The same for daemons: a node that does not run for a while is not taken for a frozen one, whose segments are
