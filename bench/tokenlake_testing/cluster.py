@@ -29,7 +29,7 @@ START_S = 60.0
 seconds to start."""
 STOP_S = 15.0
 PAGE_S = 30.0
-"""Seconds within which a daemon must answer for a page; many, for the same reason."""
+"""Seconds within which a daemon must answer for a page; many, because a loaded machine may not run it for seconds."""
 DISK_SERVING = "tokenlake_disk_serving{"
 
 

@@ -46,8 +46,9 @@ def test_nothing_is_started_until_the_answer(last: bool | Exception) -> None:
 
 
 def test_an_unforeseen_error_ends_the_late_lookup() -> None:
-    late = LateLookup(lambda: 0.0)
-    late.give_up(Lookup(ValueError("unforeseen")))
+    late, lookup = LateLookup(lambda: 0.0), Lookup(ValueError("unforeseen"))
+    late.give_up(lookup)
     with pytest.raises(ValueError, match="unforeseen"):
         late.answered()
+    assert lookup.drops == 1, "a lease would stay"
     assert late.answered()

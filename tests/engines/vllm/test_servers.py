@@ -161,7 +161,7 @@ def test_one_server_reads_the_others_segments(servers: list[Server], cluster: Cl
     until = time.monotonic() + TIMEOUT_S
     while first.metrics()["vllm:tokenlake_stored_tokens_total"] != stored:
         # Writes that ended after the last step are counted by the next one.
-        assert time.monotonic() < until
+        assert time.monotonic() < until, (first.metrics()["vllm:tokenlake_stored_tokens_total"], stored)
         first.complete(prompt(2, 70))
     for page in pages:
         assert page["vllm:tokenlake_failures_total"] == page["vllm:tokenlake_loads_failed_total"] == 0

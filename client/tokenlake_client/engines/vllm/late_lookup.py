@@ -53,12 +53,15 @@ class LateLookup:
     def answered(self) -> bool:
         """False while the daemon has not answered the late lookup. An unforeseen error of the lookup is raised once,
         and ends it."""
-        late, self._lookup = self._lookup, None
+        late = self._lookup
         if late is None:
             return True
-        with contextlib.suppress(TokenLakeError):
-            if not late.poll():
-                self._lookup = late
-                return False
-        late.drop()
-        return True
+        ended = True
+        try:
+            with contextlib.suppress(TokenLakeError):
+                ended = late.poll()
+        finally:
+            if ended:
+                self._lookup = None
+                late.drop()
+        return ended
