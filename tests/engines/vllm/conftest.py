@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.forked import ForkedEngine
+from tokenlake_client import Deadlines
 from tokenlake_testing.cluster import Cluster, parse_metrics
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
@@ -20,6 +21,8 @@ TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4
 """Head dim 32, the smallest that vLLM's CPU kernels have."""
 PATIENT = {"match_ms": 20000, "call_ms": 20000, "fetch_ms": 20000, "write_patience_s": 20, "weigh_loads": False}
 """Settings with deadlines that hold on a busy machine, and every hit is loaded."""
+DEADLINES = Deadlines(connect_s=20.0, dial_s=20.0, call_s=20.0, match_s=20.0, fetch_s=20.0, store_s=20.0, grace_s=20.0)
+"""The same for a pool of the tests themselves."""
 PATIENT_NODES = {"match_deadline_ms": "20000", "suspect_ms": "20000"}
 """The same for daemons: a node that does not run for a while is not taken for a frozen one, whose segments are
 misses."""

@@ -6,17 +6,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from tests.engines.vllm.conftest import DEADLINES
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import decode_layout
-from tokenlake_client import Deadlines, Pool
+from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
 __all__ = ["spoil", "spoil_all", "tracebacks"]
-
-DEADLINES = Deadlines(call_s=5.0, match_s=5.0, fetch_s=5.0)
-"""They hold on a busy machine."""
-
 
 REGIONS = 64
 """A bound on the numbers of a node's regions."""

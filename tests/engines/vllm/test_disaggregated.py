@@ -34,7 +34,7 @@ LONG_S = 20.0
 """A predicted time of a prefill, and with it the longest wait for its segments, that suffices on a busy machine."""
 TRIES = 5
 """Prompts of each length: beside busy programs the in-flight markers of the first engine may arrive so late that the
-second one computes a prompt, too."""
+second one computes a prompt, too, or the second one may look up so late that all is stored."""
 TIMEOUT_S = 60.0
 WAITS = "tokenlake_in_flight_waits_total"
 
@@ -127,21 +127,23 @@ def test_many_at_once(fleet: Fleet, plain: Engine) -> None:
 
 
 def test_the_second_engine_waits_for_the_first(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
-    tokens = prompt(700, 70)
-    expected = plain.generate([tokens])
     fleet.slow.call("expect_prefill", token_s=0.01)
-    fields = computed(fleet.slow, tokens, PREFILL)
-    waits, before = cluster.totals()[WAITS], counts(fleet.far)
-    assert fleet.far.timed([tokens], params=fields).tokens == expected
-    assert growth(fleet.far, before) == (1, 0, 699)
-    assert cluster.totals()[WAITS] > waits
+    seen: list[tuple[bool, tuple[float, float, float]]] = []
+    while (True, (1, 0, 699)) not in seen:
+        assert len(seen) < TRIES, seen
+        tokens = prompt(700, 500 + len(seen))
+        expected = plain.generate([tokens])
+        waits, before = cluster.totals()[WAITS], counts(fleet.far)
+        fields = computed(fleet.slow, tokens, PREFILL)
+        assert fleet.far.timed([tokens], params=fields).tokens == expected
+        seen.append((cluster.totals()[WAITS] > waits, growth(fleet.far, before)))
 
 
 def test_a_frozen_first_engine_costs_a_bounded_wait(fleet: Fleet, plain: Engine) -> None:
     tokens = prompt(700, 71)
     expected = plain.generate([tokens])
     fleet.slow.call("expect_prefill", token_s=0.001)
-    fields, before = computed(fleet.slow, tokens, PREFILL), counts(fleet.far)
+    before, fields = counts(fleet.far), computed(fleet.slow, tokens, PREFILL)
     assert fields["remote_prefill_s"] < 2.0
     fleet.slow.process.send_signal(signal.SIGSTOP)
     try:
@@ -224,7 +226,7 @@ def test_lost_segments_are_recomputed(fleet: Fleet, plain: Engine, cluster: Clus
 def test_the_first_engine_is_killed_before_it_has_stored(fleet: Fleet, plain: Engine) -> None:
     tokens = prompt(3000, 99)
     expected = plain.generate([tokens])
-    fields, before = computed(fleet.slow, tokens, PREFILL), counts(fleet.far)
+    before, fields = counts(fleet.far), computed(fleet.slow, tokens, PREFILL)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(fleet.far.timed, [tokens], params=fields)
         fleet.slow.process.kill()

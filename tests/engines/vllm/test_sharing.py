@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tests.robustness.live import PATIENT as PATIENT_DEADLINES
+from tests.engines.vllm.conftest import DEADLINES, PATIENT, TINY, prompt
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -28,7 +27,7 @@ def vllm(start: Callable[..., Engine], cluster: Cluster) -> Engine:
 
 def beside(model: Path, cluster: Cluster, options: EngineOptions | None = None) -> TokenLakeEngine:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    options = replace(options or EngineOptions(), deadlines=PATIENT_DEADLINES)
+    options = replace(options or EngineOptions(), deadlines=DEADLINES)
     return TokenLakeEngine(loaded, cluster.nodes[0].socket, options)
 
 

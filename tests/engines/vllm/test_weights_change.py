@@ -10,9 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import DEADLINES, PATIENT, TINY, prompt
 from tests.engines.vllm.forked import ForkedEngine
-from tests.robustness.live import PATIENT as PATIENT_DEADLINES
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -94,7 +93,7 @@ def test_engines_with_the_same_version_share(
         assert engine.call("flush")
     assert hits(steady) - before == HIT
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with TokenLakeEngine(loaded, cluster.nodes[0].socket, EngineOptions(deadlines=PATIENT_DEADLINES)) as other:
+    with TokenLakeEngine(loaded, cluster.nodes[0].socket, EngineOptions(deadlines=DEADLINES)) as other:
         weights = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
         loaded.load_state_dict(weights)
         other.new_weights("step 100")
