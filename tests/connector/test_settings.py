@@ -29,6 +29,8 @@ def test_the_deadlines_of_the_connections() -> None:
     assert read_settings({}, {}).deadlines == DEFAULT_DEADLINES
     settings = read_settings({"call_ms": 500, "fetch_ms": 1500}, {})
     assert settings.deadlines == Deadlines(call_s=0.5, fetch_s=1.5)
+    patient = read_settings({"call_ms": 20000, "write_patience_s": 30}, {})
+    assert patient.deadlines == Deadlines(connect_s=20.0, call_s=20.0, store_s=30.0)
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ def test_an_adapter(plain: Engine, here: Engine, cluster: Cluster, tmp_path: Pat
 
 def stored(plain: Engine, here: Engine, first: int) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Prompts that `here` has stored on its node, and the tokens that follow each. After a late answer of the pool, a
-    test goes on with the next prompt: the engine on the other node has computed this one and stored it there.
-    """
+    test goes on with the next prompt: the engine on the other node has computed this one and stored it there."""
     for seed in range(first, first + 5):
         tokens = prompt(1000, seed)
         expected = plain.generate([tokens])

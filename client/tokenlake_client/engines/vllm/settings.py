@@ -114,7 +114,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             kinds.real(0.001, 60_000, "milliseconds"),
-            "deadline of the calls that the daemon answers from its own memory, such as the first one of a load",
+            "deadline of the calls that the daemon answers from its own memory, such as the first one of a load. A new "
+            "connection gets the same time, and at least 5 s",
             why="a daemon that is not overloaded answers within milliseconds; a frozen one costs a load this much",
         ),
     ] = 1e3 * DEFAULT_DEADLINES.call_s
@@ -167,8 +168,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deadlines(self) -> Deadlines:
         """The deadlines of the connections to the daemon. Lookups have their own, `match_ms`."""
-        store_s = max(DEFAULT_DEADLINES.store_s, self.write_patience_s)
-        return Deadlines(call_s=self.call_ms / 1e3, fetch_s=self.fetch_ms / 1e3, store_s=store_s)
+        call_s = self.call_ms / 1e3
+        return Deadlines(
+            connect_s=max(DEFAULT_DEADLINES.connect_s, call_s),
+            call_s=call_s,
+            fetch_s=self.fetch_ms / 1e3,
+            store_s=max(DEFAULT_DEADLINES.store_s, self.write_patience_s),
+        )
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
