@@ -146,6 +146,11 @@ class Lease:
         """Number of this lease's segments that were in this node's arena when the lease was granted or last fetched."""
         return self._item_codes.count(Code.LOCAL)
 
+    def code(self, index: int) -> Code:
+        """The latest state of the leased segment `index` that this process knows: LOCAL, REMOTE, or why the last fetch
+        of it failed. A segment with a wrong checksum, in a pool that verifies, is LOCAL."""
+        return Code(self._item_codes[index])
+
     def nodes(self) -> list[str]:
         """The name of the node that has each leased segment; fewer than `hits` names where a segment was lost. Raises
         `Unreachable`."""

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId
+from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.load_worker import LEAST_LEFT_S, WINDOW, load_blocks
 from tokenlake_client.engines.vllm.step_plan import LoadPlan
 
@@ -29,6 +30,9 @@ class Watched:
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         return [np.zeros(1, np.uint8) for _ in range(start, stop)]
+
+    def code(self, index: int) -> Code:
+        return Code.LOCAL
 
     def release(self) -> None:
         self.story.append("released")

@@ -55,6 +55,9 @@ class Lease:
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
         return [np.full(1, index, np.uint8) for index in range(start, min(stop, self._arrives))]
 
+    def code(self, index: int) -> Code:
+        return Code.LOST
+
     def release(self) -> None:
         self.released = True
 
@@ -64,6 +67,7 @@ def worker(
     blocks: Blocks | None = None,
     adapters: LoadedAdapters | None = None,
     stored: list[bytes] | None = None,
+    warn: Callable[[str], None] = print,
 ) -> tuple[WorkerSide, Blocks]:
     """`stored`: the stored keys are added to this list."""
 
@@ -84,7 +88,8 @@ def worker(
     shards = RankShards(0, 1, 1, True)
     settings = EngineSettings(segment_tokens=8)
     counters = EngineCounters()
-    return WorkerSide(members, blocks, shards, settings, 4, counters, lambda what, error: None, adapters), blocks
+    side = WorkerSide(members, blocks, shards, settings, 4, counters, lambda what, error: None, warn, adapters)
+    return side, blocks
 
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
@@ -107,20 +112,28 @@ def test_blocks_are_filled_from_their_segments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hits", "arrives", "errors"), [(3, 1, {52, 53, 54}), (2, 2, {54}), (0, 0, {50, 51, 52, 53, 54})]
+    ("hits", "arrives", "errors", "reason"),
+    [
+        (3, 1, {52, 53, 54}, "segment 1 was not delivered (LOST)"),
+        (2, 2, {54}, "the lease of its segments from 2 on has ended"),
+        (0, 0, {50, 51, 52, 53, 54}, "the lease of its segments from 0 on has ended"),
+    ],
 )
-def test_blocks_of_lost_segments_are_errors(hits: int, arrives: int, errors: set[int]) -> None:
-    lease = Lease(hits, 1, arrives)
-    side, _ = worker(lease)
+def test_blocks_of_lost_segments_are_errors(hits: int, arrives: int, errors: set[int], reason: str) -> None:
+    lease, warned = Lease(hits, 1, arrives), list[str]()
+    side, _ = worker(lease, warn=warned.append)
     assert run(side, load()) == errors
+    assert warned == [f"vLLM computes tokens of request 'r' that the pool has: {reason}"]
     assert lease.released
 
 
 def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
     """The number of the lease may belong to a lease of another prompt in the next incarnation."""
-    side, blocks = worker(Lease(3, 2, 3))
+    warned: list[str] = []
+    side, blocks = worker(Lease(3, 2, 3), warn=warned.append)
     assert run(side, load()) == {50, 51, 52, 53, 54}
     assert blocks.filled == []
+    assert "the daemon has restarted" in warned[0]
 
 
 def test_an_error_of_the_pool_fails_the_blocks() -> None:
@@ -148,7 +161,7 @@ def test_a_full_queue_waits_as_long_as_one_job(monkeypatch: pytest.MonkeyPatch) 
     members: Any = SimpleNamespace(get=pool, close=lambda: None)
     settings, counters = EngineSettings(segment_tokens=8), EngineCounters()
     shards = RankShards(0, 1, 1, True)
-    side = WorkerSide(members, Blocks(), shards, settings, 4, counters, lambda what, error: None)
+    side = WorkerSide(members, Blocks(), shards, settings, 4, counters, lambda what, error: None, print)
     saves = tuple(SavePlan(job, "r", 0, (b"k",), (2 * job, 2 * job + 1)) for job in range(1, settings.write_queue))
     side.begin(StepPlan(1, saves=saves, held=(("r", saves[-1].job),)))
     side.save()
@@ -287,6 +300,7 @@ class _NeverJoined:
 @pytest.mark.parametrize(("at_most_s", "wait_s"), [(0.05, 0.05), (9.0, 0.25), (0.0, 0.25)])
 def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: float) -> None:
     session: Any = _NeverJoined()
+    warned: list[str] = []
     side = WorkerSide(
         session,
         Blocks(),
@@ -295,6 +309,7 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
         4,
         EngineCounters(),
         lambda what, error: None,
+        warned.append,
     )
     (one,) = load().loads
     side.begin(StepPlan(1, 7, 1, loads=(replace(one, at_most_s=at_most_s, local=False),)))
@@ -303,6 +318,7 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
     while side.finished() == (set(), set()) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert session.waits == [wait_s]
+    assert "this rank has not joined the scheduler's session" in warned[0]
     assert side.errors() == {50, 51, 52, 53, 54}
 
 

@@ -169,7 +169,7 @@ def worker(copy: DeviceCopy, slots: list[NDArray[np.uint8]], stored: list[NDArra
     pool = SimpleNamespace(attach=lambda *_, **__: lease, store_all=store_all)
     members: Any = SimpleNamespace(get=lambda *_, **__: pool, close=lambda: None)
     settings, shards = EngineSettings(segment_tokens=SEGMENT), RankShards(0, 1, 1, True)
-    return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None)
+    return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None, print)
 
 
 LOAD = StepPlan(1, 7, 1, wait=False, loads=(LoadPlan("r", (9,), 1, 0, SEGMENT, (4, 1), local=True),))

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    PATIENT_S,
+    SEGMENT_TOKENS,
+    Prompt,
+    daemons,
+    store,
+    wait_told,
+)
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
@@ -71,7 +81,9 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         with other.match(keys, options, deadline_s=PATIENT_S) as lease:
             assert lease.hits == prompt.segments
             here = lease.local_hits
-            assert prompt.wrong(lease.fetch()) == 0
+            arrays = lease.fetch(deadline_s=LIMIT_S)
+            assert (len(arrays), prompt.wrong(arrays)) == (prompt.segments, 0)
+            del arrays
         other.match([]).release()
         answered = command(reader, "a name", "--json", token=RED)
         assert answered.returncode == 0, answered.stderr

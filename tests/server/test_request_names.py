@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, wait_told, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, wait_told, wait_until
 from tokenlake_client import MatchOptions
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -34,7 +34,7 @@ def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
         with other.match(other.prefix(prompt.tokens).keys, MatchOptions(request="the match")) as lease:
             assert lease.request == "the match"
             assert lease.local_hits < lease.hits == prompt.segments
-            assert len(lease.fetch()) == prompt.segments
+            assert len(lease.fetch(deadline_s=LIMIT_S)) == prompt.segments
         assert logged([reader], "'the match': a Match")
         assert logged([reader], "'the match': a Fetch")
         for nodes, text in (

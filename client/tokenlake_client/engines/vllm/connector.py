@@ -483,7 +483,15 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._vllm_config.lora_config is not None and watch_loads():
             adapters = LoadedAdapters(lambda line: self._reports.warn(line, kind="adapters"))
         self._worker = WorkerSide(
-            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure, adapters
+            session,
+            copy,
+            shards,
+            self.settings,
+            self._block,
+            self.counters,
+            self._reports.failure,
+            lambda line: self._reports.warn(line, kind="loads"),
+            adapters,
         )
 
     def hook_failed(self, hook: str, error: Exception) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId
-from tokenlake_client.engines.vllm.pool import RankPool
+from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.pool import AttachedLease, RankPool
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
 
 __all__ = ["BlockWriter", "Loaded", "load_blocks"]
@@ -44,6 +45,8 @@ class Loaded:
     blocks: int
     """The number of vLLM's blocks that the load filled, from the first on."""
     time: LoadTime
+    unfilled: str
+    """Why the other blocks of the load were not filled; empty if all were."""
 
 
 def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int, block: int) -> Loaded:
@@ -53,9 +56,13 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
     lease = pool.attach(*map(LeaseId, plan.leases), request=plan.request, deadline_s=plan.at_most_s or None)
     attach_s = time.perf_counter() - began
     first, last = plan.start // segment, -(-plan.stop // segment)
-    filled, fetched, fetch_s = 0, 0, 0.0
+    filled, fetched, fetch_s, unfilled = 0, 0, 0.0, ""
     try:
-        if lease.incarnation == plan.incarnation:
+        if lease.incarnation != plan.incarnation:
+            unfilled = "the daemon has restarted, so the leased segments no longer exist"
+        else:
+            if lease.hits < last:
+                unfilled = f"the lease of its segments from {lease.hits} on has ended"
             for start in range(first, min(last, lease.hits), WINDOW):
                 stop = min(start + WINDOW, last, lease.hits)
                 fetch_began = time.perf_counter()
@@ -71,6 +78,7 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
                 copy.finish()
                 fetched += len(arrays)
                 if len(arrays) < stop - start:
+                    unfilled = _reason(lease, start + len(arrays))
                     break
     except BaseException:
         # Wait for the copies under way: they read slots and write blocks, and vLLM is about to give these blocks to
@@ -81,4 +89,10 @@ def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int,
     finally:
         lease.release()
     copy_s = time.perf_counter() - began - fetch_s
-    return Loaded(filled, LoadTime(fetch_s, copy_s, lost=last - first - fetched))
+    return Loaded(filled, LoadTime(fetch_s, copy_s, lost=last - first - fetched), unfilled)
+
+
+def _reason(lease: AttachedLease, index: int) -> str:
+    """Why a fetch ended before the leased segment `index`."""
+    code = lease.code(index)
+    return f"segment {index} {'has a wrong checksum' if code is Code.LOCAL else f'was not delivered ({code.name})'}"

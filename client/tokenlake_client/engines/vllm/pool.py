@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
+from tokenlake.wire import Code
 from tokenlake_client.match import MatchOptions
 
 __all__ = [
@@ -223,6 +224,10 @@ class AttachedLease(Protocol):
     def fetch(self, start: int, stop: int, *, at_most_s: float = ...) -> list[NDArray[np.uint8]]:
         """Read-only arrays over the leased segments [start, stop). The list is shorter when a segment was lost: it ends
         before that segment. `at_most_s`: limit of the seconds that transfers from other nodes may take; 0: none."""
+        ...
+
+    def code(self, index: int) -> Code:
+        """The state of a leased segment; after a fetch that ended before it, the reason."""
         ...
 
     def release(self) -> None:

@@ -48,10 +48,12 @@ class WorkerSide:
         block_tokens: int,
         counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
+        warn: Callable[[str], None],
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `DeviceCopy`. `adapters`: the LoRA
-        adapters that vLLM has loaded on this rank; None: requests have none."""
+        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `DeviceCopy`. `warn` logs why a
+        load did not fill all its blocks. `adapters`: the LoRA adapters that vLLM has loaded on this rank; None:
+        requests have none."""
         self._session = session
         self._copy = copy
         self._shards = shards
@@ -60,6 +62,7 @@ class WorkerSide:
         self._block = block_tokens
         self._counters = counters
         self._report = report
+        self._warn = warn
         self._adapters = adapters
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
         # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
@@ -183,7 +186,7 @@ class WorkerSide:
         """Fill the blocks of the load `load` of a step. `ready`: called before blocks are written. The blocks that
         could not be filled are added to `errors`. Never raises."""
         started = time.perf_counter()
-        filled = 0
+        filled, unfilled = 0, ""
         load_time: LoadTime | None = None
         try:
             deadlines = self._settings.deadlines
@@ -192,15 +195,19 @@ class WorkerSide:
             wait_s = min(load.at_most_s or longest_s, longest_s)
             serves = self._adapters is None or self._adapters.may_load(load.adapter)
             pool = self._session.get(plan.session, load.incarnation, wait_s) if serves else None
+            if serves and pool is None:
+                unfilled = "this rank has not joined the scheduler's session"
             if pool is not None:
                 joined_s = time.perf_counter() - started
                 if load.at_most_s:
                     load = replace(load, at_most_s=max(deadlines.grace_s, load.at_most_s - joined_s))
                 ready()
                 loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
-                filled, load_time = loaded.blocks, loaded.time
+                filled, load_time, unfilled = loaded.blocks, loaded.time, loaded.unfilled
         except Exception as error:
             self._report("loading segments", error)
+        if unfilled:
+            self._warn(f"vLLM computes tokens of request {load.request!r} that the pool has: {unfilled}")
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
