@@ -11,7 +11,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.opaque_layout import AnyLayout
@@ -119,13 +121,22 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def page(self, path: str) -> str:
-        """Text of a page of the daemon's metrics server: '/metrics' or '/health'."""
+        """Text of a page of the daemon's metrics server: '/metrics', '/health' or '/ready'. A daemon whose control loop
+        did not answer in time serves the first two with the status 503, and is asked again."""
 
         def read() -> str:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=PAGE_S) as answer:
                 return str(answer.read().decode())
 
-        return read() if self._namespace is None else in_namespace(self._namespace, read)
+        until = time.monotonic() + PAGE_S
+        while True:
+            try:
+                return read() if self._namespace is None else in_namespace(self._namespace, read)
+            except HTTPError as error:
+                late = error.code == HTTPStatus.SERVICE_UNAVAILABLE and path != "/ready"
+                if not late or time.monotonic() > until:
+                    raise
+            time.sleep(0.02)
 
     def wait_disk(self) -> None:
         """Wait until the device of the node's disk tier is in use."""

@@ -138,6 +138,7 @@ def test_segments_of_a_killed_owner_are_recomputed(
     until = time.monotonic() + TIMEOUT_S
     while cluster.totals()["tokenlake_fetched_tokens_total"] == fetched:
         assert time.monotonic() < until, multi.log.read_text()[-2000:]
+        time.sleep(0.01)
     cluster.nodes[1].kill()
     thread.join(TIMEOUT_S)
     assert answers == [expected]

@@ -93,10 +93,12 @@ def test_the_wait_for_a_stopped_engine_ends(
         until = time.monotonic() + TIMEOUT_S
         while cluster.totals()[MARKERS] == before[MARKERS]:
             assert time.monotonic() < until
+            time.sleep(0.01)
         waiting = threads.submit(second.generate, [tokens])
         # The marker of a killed engine ends at once, so that the other engine must wait before the kill.
         while cluster.totals()[WAITS] == before[WAITS] and not computing.done():
             assert time.monotonic() < until
+            time.sleep(0.01)
         if ended == signal.SIGKILL and computing.done():
             assert waiting.result() == expected
             continue
