@@ -123,7 +123,7 @@ def test_blocks_of_lost_segments_are_errors(hits: int, arrives: int, errors: set
     lease, warned = Lease(hits, 1, arrives), list[str]()
     side, _ = worker(lease, warn=warned.append)
     assert run(side, load()) == errors
-    assert warned == [f"vLLM computes tokens of request 'r' that the pool has: {reason}"]
+    assert warned == [f"vLLM computes tokens of request 'r' that it was to load: {reason}"]
     assert lease.released
 
 

@@ -207,7 +207,7 @@ class WorkerSide:
         except Exception as error:
             self._report("loading segments", error)
         if unfilled:
-            self._warn(f"vLLM computes tokens of request {load.request!r} that the pool has: {unfilled}")
+            self._warn(f"vLLM computes tokens of request {load.request!r} that it was to load: {unfilled}")
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
