@@ -322,6 +322,20 @@ def test_a_load_joins_the_session_within_its_limit(at_most_s: float, wait_s: flo
     assert side.errors() == {50, 51, 52, 53, 54}
 
 
+@pytest.mark.parametrize(("call_ms", "wait_s"), [(250.0, 5.0), (20_000.0, 20.0)])
+def test_a_store_joins_within_the_deadline_of_connections(call_ms: float, wait_s: float) -> None:
+    session: Any = _NeverJoined()
+    settings, counters = EngineSettings(segment_tokens=8, call_ms=call_ms), EngineCounters()
+    side = WorkerSide(
+        session, Blocks(), RankShards(0, 1, 1, True), settings, 4, counters, lambda what, error: None, print
+    )
+    side.begin(StepPlan(1, 7, 1, saves=(SavePlan(1, "r", 0, (b"k",), (2, 3)),)))
+    side.save()
+    assert side.flush(10.0)
+    assert session.waits == [wait_s]
+    assert counters.read().tokens_not_stored == 8
+
+
 def test_a_device_that_cannot_mark_a_step_keeps_no_blocks() -> None:
     """vLLM keeps the blocks of a finished request until its save job is reported as done."""
 

@@ -25,6 +25,7 @@ from tokenlake_client.engines.vllm.offloading.chunks import (
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
 
@@ -65,7 +66,7 @@ class Rank:
     """A rank with a cache of two groups: the first has two tables, whose pages are padded, the second has one."""
 
     def __init__(
-        self, pools: ChunkPools, shard: int = 0, *, served: bool = True, seed: int = 0, queue: int = 64
+        self, pools: ChunkPools, shard: int = 0, *, served: bool = True, seed: int = 0, **settings: Any
     ) -> None:
         source = torch.Generator().manual_seed(seed)
 
@@ -83,7 +84,7 @@ class Rank:
         self.worker = ChunkWorker(
             self.pages if served else None,
             RankPlace(shard, GROUPS, (16, 16), SIZE),
-            EngineSettings(write_queue=queue),
+            EngineSettings(**settings),
             lambda session, layout: pools,
             self.counters,
             lambda operation, error: self.reports.append(f"{operation}: {error}"),
@@ -271,8 +272,25 @@ def test_blocks_that_vllm_took_back_are_not_read(pools: ChunkPools) -> None:
     assert rank.counters.read().tokens_stored == 0
 
 
+@pytest.mark.parametrize(("call_ms", "wait_s"), [(250.0, 5.0), (20_000.0, 20.0)])
+def test_jobs_join_within_the_deadline_of_connections(
+    pools: ChunkPools, monkeypatch: pytest.MonkeyPatch, call_ms: float, wait_s: float
+) -> None:
+    waits: list[float] = []
+
+    def never(self: object, session: int, incarnation: int, wait_s: float) -> None:
+        waits.append(wait_s)
+
+    monkeypatch.setattr(RankSession, "get", never)
+    rank = Rank(pools, call_ms=call_ms)
+    rank.worker.submit_store(1, STORED, store(pools))
+    assert rank.finished(1) == set()
+    assert waits == [wait_s]
+    assert any("the rank has no connection to the daemon" in report for report in rank.reports)
+
+
 def test_jobs_beyond_the_queue_are_given_up(pools: ChunkPools) -> None:
-    rank = Rank(pools, queue=1)
+    rank = Rank(pools, write_queue=1)
     rank.gate.clear()
     for number in range(4):
         rank.worker.submit_store(number, STORED, store(pools))

@@ -29,9 +29,6 @@ from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan
 
 __all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 
-JOIN_S = 5.0
-"""Seconds that the thread that stores segments waits until the rank has joined the scheduler's session. No request
-waits for it."""
 IDLE_S = 0.002
 """Seconds: the longest wait of a step that computes nothing for the end of a load."""
 
@@ -145,8 +142,9 @@ class WorkerSide:
             if self._adapters is not None and not self._adapters.may_store(save.adapter):
                 self._writer.submit(save, lambda: None, ready)
                 continue
-            # The rank joins the session in the background thread, so that the step does not wait for it.
-            self._writer.submit(save, lambda: self._session.get(plan.session, plan.incarnation, JOIN_S), ready)
+            # The rank joins the session in the background thread, so that neither the step nor a request waits for it.
+            join_s = self._settings.deadlines.connect_s
+            self._writer.submit(save, partial(self._session.get, plan.session, plan.incarnation, join_s), ready)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """The names of finished requests whose blocks vLLM may free, and of requests whose loads ended, both since the

@@ -31,9 +31,6 @@ from tokenlake_client.engines.vllm.settings import EngineSettings
 
 __all__ = ["BlockRange", "ChunkWorker", "Finished", "Pages", "RankPlace"]
 
-JOIN_S = 5.0
-"""Seconds that a background thread waits until the rank has joined the manager's session."""
-
 
 class BlockRange(NamedTuple):
     """The blocks of a job as vLLM gives them (`chunks`)."""
@@ -219,7 +216,7 @@ class ChunkWorker:
     def _member(self, member: Member) -> ChunkRankPool | None:
         if member.layout:
             self._layout = member.layout
-        return self._session.get(member.session, member.incarnation, JOIN_S)
+        return self._session.get(member.session, member.incarnation, self._settings.deadlines.connect_s)
 
     def _load(self, task: _Task[LoadJob]) -> None:
         started, nbytes = time.perf_counter(), 0
