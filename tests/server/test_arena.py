@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from tokenlake_server.arena import PAGE, Region
+from tokenlake.store.region import PAGE
+from tokenlake_server.arena import Region
 
 
 def test_freed_pages_read_as_zeros() -> None:

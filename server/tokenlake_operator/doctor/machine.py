@@ -16,11 +16,12 @@ from tokenlake_operator.words import amount
 from tokenlake_server.arena import MADV_POPULATE_WRITE
 from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes
 from tokenlake_server.connected_process import kernel_has_pidfds
+from tokenlake_server.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
 __all__ = ["Machine", "check_machine"]
 
-PER_PROCESS, OWN = 2, 512
-"""Numbers of descriptors that the daemon needs for each process of an engine, and for itself."""
+PER_PROCESS = 2
+"""Number of descriptors that the daemon needs for each process of an engine."""
 RANKS = 8
 """Number of processes of one engine for which the check of open files makes room."""
 THREADS = 128
@@ -154,14 +155,15 @@ def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
 
 def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
     files = machine.limit(resource.RLIMIT_NOFILE)
-    needed = OWN + PER_PROCESS * RANKS * config.max_sessions
+    least = OWN_DESCRIPTORS + REGION_DESCRIPTORS * config.regions
+    needed = least + PER_PROCESS * RANKS * config.max_sessions
     if files is not None and files < needed:
         yield Finding(
-            "error" if files < OWN else "warning",
+            "error" if files < least else "warning",
             "limit-files",
             "RLIMIT_NOFILE",
-            f"the hard limit is {files} open files; {config.max_sessions} engines (max_sessions) of {RANKS} ranks need "
-            f"{needed}",
+            f"the hard limit is {files} open files; {config.regions} regions of memory and {config.max_sessions} "
+            f"engines (max_sessions) of {RANKS} ranks need {needed}",
             f"set LimitNOFILE={needed} in the unit of systemd, run `ulimit -Hn {needed}`, or lower 'max_sessions'",
         )
     for name, kind in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_FSIZE", resource.RLIMIT_FSIZE)):
