@@ -37,11 +37,6 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """No process can change the size of a memfd with these seals, or its seals."""
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _GENERATION = struct.Struct("<Q")
-_HUGE_CURE = (
-    "; set aside as many huge pages of 2 MiB as 'memory' takes, with `sysctl vm.nr_hugepages=N` as root "
-    "(HugePages_Free in /proc/meminfo says how many are left), or set 'huge_pages' to false"
-)
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -67,15 +62,14 @@ class Region:
                 os.close(self.fd)
                 raise
         except OSError as error:
-            where, cure = ("setting 'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", _cure(error))
             raise LimitReached(
-                f"the kernel gave no {nbytes >> 20} MiB of memory for a region ({where}): {error.strerror}{cure}"
+                f"the kernel gave no {nbytes >> 20} MiB of memory for a region: {error.strerror}{_cure(error)}"
             ) from error
-        if not huge_pages:
+        if nbytes >= HUGE_PAGE and not huge_pages:
             # Where the system gives huge pages to shared memory on request (shmem_enabled is `advise`). Not for the
             # room of the header, of which a huge page would take more than it needs.
             with contextlib.suppress(OSError):
-                self.map.madvise(mmap.MADV_HUGEPAGE, 0, max(PAGE, nbytes // HUGE_PAGE * HUGE_PAGE))
+                self.map.madvise(mmap.MADV_HUGEPAGE, 0, nbytes // HUGE_PAGE * HUGE_PAGE)
         self.view = memoryview(self.map)
 
     def populate(self, start: int = 0, stop: int | None = None, ended: Callable[[], bool] = lambda: False) -> None:

@@ -93,18 +93,21 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
                 where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
                 log.info("the control plane: %s", ", ".join(where))
-            membership = daemon.membership.state
-            alone = "" if membership.known else f" alone, and is no member of its cluster yet ({membership.problem})"
             click.echo(
-                f"node {settings.config.node} serves engines{alone}: socket {settings.config.socket}, "
+                f"node {settings.config.node} serves its own engines: socket {settings.config.socket}, "
                 f"port for peers {daemon.peers.address}{metrics}",
                 err=True,
             )
 
-        def ready() -> None:
+        def ready(daemon: Daemon) -> None:
             until_ready.close()
-            seconds, size = time.monotonic() - began, format_size(settings.config.memory)
-            click.echo(f"node {settings.config.node} is ready after {seconds:.1f} s: memory {size}", err=True)
+            membership, size = daemon.membership.state, format_size(settings.config.memory)
+            after = f"after {time.monotonic() - began:.1f} s"
+            if membership.known:
+                text = f"is ready {after}: memory {size}"
+            else:
+                text = f"is no member of its cluster yet ({membership.problem}); memory {size} is prepared {after}"
+            click.echo(f"node {settings.config.node} {text}", err=True)
 
         main = run(settings.config, serving, prepared, ready, speed=speed, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

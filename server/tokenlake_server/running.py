@@ -79,7 +79,7 @@ async def run(
     config: ServerConfig,
     serving: Callable[[Daemon], None],
     report: Callable[[int, int], None] = lambda done, total: None,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[Daemon], None] = lambda daemon: None,
     *,
     speed: float = 1.0,
     origin: Mapping[str, str] = MappingProxyType({}),
@@ -87,15 +87,16 @@ async def run(
     """Run a daemon until SIGTERM or SIGINT.
 
     `serving(daemon)` is called when the daemon serves, before its first event, `report(bytes, bytes in total)` while it
-    prepares its memory, and `ready()` when all of it is there. `speed`: see `Driver`. `origin`: the source of each
-    setting.
+    prepares its memory, and `ready(daemon)` when all of it is there. `speed`: see `Driver`. `origin`: the source of
+    each setting.
+
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), "socket")
-    require_memory(config.memory)
+    require_memory(config.memory, config.regions if config.huge_pages else 0)
     _raise_descriptor_limit(config)
     loop = asyncio.get_running_loop()
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
@@ -111,7 +112,7 @@ async def run(
         serving(daemon)
         await _first(stop, daemon.left, daemon.prepared)
         if daemon.prepared.is_set():
-            ready()
+            ready(daemon)
         await _first(stop, daemon.left)
         log.info("stopping")
         daemon.watchdog.stop()

@@ -277,7 +277,7 @@ def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.M
     before = signal.getsignal(signal.SIGTERM)
     try:
         asyncio.run(
-            run(config, serving, lambda done, total: reports.append((done, total)), lambda: served.append(False))
+            run(config, serving, lambda done, total: reports.append((done, total)), lambda daemon: served.append(False))
         )
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -330,7 +330,7 @@ def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr("tokenlake_server.running.Arena", UsedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        asyncio.run(run(config, lambda daemon: None, ready=lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        asyncio.run(run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM)))
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])

@@ -55,9 +55,10 @@ class Code(IntEnum):
 
     @staticmethod
     def first_passing(codes: bytes | bytearray) -> int:
-        """Returns the index of the first refusal that may pass within moments, when other writes end or memory comes;
-        -1 without one."""
-        found = (codes.find(code) for code in (Code.WRITE_BUDGET, Code.SESSION_LIMIT, Code.NO_REGION))
+        """Returns the index of the first refusal for want of memory, which may pass within moments, when writes and
+        leases end or memory comes; -1 without one."""
+        wants = (Code.NO_SLOT, Code.WRITE_BUDGET, Code.SESSION_LIMIT, Code.NO_REGION, Code.QUOTA)
+        found = (codes.find(code) for code in wants)
         return min((at for at in found if at >= 0), default=-1)
 
     @property

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenlake.config import ServerConfig, format_size
-from tokenlake.config.kinds import HUGE_PAGE
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.words import amount
 from tokenlake_server.arena import MADV_POPULATE_WRITE
-from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes
+from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
 from tokenlake_server.connected_process import kernel_has_pidfds
 from tokenlake_server.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
@@ -63,10 +62,7 @@ class Machine:
 
     def free_huge_pages(self) -> int:
         """Huge pages of 2 MiB that no process has."""
-        for line in (self._proc / "meminfo").read_text().splitlines():
-            if line.startswith("HugePages_Free:"):
-                return int(line.split()[1])
-        return 0
+        return free_huge_pages(self._proc)
 
     def has_sealed_memory(self) -> bool:
         """True if the kernel has sealed anonymous files (memfd)."""
@@ -130,7 +126,7 @@ def _kernel(machine: Machine) -> Iterator[Finding]:
 
 def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
     if config.huge_pages:
-        needed, free = -(-config.memory // HUGE_PAGE), machine.free_huge_pages()
+        needed, free = huge_pages_of(config.memory, config.regions), machine.free_huge_pages()
         if free < needed:
             yield Finding(
                 "error",

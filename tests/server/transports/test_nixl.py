@@ -210,7 +210,7 @@ def alone() -> Iterator[tuple[module.Nixl, FakeAgent, Fabric]]:
     nixl = module.Nixl("a", 1, arena, NETWORKS, make)
     nixl.add(0)
     try:
-        wait_until(lambda: bool(nixl.introduction.agent), "there is an agent")
+        wait_until(lambda: lends(nixl, nixl.introduction, 0), "there is an agent")
         yield nixl, fabric.agents[nixl.introduction.agent], fabric
     finally:
         nixl.close()
