@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -67,12 +67,26 @@ def config_of(name: str, **settings: object) -> ServerConfig:
 
 
 class Node:
-    """A membership as a daemon has it, and the members that it reported."""
+    """A membership as a daemon has it, and the members that it reported. Its handshakes with other such nodes
+    succeed."""
 
-    def __init__(self, membership: Membership, address: Address) -> None:
+    running: ClassVar[list[Node]] = []
+
+    def __init__(self, membership: Membership, address: Address, incarnation: int) -> None:
         self.membership = membership
+        self.address = address
+        self.incarnation = incarnation
         self.reported: list[Members] = []
+        self.trusts = True
         membership.start(address, self.reported.append)
+
+    async def shake_hands(self) -> None:
+        while True:
+            for name, address in self.membership.members.unproven.items():
+                for other in self.running:
+                    if self.trusts and other.trusts and other.address == address:
+                        self.membership.proven(name, other.incarnation)
+            await asyncio.sleep(0.01)
 
     @property
     def record(self) -> RingRecord:
@@ -88,10 +102,16 @@ async def node(name: str, endpoints: str, port: int | None = None, **settings: o
     address = Address("127.0.0.1", port or reserve_port())
     config = config_of(name, etcd=endpoints, **settings)
     thread = AdminThread()
-    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop(), thread)
+    incarnation = time.time_ns()
+    opened = open_membership(config, incarnation, asyncio.get_running_loop(), thread)
+    made = Node(opened, address, incarnation)
+    Node.running.append(made)
+    hands = asyncio.create_task(made.shake_hands())
     try:
-        yield Node(opened, address)
+        yield made
     finally:
+        Node.running.remove(made)
+        hands.cancel()
         await opened.close()
         await asyncio.to_thread(thread.close)
 
@@ -308,6 +328,71 @@ def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers) -> No
                 await until(lambda: a.names == b.names == ["a", "b"])
             await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
             await until(lambda: a.names == ["a"])
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_only_a_proven_node_joins(etcd: EtcdServers) -> None:
+    """Also where the record has its name already, and its friends stay out with it."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+            ring = a.record
+            async with node("b", etcd.endpoints) as b, node("c", etcd.endpoints) as c:
+                for each in (b, c):
+                    each.trusts = False
+                    await until(lambda each=each: a.membership.members.unproven.keys() == {"b", "c"})  # type: ignore[misc]
+                    await until(lambda each=each: each.membership.members.unproven == {"a": a.address})  # type: ignore[misc]
+                    assert "no member of the ring has proven it" in each.membership.state.problem
+                    assert not each.membership.state.known
+                assert (b.names, c.names) == (["b"], ["c"])
+                # A proof of another process of that name does not count.
+                a.membership.proven("c", c.incarnation - 1)
+                assert a.record == await stored_ring(etcd) == ring
+                # The name of an unproven node may be given away while its daemon runs.
+                await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
+                await until(lambda: a.names == ["a"])
+                b.trusts = c.trusts = True
+                await until(lambda: a.names == b.names == c.names == ["a", "b", "c"])
+                assert a.record.epoch == ring.epoch + 3
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_two_founders_at_once_make_one_ring(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        for members in (None, {}):
+            if members is not None:
+                await put(etcd, ring_key(CLUSTER), encode_ring(RingRecord(9, 524288.0, members)))
+            async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                assert a.record == b.record == await stored_ring(etcd)
+            await asyncio.to_thread(clear, etcd)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_the_next_member_proves_where_the_first_does_not(etcd: EtcdServers) -> None:
+    """Members take turns; one that is cut off from a newcomer keeps it out for a moment only."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            for cut_off in (a, b):
+                cut_off.trusts = False
+                async with node("c", etcd.endpoints) as c:
+                    await until(lambda: c.membership.state.known)
+                    await c.membership.remove()
+                    await until(lambda: a.names == b.names == ["a", "b"])
+                cut_off.trusts = True
 
     asyncio.run(main())
 
@@ -579,7 +664,7 @@ def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
                 await until(lambda b=b: servers.endpoints in b.membership.state.problem)  # type: ignore[misc]
                 assert not b.membership.state.known
         missing = given | {"etcd_ca": str(tmp_path / "none.pem")}
-        async with node("b", servers.endpoints, **missing) as b:
+        async with node("a", servers.endpoints, **given), node("b", servers.endpoints, **missing) as b:
             await until(lambda: "'etcd_ca'" in b.membership.state.problem)
             # The files are read again at each attempt.
             (tmp_path / "none.pem").write_bytes(files.ca.read_bytes())
@@ -670,7 +755,8 @@ def test_a_node_keeps_its_ring_when_the_record_is_forged(etcd: EtcdServers) -> N
 @pytest.mark.live
 def test_fields_of_a_later_version_are_kept(etcd: EtcdServers) -> None:
     async def main() -> None:
-        text = '{"epoch": 4, "unit": 524288, "members": {"z": {"weight": 67108864, "rack": 3}}, "later": [1]}'
+        members = '{"a": {"weight": 1048576}, "z": {"weight": 67108864, "rack": 3}}'
+        text = f'{{"epoch": 4, "unit": 524288, "members": {members}, "later": [1]}}'
         await put(etcd, ring_key(CLUSTER), text.encode())
         await put(etcd, prefix_of(CLUSTER) + b"later/key", b"1")
         await put(etcd, node_key(CLUSTER, "z"), b"not a registration")

@@ -29,6 +29,7 @@ from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peer_measurement import MAX_BYTES, MAX_S, PeerMeasurement
+from tokenlake_server.peer_states import PeerState
 
 __all__ = ["Admin"]
 
@@ -123,16 +124,14 @@ class Admin:
                 for pool in snapshot.pools
             ],
             counters={metric.name: value for metric, value in snapshot.counters.items()},
-            peers=[
-                pb.Peer(node=name, state=each.state, reason=each.reason, for_s=max(0.0, now - each.since))
-                for name, each in snapshot.peers.items()
-            ],
+            peers=_peers(snapshot.peers, now),
             membership=pb.Membership(
                 source=state.source,
                 known=state.known,
                 epoch=state.epoch,
                 problem=state.problem,
                 absent=state.absent,
+                unproven=_peers(snapshot.unproven, now),
             ),
             engines=snapshot.processes,
             clock_s=time.time(),
@@ -324,6 +323,11 @@ def _logged(caller: Caller, change: str) -> Iterator[None]:
         log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
         raise
     log.info("'%s' asked for %s: accepted", caller.name, change)
+
+
+def _peers(states: Mapping[str, PeerState], now: float) -> Iterator[pb.Peer]:
+    for name, each in states.items():
+        yield pb.Peer(node=name, state=each.state, reason=each.reason, for_s=max(0.0, now - each.since))
 
 
 def _disks(snapshot: Snapshot) -> Iterator[pb.Disk]:

@@ -20,6 +20,9 @@ class Members(msgspec.Struct, frozen=True):
     """This node is always a member of it."""
     addresses: Mapping[str, Address]
     """By name, where other members listen. An entry may lack: the member has not registered since this node started."""
+    unproven: Mapping[str, Address] = {}
+    """Where nodes listen with which this one is to complete a handshake: at a member, daemons that ask to join; at a
+    node that asks itself, members that may prove it."""
 
 
 class MembershipState(msgspec.Struct, frozen=True):
@@ -28,7 +31,8 @@ class MembershipState(msgspec.Struct, frozen=True):
     source: str
     """`peers` for a static list, or the endpoints of etcd."""
     known: bool
-    """True once this node is a member of the cluster's ring. Until then it serves its engines alone."""
+    """True once this node is a member of the cluster's ring, and a member has proven it. Until then it serves its
+    engines alone."""
     epoch: int
     problem: str = ""
     """The reason why the membership cannot be read or changed now; empty if it can."""
@@ -59,6 +63,11 @@ class Membership(Protocol):
 
     def refresh(self) -> None:
         """Read the record soon, because a peer named a higher epoch. Calls may be as many as there are messages."""
+        ...
+
+    def proven(self, node: str, incarnation: int) -> None:
+        """Take note of a complete handshake with one of `Members.unproven`, at its address. A member then lets that
+        node join."""
         ...
 
     async def drain(self, node: str = "") -> None:

@@ -31,13 +31,14 @@ def draining(cluster: str, node: str, *, alive: bool = False) -> Callable[[Store
 
 def removed(cluster: str, node: str, *, dead: bool = False) -> Callable[[Stored], RingRecord]:
     """The edit that takes a node out of the record, if it is there. `dead`: the edit raises `MembershipRefused` for a
-    node that is no member, or whose daemon is registered."""
+    node that is no member, or whose daemon is registered and was proven."""
 
     def edit(stored: Stored) -> RingRecord:
         record = _record(stored)
         if dead and node not in record.members:
             raise MembershipRefused(f"'{node}' is not a member of the cluster '{cluster}': {_names(record)}")
-        if dead and node in stored.nodes:
+        found = stored.nodes.get(node)
+        if dead and found is not None and (found.registration is None or found.registration.proven_by):
             raise MembershipRefused(
                 f"the daemon of '{node}' runs, or ended within the last seconds: its registration in etcd is live. "
                 f"`tokenlake drain {node}` lets it hand its segments over and leave"

@@ -74,6 +74,11 @@ class EtcdMembership:
         if self._keeper is not None and not self._closed:
             self._thread.call_soon(self._keeper.refresh)
 
+    def proven(self, node: str, incarnation: int) -> None:
+        """See `Membership`."""
+        if self._keeper is not None and not self._closed:
+            self._thread.call_soon(self._keeper.proven, node, incarnation)
+
     async def drain(self, node: str = "") -> None:
         """Mark this node, or another one, as draining. Raises `Unreachable`, and `MembershipRefused` for a node that is
         no member, or another one that is not registered."""

@@ -37,6 +37,9 @@ class StaticMembership:
     def refresh(self) -> None:
         """Do nothing: a static list is never read again."""
 
+    def proven(self, node: str, incarnation: int) -> None:
+        """Do nothing: no node joins a static list."""
+
     async def drain(self, node: str = "") -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)

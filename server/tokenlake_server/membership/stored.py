@@ -12,6 +12,7 @@ versions may share it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,7 @@ __all__ = [
     "node_key",
     "parse",
     "prefix_of",
+    "provers",
     "ring_key",
     "virtual_nodes",
 ]
@@ -58,6 +60,9 @@ class Registration(msgspec.Struct, frozen=True):
     """Bytes of the node's memory."""
     version: str
     """Version of the daemon's package."""
+    proven_by: str = ""
+    """The member that has proven this process by a handshake; its own name where no member ran. Empty: it asks to
+    join."""
 
     def at(self) -> Address:
         """Where the daemon listens. Raises ValueError."""
@@ -132,6 +137,16 @@ def decode_ring(key: bytes, text: bytes) -> RingRecord:
     except _NO_VALUE as error:
         raise MembershipRefused(f"the key {key.decode()} of etcd is no ring record: {error}") from None
     return record
+
+
+def provers(stored: Stored, node: str) -> list[str]:
+    """The members that run and may prove `node`, in the order of their turns: another one for each node."""
+    able = [
+        name
+        for name in (stored.record.members if stored.record is not None else ())
+        if name != node and (found := stored.nodes.get(name)) and found.registration and found.registration.proven_by
+    ]
+    return sorted(able, key=lambda name: hashlib.blake2b(f"{node} {name}".encode()).digest())
 
 
 def virtual_nodes(record: RingRecord) -> int:
