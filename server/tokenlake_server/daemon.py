@@ -41,7 +41,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.membership import Members, Membership, MembershipState, open_membership, static_members
+from tokenlake_server.membership import Account, Members, Membership, MembershipState, open_membership, static_members
 from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
@@ -124,7 +124,7 @@ class Daemon:
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
-        self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
+        self.driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
         self.left = asyncio.Event()
         """Set when this node has drained and left the ring: the daemon may end."""
         self._changing_ring = asyncio.Lock()
@@ -255,11 +255,14 @@ class Daemon:
         log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
         await self.membership.drain()
 
-    async def _leave(self) -> None:
+    async def _leave(self, drained: Drained) -> None:
         """Take this node, which has drained, out of the ring record."""
+        account = Account(drained.moved, (drained.lost_segments, drained.lost_bytes))
         try:
-            await self.membership.remove()
-            log.info("this node has drained and left the ring")
+            await self.membership.leave(account)
+            log.info("this node has drained and left the ring: %s", account)
+            if self.control is not None:
+                await self.control.account_read()
         except TokenLakeError as error:
             log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
         self.left.set()

@@ -19,7 +19,7 @@ from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.membership import Members, Membership, keeper, open_membership
+from tokenlake_server.membership import Account, Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any
 from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
@@ -38,6 +38,7 @@ from tokenlake_testing.ports import reserve_port
 T = TypeVar("T")
 LIMIT_S = 30.0
 CLUSTER = "test"
+ACCOUNT = Account((("c", 3, 3 << 20),), (1, 1 << 20))
 
 needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
 
@@ -187,10 +188,10 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
         except MembershipRefused as error:
             assert "'etcd'" in str(error), "the error names the setting with which it works"
             with pytest.raises(MembershipRefused):
-                await membership.remove()
+                await membership.leave(ACCOUNT)
         else:
             await until(lambda: membership.members.record.members["a"].draining)
-            await membership.remove()
+            await membership.leave(ACCOUNT)
             await until(lambda: not membership.state.known)
             assert set(membership.members.record.members) == {"a"}, "it serves its engines alone"
         await membership.close()
@@ -220,9 +221,11 @@ def test_nodes_join_find_each_other_and_leave(etcd: EtcdServers) -> None:
             before = nodes[0].record.epoch
             await nodes[1].membership.drain()
             await until(lambda: all(each.record.members["b"].draining for each in nodes))
-            await nodes[1].membership.remove()
+            await nodes[1].membership.leave(ACCOUNT)
             await until(lambda: all(each.names == ["a", "c"] for each in (nodes[0], nodes[2])))
             assert nodes[0].record.epoch == before + 2
+            # All know what became of its segments, itself too.
+            await until(lambda: all(each.membership.members.drained == {"b": ACCOUNT} for each in nodes))
             # Each report has a higher epoch, or the same record with other addresses.
             for each in (nodes[0], nodes[2]):
                 for former, later in zip(each.reported, each.reported[1:], strict=False):
@@ -390,7 +393,7 @@ def test_the_next_member_proves_where_the_first_does_not(etcd: EtcdServers) -> N
                 cut_off.trusts = False
                 async with node("c", etcd.endpoints) as c:
                     await until(lambda: c.membership.state.known)
-                    await c.membership.remove()
+                    await c.membership.leave(ACCOUNT)
                     await until(lambda: a.names == b.names == ["a", "b"])
                 cut_off.trusts = True
 

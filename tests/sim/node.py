@@ -52,6 +52,8 @@ class SimNode:
         self.incarnation = 0
         self.retired = False
         """It left the cluster and does not start again."""
+        self.account: instructions.Drained | None = None
+        """The account of its drain."""
         self.processes: dict[int, Process] = {}
         """By connection."""
         self.links: Mapping[str, Connection] = {}
@@ -206,6 +208,7 @@ class SimNode:
 
     def drained(self, order: instructions.Drained) -> None:
         """Leave the ring record, then end; see `tokenlake_testing.driver.Membership`."""
+        self.account = order
         # Not within the event that led here.
         self.cluster.clock.after(0.0, self.cluster.leave, self.name)
 

@@ -69,6 +69,10 @@ class Admin:
         self._origin = origin
         self._measurement = measurement
         self._started = time.monotonic()
+        self.awaited = False
+        """True once a caller has let this node drain, and waits for its account."""
+        self.account_read = asyncio.Event()
+        """Set once a caller has read the account of this node's drain."""
         self._status = Cached(self._read_status)
         self._cluster = Cached(self._read_cluster)
         self._recent = Cached(lambda: bridge.call(driver.core.recent_requests))
@@ -141,12 +145,15 @@ class Admin:
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
         """The members of the cluster, as this node knows them."""
-        return await self._cluster.get()
+        cluster = await self._cluster.get()
+        if any(each.node == self._config.node for each in cluster.drained):
+            self.account_read.set()
+        return cluster
 
     async def _read_cluster(self) -> pb.GetClusterResponse:
         core, membership = self._driver.core, self._membership
-        record, states, addresses, controls = await self._bridge.call(
-            lambda: (core.record, core.members(), membership.members.addresses, self._controls())
+        record, states, known_members, controls = await self._bridge.call(
+            lambda: (core.record, core.members(), membership.members, self._controls())
         )
         known = {str(each.node): each for each in states}
         members = []
@@ -157,7 +164,7 @@ class Admin:
                     node=name,
                     weight=member.weight,
                     draining=member.draining,
-                    address=str(addresses.get(name, "")),
+                    address=str(known_members.addresses.get(name, "")),
                     control=controls.get(name, ""),
                     usable=each is not None and each.usable,
                     sent_bytes_per_s=0.0 if each is None else each.load,
@@ -165,7 +172,16 @@ class Admin:
                     location="" if each is None else shown_location(each.location),
                 )
             )
-        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members)
+        drained = [
+            pb.Drained(
+                node=name,
+                moved=[pb.Moved(node=to, segments=segments, bytes=nbytes) for to, segments, nbytes in account.moved],
+                lost_segments=account.lost[0],
+                lost_bytes=account.lost[1],
+            )
+            for name, account in known_members.drained.items()
+        ]
+        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members, drained=drained)
 
     async def get_config(self, caller: Caller, message: pb.GetConfigRequest) -> pb.GetConfigResponse:
         """Each setting, its value and its source; secrets are masked."""
@@ -240,6 +256,7 @@ class Admin:
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
         node = "" if message.node == self._config.node else message.node
+        self.awaited |= message.wait and not node
         with _logged(caller, f"the drain of node '{message.node or self._config.node}'"):
             await self._bridge.coroutine(lambda: self._membership.drain(node))
         return pb.DrainResponse()

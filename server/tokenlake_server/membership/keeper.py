@@ -36,7 +36,7 @@ import msgspec
 from tokenlake.config import Address
 from tokenlake.errors import MembershipRefused, TokenLakeError
 from tokenlake.ring_record import RingRecord
-from tokenlake_server.membership.base import Members, MembershipState, alone
+from tokenlake_server.membership.base import Account, Members, MembershipState, alone
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
 from tokenlake_server.membership.stored import (
     MAX_VIRTUAL_NODES,
@@ -74,6 +74,8 @@ have had theirs. Mostly the first one does it; a member that is cut off from the
 KNOCKS = 3
 """Number of members with which a node that asks to join begins a handshake itself, so that it knows the reason where
 one is refused."""
+ACCOUNTS = 64
+"""Number of nodes that drained whose accounts are kept."""
 WAITS_S = 2.0
 """Seconds after which the log says that no member has proven this node."""
 
@@ -95,6 +97,8 @@ class Keeper:
         self._lease = 0
         self._record: RingRecord | None = None
         """The newest record that was accepted; None while this node is no member."""
+        self._drained: dict[str, Account] = {}
+        """The accounts of the last nodes that drained and left, by name."""
         self._addresses: dict[str, Address] = {}
         """Last known addresses of members."""
         self._rival: tuple[Registration, float] | None = None
@@ -308,7 +312,7 @@ class Keeper:
         self._registered = True
         if not self._registration.proven_by:
             return self._wait(record, stored)
-        self._note_changes(record)
+        self._note_changes(record, stored)
         self._record = record
         found = {name: node.registration.at() for name, node in stored.nodes.items() if node.registration is not None}
         known = {name: at for name, at in {**self._addresses, **found}.items() if name in record.members}
@@ -317,14 +321,15 @@ class Keeper:
         if self._node in record.members:
             self._warning.should_log(None, _now())
             unproven = {name: each.at() for name, each in due.items()}
-            self._publish(Members(record, self._addresses, unproven), self._state(""))
+            self._publish(Members(record, self._addresses, unproven, dict(self._drained)), self._state(""))
             return wait_s
         problem = (
             f"'{self._node}' was removed from the ring of cluster '{self._cluster}', which has epoch {record.epoch}; "
             "it serves its engines alone until it is started again"
         )
         self._warn("removed", problem)
-        self._publish(alone(self._node, self._registration.capacity, record.epoch), self._state(problem))
+        members = alone(self._node, self._registration.capacity, record.epoch)
+        self._publish(msgspec.structs.replace(members, drained=dict(self._drained)), self._state(problem))
         return RETRY_S
 
     def _wait(self, record: RingRecord, stored: Stored) -> float:
@@ -346,20 +351,29 @@ class Keeper:
         self._publish(msgspec.structs.replace(members, unproven=knocks), self._state(problem))
         return RETRY_S
 
-    def _note_changes(self, record: RingRecord) -> None:
-        """Log the members that came and left."""
-        if self._node not in record.members:
-            return
+    def _note_changes(self, record: RingRecord, stored: Stored) -> None:
+        """Log the members that came and left, and keep the accounts of those that drained."""
         if self._record is None:
+            if self._node not in record.members:
+                return
             proven = self._registration.proven_by
             how = f"'{proven}' has proven it" if proven != self._node else "no other member ran"
             names = ", ".join(record.members)
             log.info("this node is a member of the ring: %s; epoch %d, members %s", how, record.epoch, names)
             return
-        for name in record.members.keys() - self._record.members.keys():
-            log.info("'%s' joined the ring: epoch %d, %d members", name, record.epoch, len(record.members))
-        for name in self._record.members.keys() - record.members.keys():
-            log.info("'%s' left the ring: epoch %d, %d members", name, record.epoch, len(record.members))
+        before, after = self._record.members.keys(), record.members.keys()
+        for name in sorted(after - before):
+            log.info("'%s' joined the ring: epoch %d, %d members", name, record.epoch, len(after))
+            self._drained.pop(name, None)
+        for name in sorted(before - after):
+            found = stored.nodes.get(name)
+            account = found.registration.drained if found is not None and found.registration is not None else None
+            if account is not None:
+                self._drained[name] = account
+            told = "it did not drain" if account is None else str(account)
+            log.info("'%s' left the ring: epoch %d, %d members; %s", name, record.epoch, len(after), told)
+        while len(self._drained) > ACCOUNTS:
+            del self._drained[next(iter(self._drained))]
 
     def _note_absent(self, record: RingRecord, stored: Stored) -> None:
         absent = frozenset(record.members.keys() - stored.nodes.keys())

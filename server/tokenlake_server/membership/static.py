@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenlake.config import Address, ServerConfig
 from tokenlake.errors import MembershipRefused
 from tokenlake.ring_record import RingRecord
-from tokenlake_server.membership.base import Members, MembershipState, OnMembers
+from tokenlake_server.membership.base import Account, Members, MembershipState, OnMembers
 
 __all__ = ["StaticMembership", "static_members"]
 
@@ -44,7 +44,11 @@ class StaticMembership:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 
-    async def remove(self, node: str = "") -> None:
+    async def remove(self, node: str) -> None:
+        """Raises `MembershipRefused`."""
+        raise MembershipRefused(_NEEDS_ETCD)
+
+    async def leave(self, account: Account) -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 
