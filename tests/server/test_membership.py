@@ -625,17 +625,41 @@ def test_a_slow_etcd_serves(etcd: EtcdServers) -> None:
     asyncio.run(main())
 
 
+def authenticate_users(servers: EtcdServers) -> None:
+    """Let etcd know the user root with the password r, and no others."""
+    for path, body in (
+        ("auth/user/add", {"name": "root", "password": "r"}),
+        ("auth/role/add", {"name": "root"}),
+        ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/enable", {}),
+    ):
+        post(servers, path, body)
+
+
+@needs_etcd
+@pytest.mark.live
+def test_the_end_of_a_token_of_etcd_is_no_problem(caplog: pytest.LogCaptureFixture) -> None:
+    """A token ends when no call was made for 5 minutes (here 1 s): the watch and the renewal of the lease are none."""
+    user: dict[str, Any] = {"etcd_user": "root", "etcd_password": "r"}
+
+    async def main(servers: EtcdServers) -> None:
+        await asyncio.to_thread(authenticate_users, servers)
+        async with node("a", servers.endpoints, **user) as a:
+            await until(lambda: a.membership.state.known)
+            await asyncio.sleep(4.0)
+            async with node("b", servers.endpoints, **user) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+    with EtcdServers(auth_token_ttl="1") as servers:
+        asyncio.run(main(servers))
+
+
 @needs_etcd
 @pytest.mark.live
 def test_users_of_etcd_are_authenticated() -> None:
     async def main(servers: EtcdServers) -> None:
-        for path, body in (
-            ("auth/user/add", {"name": "root", "password": "r"}),
-            ("auth/role/add", {"name": "root"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/enable", {}),
-        ):
-            await asyncio.to_thread(post, servers, path, body)
+        await asyncio.to_thread(authenticate_users, servers)
         async with node("a", servers.endpoints) as a:
             await until(lambda: "user name is empty" in a.membership.state.problem)
         wrong: dict[str, Any] = {"etcd_user": "root", "etcd_password": "other"}
