@@ -11,7 +11,7 @@ that ended, was compacted or missed a change costs one more read and loses nothi
 
 A node joins once per start, and does not add itself::
 
-    newcomer                    etcd                                  a member (they take turns)
+    newcomer                    etcd                                  a member (the first of a row)
        | registers, unproven --->|------------------------------------>|
        |<----------------------------------- handshake, at the registered address
        |                         |<-- record with the node; proven_by --| one transaction
@@ -68,9 +68,9 @@ RIVAL_S = 3 * LEASE_S
 """Seconds for which such a daemon is remembered after its registration expired: it may run, and be cut off from etcd
 only."""
 
-TURN_S, LONGEST_TURN_S = 0.25, 5.0
-"""Seconds between the turns of two members to prove a node that asks to join, and the seconds after which all members
-have had theirs. Mostly the first one does it; a member that is cut off from the node is passed over."""
+STAGGER_S, LONGEST_STAGGER_S = 0.25, 5.0
+"""Seconds after which the next member begins to prove a node that asks to join, and after which all members do. Mostly
+the first one does it; a member that is cut off from the node is passed over."""
 KNOCKS = 3
 """Number of members with which a node that asks to join begins a handshake itself, so that it knows the reason where
 one is refused."""
@@ -191,7 +191,7 @@ class Keeper:
             self._registration = found
         record, registration = self._wanted(stored)
         if record == stored.record and own is not None and found == registration and own.lease == self._lease:
-            due, wait_s = self._turns(stored)
+            due, wait_s = self._to_prove(stored)
             for other, asking in due.items():
                 if self._proofs.get(other) == asking.incarnation:
                     return await self._admit(etcd, stored, other, asking)
@@ -206,9 +206,9 @@ class Keeper:
 
     # -- other nodes that ask to join
 
-    def _turns(self, stored: Stored) -> tuple[dict[str, Registration], float | None]:
+    def _to_prove(self, stored: Stored) -> tuple[dict[str, Registration], float | None]:
         """The daemons that ask to join and that this node has to prove by now, by name; and the seconds until the next
-        turn of this node, None if there is none."""
+        one is due, None if there is none."""
         asking = {
             name: node.registration
             for name, node in stored.nodes.items()
@@ -220,11 +220,11 @@ class Keeper:
             (name, each.incarnation): self._asked.get((name, each.incarnation), now) for name, each in asking.items()
         }
         for name, each in asking.items():
-            turns = provers(stored, name)
-            if self._node not in turns:
+            able = provers(stored, name)
+            if self._node not in able:
                 continue
-            turn_s = min(LONGEST_TURN_S, TURN_S * turns.index(self._node))
-            left_s = self._asked[name, each.incarnation] + turn_s - now
+            delay_s = min(LONGEST_STAGGER_S, STAGGER_S * able.index(self._node))
+            left_s = self._asked[name, each.incarnation] + delay_s - now
             if left_s <= 0:
                 due[name] = each
             else:
@@ -335,8 +335,8 @@ class Keeper:
     def _wait(self, record: RingRecord, stored: Stored) -> float:
         """This node asks to join, and no member has proven it yet."""
         self._warning.should_log(None, _now())
-        names, turns = ", ".join(record.members), provers(stored, self._node)[:KNOCKS]
-        if turns:
+        names, able = ", ".join(record.members), provers(stored, self._node)[:KNOCKS]
+        if able:
             problem = f"no member of the ring has proven it (cluster '{self._cluster}', members {names})"
         else:
             problem = (
@@ -345,7 +345,7 @@ class Keeper:
             )
         if self._waiting.should_log("unproven", _now()):
             log.warning("membership: this node asks to join the ring, and %s", problem)
-        nodes = {name: stored.nodes[name].registration for name in turns}
+        nodes = {name: stored.nodes[name].registration for name in able}
         knocks = {name: each.at() for name, each in nodes.items() if each is not None}
         members = alone(self._node, self._registration.capacity)
         self._publish(msgspec.structs.replace(members, unproven=knocks), self._state(problem))

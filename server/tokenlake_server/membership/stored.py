@@ -143,7 +143,7 @@ def decode_ring(key: bytes, text: bytes) -> RingRecord:
 
 
 def provers(stored: Stored, node: str) -> list[str]:
-    """The members that run and may prove `node`, in the order of their turns: another one for each node."""
+    """The members that run and may prove `node`, in the order in which they try: another one for each node."""
     able = [
         name
         for name in (stored.record.members if stored.record is not None else ())
