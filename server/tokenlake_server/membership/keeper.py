@@ -192,9 +192,9 @@ class Keeper:
         record, registration = self._wanted(stored)
         if record == stored.record and own is not None and found == registration and own.lease == self._lease:
             due, wait_s = self._to_prove(stored)
-            for other, asking in due.items():
-                if self._proofs.get(other) == asking.incarnation:
-                    return await self._admit(etcd, stored, other, asking)
+            for other, newcomer in due.items():
+                if self._proofs.get(other) == newcomer.incarnation:
+                    return await self._admit(etcd, stored, other, newcomer)
             return self._accept(record, stored, due, wait_s)
         if not self._lease or not await etcd.keep(self._lease):
             self._lease = await etcd.grant(LEASE_S)
@@ -209,17 +209,17 @@ class Keeper:
     def _to_prove(self, stored: Stored) -> tuple[dict[str, Registration], float | None]:
         """The daemons that ask to join and that this node has to prove by now, by name; and the seconds until the next
         one is due, None if there is none."""
-        asking = {
+        newcomers = {
             name: node.registration
             for name, node in stored.nodes.items()
             if name != self._node and node.registration is not None and not node.registration.proven_by
         }
-        self._proofs = {name: each for name, each in self._proofs.items() if name in asking}
+        self._proofs = {name: each for name, each in self._proofs.items() if name in newcomers}
         now, due, waits = _now(), dict[str, Registration](), []
         self._asked = {
-            (name, each.incarnation): self._asked.get((name, each.incarnation), now) for name, each in asking.items()
+            (name, each.incarnation): self._asked.get((name, each.incarnation), now) for name, each in newcomers.items()
         }
-        for name, each in asking.items():
+        for name, each in newcomers.items():
             able = provers(stored, name)
             if self._node not in able:
                 continue
@@ -231,17 +231,17 @@ class Keeper:
                 waits.append(left_s)
         return due, min(waits, default=None)
 
-    async def _admit(self, etcd: Etcd, stored: Stored, name: str, asking: Registration) -> float:
+    async def _admit(self, etcd: Etcd, stored: Stored, name: str, newcomer: Registration) -> float:
         """Let a node join that has proven itself, unless its registration, or the record, has changed meanwhile."""
         assert stored.record is not None
-        record, node = stored.record.with_member(name, asking.capacity), stored.nodes[name]
-        proven = msgspec.structs.replace(asking, proven_by=self._node)
+        record, node = stored.record.with_member(name, newcomer.capacity), stored.nodes[name]
+        proven = msgspec.structs.replace(newcomer, proven_by=self._node)
         puts = [Put(node_key(self._cluster, name), msgspec.json.encode(proven), node.lease)]
         if record != stored.record:
             puts.append(Put(ring_key(self._cluster), encode_ring(record, stored.text)))
         unchanged = {node_key(self._cluster, name): node.mod_revision, ring_key(self._cluster): stored.mod_revision}
         if await etcd.write(unchanged, puts):
-            log.info("node '%s' at %s has proven itself to this node, and may join", name, asking.address)
+            log.info("node '%s' at %s has proven itself to this node, and may join", name, newcomer.address)
             return 0.0
         return random.uniform(0, 0.1)
 
