@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import pytest
 
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
@@ -412,6 +413,40 @@ def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
             async with node("b", etcd.endpoints, memory="128MiB") as b:
                 await until(lambda: a.record.members["b"].weight == 128 << 20)
                 assert not a.record.members["b"].draining
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_unproven_registrations_change_nothing(etcd: EtcdServers) -> None:
+    """Neither the address of a member whose name they have, nor, with an impossible size, the record; and such a
+    member is not let drain."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == ["a", "b"] and bool(a.membership.members.addresses))
+                known = a.membership.members.addresses
+                assert known == {"b": b.address}
+            ring = await stored_ring(etcd)
+            sizes = {"b": 1 << 20, "c": 0, "d": 1 << 60}
+            for name, capacity in sizes.items():
+                posing = Registration("127.0.0.1:9", 7, capacity, "1")
+                await put(etcd, node_key(CLUSTER, name), msgspec.json.encode(posing))
+                if name != "b":
+                    a.membership.proven(name, 7)
+            await until(lambda: a.membership.members.unproven == {"b": Address("127.0.0.1", 9)})
+            assert a.membership.members.addresses == known
+            assert await stored_ring(etcd) == ring
+            with pytest.raises(MembershipRefused, match="no member has proven"):
+                await a.membership.drain("b")
+            for name in "cd":
+                a.membership.proven(name, 7)
+            a.membership.proven("b", 7)
+            await until(lambda: a.membership.members.addresses == {"b": Address("127.0.0.1", 9)})
+            assert a.names == ["a", "b"]
+            assert not a.membership.state.problem
 
     asyncio.run(main())
 

@@ -48,8 +48,8 @@ def check_certificates(config: ServerConfig, now: datetime.datetime) -> Iterator
     if not signed(own, intermediates, authorities):
         problem = f"its issuer, {own.issuer.rfc4514_string()}, is not in {config.ca}: nodes with this 'ca' refuse it"
         cure = (
-            "issue a certificate of the CA that is there; or, if its CA is one of this cluster, put that CA into "
-            "'ca' of all nodes"
+            "issue a certificate of the CA that is there; or, if the CA that issued it belongs to this cluster, put it "
+            "into 'ca' of all nodes"
         )
         yield Finding("error", "certificate-ca", where, problem, cure)
     yield from _usages(own, where, issue)

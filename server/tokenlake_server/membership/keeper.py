@@ -191,7 +191,7 @@ class Keeper:
             self._registration = found
         record, registration = self._wanted(stored)
         if record == stored.record and own is not None and found == registration and own.lease == self._lease:
-            due, wait_s = self._to_prove(stored)
+            due, wait_s = self._to_prove(record, stored)
             for other, newcomer in due.items():
                 if self._proofs.get(other) == newcomer.incarnation:
                     return await self._admit(etcd, stored, other, newcomer)
@@ -206,7 +206,7 @@ class Keeper:
 
     # -- other nodes that ask to join
 
-    def _to_prove(self, stored: Stored) -> tuple[dict[str, Registration], float | None]:
+    def _to_prove(self, record: RingRecord, stored: Stored) -> tuple[dict[str, Registration], float | None]:
         """The daemons that ask to join and that this node has to prove by now, by name; and the seconds until the next
         one is due, None if there is none."""
         newcomers = {
@@ -214,6 +214,7 @@ class Keeper:
             for name, node in stored.nodes.items()
             if name != self._node and node.registration is not None and not node.registration.proven_by
         }
+        newcomers = {name: each for name, each in newcomers.items() if _fits(record, name, each)}
         self._proofs = {name: each for name, each in self._proofs.items() if name in newcomers}
         now, due, waits = _now(), dict[str, Registration](), []
         self._asked = {
@@ -292,15 +293,14 @@ class Keeper:
             )
         if self._registration.proven_by:
             return record, self._registration
-        joined = record.with_member(node, memory)
-        if virtual_nodes(joined) > MAX_VIRTUAL_NODES:
+        if not _fits(record, node, self._registration):
             raise MembershipRefused(
                 f"the memory of '{node}' is too large for this ring, whose unit of {record.unit} bytes comes from "
                 "the node that started first: let a node of the usual size start first"
             )
         if (record.members and node not in record.members) or provers(stored, node):
             return record, self._registration
-        return joined, msgspec.structs.replace(self._registration, proven_by=node)
+        return record.with_member(node, memory), msgspec.structs.replace(self._registration, proven_by=node)
 
     # -- members and states for the daemon
 
@@ -314,7 +314,9 @@ class Keeper:
             return self._wait(record, stored)
         self._note_changes(record, stored)
         self._record = record
-        found = {name: node.registration.at() for name, node in stored.nodes.items() if node.registration is not None}
+        # A daemon that has the name of a member, and is not proven, does not change its address.
+        registered = {name: node.registration for name, node in stored.nodes.items() if node.registration is not None}
+        found = {name: each.at() for name, each in registered.items() if each.proven_by}
         known = {name: at for name, at in {**self._addresses, **found}.items() if name in record.members}
         self._addresses = {name: at for name, at in known.items() if name != self._node}
         self._note_absent(record, stored)
@@ -401,6 +403,11 @@ class Keeper:
         known = record is not None and self._node in record.members
         absent = tuple(sorted(self._absent))
         return MembershipState(str(self._access), known, record.epoch if record is not None else 0, problem, absent)
+
+
+def _fits(record: RingRecord, name: str, newcomer: Registration) -> bool:
+    """True if the ring has few enough virtual nodes with the newcomer; a daemon does not ask otherwise."""
+    return virtual_nodes(record.with_member(name, newcomer.capacity)) <= MAX_VIRTUAL_NODES
 
 
 def _now() -> float:

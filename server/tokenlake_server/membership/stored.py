@@ -203,6 +203,8 @@ def _registration(text: bytes) -> Registration | None:
     try:
         found = msgspec.json.decode(text, type=Registration)
         found.at()
+        if found.capacity <= 0:
+            raise ValueError("no daemon writes this capacity")
     except _NO_VALUE:
         return None
     return found
