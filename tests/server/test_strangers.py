@@ -15,6 +15,7 @@ from tests.operator.scene import control_of, examined, told
 from tests.robustness.live import total, wait_until
 from tests.server import certified
 from tests.server.test_etcd_daemons import Nodes
+from tokenlake_operator.members import members
 from tokenlake_operator.status import status
 from tokenlake_server.membership.keeper import LEASE_S
 from tokenlake_testing.etcd import EtcdServers, etcd_version
@@ -77,6 +78,11 @@ class Scene:
     def log(self, name: str) -> str:
         return self.nodes.nodes[name].log.read_text()
 
+    def listed(self) -> dict[str, str]:
+        """The states of all nodes as `tokenlake members` lists them."""
+        env = {"TOKENLAKE_ETCD": self.nodes.endpoints, "TOKENLAKE_CLUSTER": self._cluster}
+        return {name: each["state"] for name, each in told(members, env=env)["members"].items()}
+
     def members(self, name: str) -> set[str]:
         return {name, *self.health(name)["peers"]}
 
@@ -119,12 +125,35 @@ def test_a_stranger_does_not_join_until_it_is_trusted(scene: Scene) -> None:
         shown = told(status, "--socket", control_of(scene.nodes.nodes[name]))
         assert any(each["check"] == "not-admitted" and other in each["where"] for each in shown["findings"])
         assert "belong" in found[0]["cure"].partition("'ca'")[0]
+    assert scene.listed() == {"a": "member", "b": "asks to join", "c": "member"}
     scene.trust_each_other()
     scene.nodes.wait("a", "b", "c")
     assert scene.epoch("a") == epoch + 1
     assert "'b' joined the ring" in scene.log("a")
     assert "this node is a member of the ring" in scene.log("b")
     assert not scene.health("a")["unproven"]
+
+
+def test_a_node_without_the_secret_does_not_join(tmp_path: Path, etcd: EtcdServers) -> None:
+    nodes = Nodes(tmp_path, etcd.endpoints)
+    try:
+        for name, secret in (("a", "ab"), ("b", "cd")):
+            file = tmp_path / f"{name}.toml"
+            file.write_text(f'cluster_secret = "{secret * 16}"\n')
+            file.chmod(0o600)
+            nodes.start(name, config=str(file), cluster="secret")
+            wait_until(lambda: nodes.connected("a"), "a founds the ring")
+        for name, other in (("a", "b"), ("b", "a")):
+
+            def named(name: str = name, other: str = other) -> bool:
+                page: Any = nodes.page(name, "/health")
+                return "cluster secret" in str(page["unproven"].get(other, {}).get("reason", ""))
+
+            wait_until(named, f"{name} names {other}")
+        assert nodes.connected("a")
+    finally:
+        for node in nodes.nodes.values():
+            node.kill()
 
 
 def test_a_member_that_returns_with_another_ca(scene: Scene) -> None:
