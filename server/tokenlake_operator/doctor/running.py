@@ -80,13 +80,20 @@ def _membership(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
         cure = f"ask first whether {asked}. If it does: {_check(peer)[1]}"
         yield Finding("warning" if state.known else "error", "not-admitted", f"{name} - {peer.node}", problem, cure)
     if (state.problem or not state.known) and (state.known or not kept_out):
-        waits = "no member" in state.problem
+        cure = "start etcd, or let this node reach it; the node goes on by itself"
+        if "no member runs" in state.problem:
+            cure = "start a member, or remove the members that are gone for good (`tokenlake remove NAME`)"
+        elif "no member of the ring has proven it" in state.problem:
+            cure = (
+                "let the members reach this node at that address: correct 'advertise' or 'listen', or let the firewall "
+                "pass the port; `tokenlake status` of a member has the reason"
+            )
         yield Finding(
             "error",
             "membership",
             name,
             f"{'its members cannot be read' if state.known else 'it serves its engines alone'}: {state.problem}",
-            "start a member" if waits else "start etcd, or let this node reach it; the node goes on by itself",
+            cure,
         )
     if state.absent:
         yield Finding(

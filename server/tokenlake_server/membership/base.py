@@ -26,7 +26,8 @@ class Account(msgspec.Struct, frozen=True):
         moved = [f"{_amount(segments, nbytes)} to '{node}'" for node, segments, nbytes in self.moved]
         handed = f"handed over {', '.join(moved)}" if moved else "handed nothing over"
         segments, nbytes = self.lost
-        lost = f"lost {_amount(segments, nbytes)}, for which no other node had room" if segments else "lost nothing"
+        why = "which no other node had room, or within 'drain_s' time, to take"
+        lost = f"lost {_amount(segments, nbytes)}, {why}" if segments else "lost nothing"
         return f"it {handed}, and {lost}"
 
 

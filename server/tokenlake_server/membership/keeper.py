@@ -339,7 +339,8 @@ class Keeper:
         self._warning.should_log(None, _now())
         names, able = ", ".join(record.members), provers(stored, self._node)[:KNOCKS]
         if able:
-            problem = f"no member of the ring has proven it (cluster '{self._cluster}', members {names})"
+            at = self._registration.address
+            problem = f"no member of the ring has proven it at {at} (cluster '{self._cluster}', members {names})"
         else:
             problem = (
                 f"no member runs that could prove it (cluster '{self._cluster}', members {names}): start one of them, "
