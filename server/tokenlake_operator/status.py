@@ -64,6 +64,7 @@ COLUMNS = (
     "location",
     "memory",
     "used",
+    "unusable",
     "segments",
     "hits",
     "asked tokens",
@@ -92,7 +93,7 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
         found = asked.get(member.node)
         if found is None:
             used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
-            yield member.node, state, member.location, "", used, "", "", "", "", "", ""
+            yield member.node, state, member.location, "", used, "", "", "", "", "", "", ""
             continue
         tokens = found.counters[ASKED]
         segments = sum(sum(pool.segments.values()) for pool in found.pools)
@@ -102,6 +103,7 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
             member.location,
             amount(found.memory_bytes),
             share(memory_used(found), found.memory_bytes),
+            share(found.unusable_bytes, found.memory_bytes),
             f"{segments:,}",
             share(hit_tokens(found), tokens),
             f"{tokens:,}",

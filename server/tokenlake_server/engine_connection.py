@@ -20,7 +20,7 @@ from tokenlake.config import format_size
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.opaque_layout import AnyLayout, decode_layout
-from tokenlake.store.region import RegionShape
+from tokenlake.store.region import stride_of
 from tokenlake.wire import agree, engine, pack_frame
 from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake_server.connected_process import ConnectedProcess
@@ -187,7 +187,7 @@ class EngineConnection:
 
     # -- identity
 
-    def identify(self, hello: engine.Hello, tenants: Tenants, region_bytes: int) -> None:
+    def identify(self, hello: engine.Hello, tenants: Tenants, memory: int) -> None:
         """Take tenant, layout and protocol version from a `Hello`. Raises `TokenLakeError` and changes nothing when the
         daemon does not serve this process."""
         version = agree(hello.oldest_version, hello.newest_version)
@@ -198,10 +198,10 @@ class EngineConnection:
                 "the probe hash differs: client and daemon compute different keys for the same prefix; "
                 "install the same version of tokenlake on both sides"
             )
-        if not RegionShape(region_bytes, layout.segment_bytes).slots:
+        if stride_of(layout.segment_bytes) > memory:
             raise LimitReached(
-                f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
-                f"{format_size(region_bytes)}; raise the daemon's 'region_size'"
+                f"one segment of this layout takes {layout.segment_bytes} bytes, more than the daemon's memory of "
+                f"{format_size(memory)}; raise its setting 'memory'"
             )
         # Of the `Hello` only the numbers are used from now on: its layout and token are not kept.
         self.hello = msgspec.structs.replace(hello, layout=b"", probe=b"", token=None)

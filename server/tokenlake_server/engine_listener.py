@@ -72,7 +72,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     path: Path
     max_sessions: int
-    region_bytes: int
+    memory: int
     lease_s: float
 
 
@@ -286,7 +286,7 @@ class EngineListener:
             # to other processes, so they are not used.
             message = msgspec.structs.replace(message, session=0, resume=0)
         try:
-            connection.identify(message, self._tenants, self._settings.region_bytes)
+            connection.identify(message, self._tenants, self._settings.memory)
             layout = connection.layout
             assert layout is not None
             self._check_session(message.session, connection.tenant, layout)
