@@ -287,8 +287,9 @@ class Daemon:
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         peers, membership = self.peers.states.all(), self.membership.state
-        disks = self.disk.states
-        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine, disks)
+        disks, engines = self.disk.states, self.engines
+        counts = engines.engines, engines.processes
+        snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),
