@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -262,5 +263,9 @@ def test_without_a_pidfd_a_process_is_kept_for_a_time(monkeypatch: pytest.Monkey
     asyncio.run(scene())
 
 
-def test_each_reason_has_a_cure() -> None:
+def test_each_reason_has_a_cure_and_is_in_the_runbook() -> None:
+    runbook = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (section,) = re.findall(r"^### Engines are refused\n(.*?)^### ", runbook, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(Reason)
     assert all(reason.cure for reason in Reason)
