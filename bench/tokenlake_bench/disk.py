@@ -203,9 +203,9 @@ class Rig:
         }
         slots = max(UNDER_WAY[operation] * count for operation, count in self.batch.items())
         region = slots * self.slot_bytes + (1 << 20)
-        self.arena = Arena(1, region + -region % 4096)
-        self.arena.populate(lambda nbytes: None)
-        assert RegionShape(self.arena.region_bytes, self.slot_bytes).slots >= slots
+        self.arena = Arena()
+        self.arena.make(0, region + -region % 4096)
+        assert RegionShape(self.arena.region(0).nbytes, self.slot_bytes).slots >= slots
         self.places = max(self.total_bytes // self.slot_bytes, 4 * max(self.batch.values()))
         self.generations = [0] * self.places
         self.chance = random.Random(0)

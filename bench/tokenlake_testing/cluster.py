@@ -229,7 +229,8 @@ class Cluster:
                 with contextlib.suppress(OSError):
                     metrics = node.metrics()
                     serves = metrics.get("tokenlake_query_engine_ready", 1.0)
-                    if metrics["tokenlake_peers_connected"] >= len(running) - 1 and serves:
+                    prepared = not metrics.get("tokenlake_unprepared_bytes")
+                    if metrics["tokenlake_peers_connected"] >= len(running) - 1 and serves and prepared:
                         break
                 if not node.running:
                     raise Unreachable(f"{node.name} ended: {node.log.read_text()[-2000:]}")

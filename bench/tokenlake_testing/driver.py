@@ -58,8 +58,8 @@ class Memory(Protocol):
     def check(self, order: instructions.CheckSlot) -> None:
         """Compare the bytes of a slot with its checksums. The event `SlotChecked` is delivered later, exactly once."""
 
-    def replace(self, order: instructions.ReplaceRegion) -> None:
-        """Replace a region of the arena. The event `RegionReady` is delivered later, exactly once."""
+    def make(self, order: instructions.MakeRegion) -> None:
+        """Make a region of the arena. The event `RegionReady` is delivered later, exactly once."""
 
 
 class Membership(Protocol):
@@ -190,7 +190,10 @@ class NodeDriver:
             instructions.SendBulk: self._send_bulk,
             instructions.Stamp: memory.stamp,
             instructions.CheckSlot: memory.check,
-            instructions.ReplaceRegion: memory.replace,
+            instructions.MakeRegion: memory.make,
+            # Simulated memory has no pages to give back.
+            instructions.CutRegion: lambda order: None,
+            instructions.CloseRegion: lambda order: None,
             # The instruction to log is ignored, because a simulated node keeps no log.
             instructions.Note: lambda order: None,
             # The observer sees these answers; no other part of a simulated node waits for them.

@@ -212,9 +212,9 @@ class Pool:
         contents: Sequence[bytes] = (),
     ) -> Write:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit them. A
-        segment that the pool has already, or refuses, gets no slot. `patience`: seconds to try again while the write
-        budget alone prevents the store. `request`, `hints`: as of `MatchOptions`. `contents`: those of `keys`, from
-        the method `contents`. Raises `Unreachable`."""
+        segment that the pool has already, or refuses, gets no slot. `patience`: seconds to try again while no segment
+        gets a slot, and the reason may pass (`Code.first_passing`). `request`, `hints`: as of `MatchOptions`.
+        `contents`: those of `keys`, from the method `contents`. Raises `Unreachable`."""
         index("first", first)
         until = time.monotonic() + check_seconds("patience", patience)
         self._grants.sweep()
@@ -231,8 +231,8 @@ class Pool:
                 engine.Prepared,
                 self.deadlines.store_s,
             )
-            over_budget = not reply.write and Code.WRITE_BUDGET in reply.codes
-            if not over_budget or time.monotonic() + pause > until:
+            wait = not reply.write and Code.first_passing(reply.codes) >= 0
+            if not wait or time.monotonic() + pause > until:
                 return Write(self._state, link, keys, _for_all(reply, len(keys) - sent))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_RETRY_S)
@@ -251,10 +251,10 @@ class Pool:
         """Store consecutive segments of one prompt, the first at index `first`, `STORE_WINDOW` at a time; returns one
         `Code` per key.
 
-        `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key (`Source`). While the
-        write budget is used up, tries again for at most `patience` seconds without progress. `request`, `hints`,
-        `contents`: as of `store`. Raises `Unreachable`, the errors of `fill`, and `ValueError` for arrays that do not
-        fit the keys.
+        `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key (`Source`). Tries again
+        for at most `patience` seconds without progress where the reason of a refusal may pass (`Code.first_passing`).
+        `request`, `hints`, `contents`: as of `store`. Raises `Unreachable`, the errors of `fill`, and `ValueError` for
+        arrays that do not fit the keys.
         """
         check_seconds("patience", patience)
         check_source(fill, len(keys), self._state.layout.segment_bytes)
@@ -267,10 +267,11 @@ class Pool:
             with self.store(window, first + start, patience, request=request, hints=hints, contents=told) as write:
                 write.fill(_from(fill, start, len(window)))
             done = len(write.codes)
-            if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
-                # The write budget ended within the window: the next window begins with the first segment that was not
-                # stored, and may again wait for the whole `patience`.
-                done = write.codes.index(Code.WRITE_BUDGET)
+            refused = Code.first_passing(write.codes)
+            if Code.COMMITTED in write.codes and refused >= 0:
+                # A budget ended within the window: the next window begins with the first segment that was refused, and
+                # may again wait for the whole `patience`.
+                done = refused
             codes += write.codes[:done]
         return bytes(codes)
 

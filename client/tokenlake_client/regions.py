@@ -39,7 +39,7 @@ class Mapping:
         `MappedMemory`. Raises `OSError`, `OverflowError` or `ValueError` where the region cannot be mapped."""
         self.shape = RegionShape(region_bytes, slot_bytes)
         try:
-            self.memory = MappedMemory(descriptor, region_bytes, write=write, lock=lock)
+            self.memory = MappedMemory(descriptor, self.shape.file_bytes, write=write, lock=lock)
         finally:
             os.close(descriptor)
         self.memory.populate()

@@ -1,7 +1,15 @@
-"""The node's shared memory. Each region is a sealed memfd: no process can make it smaller while the daemon maps it."""
+"""The node's shared memory. Each region is a memfd, sealed before a process of an engine gets it: none can make it
+smaller while the daemon maps it.
+
+::
+
+    make: [ header room | memory for slots ]   all but the room is allocated
+    cut:  [ header | slot 0 | ... | slot n-1 | given back ]
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -12,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenlake.errors import LimitReached
-from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake.store.region import GENERATION_BYTES, PAGE, RegionShape, header_room, stride_of
 from tokenlake.where import HOST
 from tokenlake.wire.slots import SlotRef
 
@@ -23,18 +31,12 @@ log = logging.getLogger(__name__)
 MADV_POPULATE_WRITE = 23
 """The madvise code that allocates pages at once, since Linux 5.14; Python 3.11's mmap module has no name for it."""
 POPULATE_CHUNK = 16 << 20
-"""Bytes that one madvise call allocates. `Region.populate` reports its progress, and can be interrupted, between two
-calls."""
+"""Bytes that one madvise call allocates; `Arena.stop` ends `Arena.make` between two calls."""
+HUGE_PAGE = 2 << 20
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """No process can change the size of a memfd with these seals, or its seals."""
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
-PAGE = 4096
 _GENERATION = struct.Struct("<Q")
-_HUGE_CURE = (
-    "; set aside as many huge pages of 2 MiB as 'memory' takes, with `sysctl vm.nr_hugepages=N` as root "
-    "(HugePages_Free in /proc/meminfo says how many are left), or set 'huge_pages' to false"
-)
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -47,32 +49,41 @@ class Region:
     """The kind of memory of the region (`tokenlake.where`): memory of the host."""
 
     def __init__(self, number: int, nbytes: int, huge_pages: bool) -> None:
+        """`nbytes`: those for slots; the file also has room for the header."""
         self.number = number
         self.nbytes = nbytes
+        self._page = HUGE_PAGE if huge_pages else PAGE
+        self.file_bytes = _up(header_room(nbytes) + nbytes, self._page)
         try:
-            self.fd = _open_memfd(number, nbytes, huge_pages)
+            self.fd = _open_memfd(number, self.file_bytes, huge_pages)
             try:
-                self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                self.map = mmap.mmap(self.fd, self.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             except BaseException:
                 os.close(self.fd)
                 raise
         except OSError as error:
-            where, cure = ("setting 'huge_pages'", _HUGE_CURE) if huge_pages else ("memfd", "; lower 'memory'")
             raise LimitReached(
-                f"the kernel gave no {nbytes >> 20} MiB of memory for a region ({where}): {error.strerror}{cure}"
+                f"the kernel gave no {nbytes >> 20} MiB of memory for a region: {error.strerror}{_cure(error)}"
             ) from error
+        if nbytes >= HUGE_PAGE and not huge_pages:
+            # Where the system gives huge pages to shared memory on request (shmem_enabled is `advise`). Not for the
+            # room of the header, of which a huge page would take more than it needs.
+            with contextlib.suppress(OSError):
+                self.map.madvise(mmap.MADV_HUGEPAGE, 0, nbytes // HUGE_PAGE * HUGE_PAGE)
         self.view = memoryview(self.map)
 
-    def populate(self, report: Callable[[int], None]) -> None:
-        """Make the kernel allocate every page. `report(nbytes)` is called with the bytes since the last report. To be
-        called in a thread of its own: madvise is called through ctypes, which releases the GIL meanwhile;
-        `mmap.madvise` would hold it."""
+    def populate(self, start: int = 0, stop: int | None = None, ended: Callable[[], bool] = lambda: False) -> None:
+        """Make the kernel allocate the pages from `start` to `stop` (None: as many bytes as the slots have). Returns
+        early once `ended` is true. To be called in a thread of its own: madvise is called through ctypes, which
+        releases the GIL meanwhile; `mmap.madvise` would hold it. Raises `LimitReached`."""
+        stop = self.nbytes if stop is None else stop
         anchor = ctypes.c_char.from_buffer(self.map)
         base = ctypes.addressof(anchor)
         try:
-            for start in range(0, self.nbytes, POPULATE_CHUNK):
-                size = min(POPULATE_CHUNK, self.nbytes - start)
-                if _libc.madvise(base + start, size, MADV_POPULATE_WRITE):
+            for first in range(start, stop, POPULATE_CHUNK):
+                if ended():
+                    return
+                if _libc.madvise(base + first, min(POPULATE_CHUNK, stop - first), MADV_POPULATE_WRITE):
                     code = ctypes.get_errno()
                     # Kernels before 5.14 do not know the advice: they answer EINVAL and allocate a page when it is
                     # first written.
@@ -80,9 +91,22 @@ class Region:
                         raise LimitReached(
                             f"the kernel did not provide memory for the arena: {os.strerror(code)}; lower 'memory'"
                         )
-                report(size)
         finally:
             del anchor
+
+    def cut(self, nbytes: int, slot_bytes: int) -> None:
+        """Give the region slots of `slot_bytes`, which take `nbytes`, and seal it. `trim` gives the rest back."""
+        header = RegionShape(nbytes, slot_bytes).header_bytes
+        # The header takes the place of as many bytes of slots, which are allocated behind them: mostly one page.
+        if nbytes + header > self.nbytes:
+            self.populate(self.nbytes, nbytes + header)
+        self.nbytes = nbytes
+        self._kept = header + nbytes
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+
+    def trim(self) -> None:
+        """Give the memory behind the slots of a region that was cut back to the kernel. Blocks for a moment."""
+        self.free_pages([(0, self._kept)])
 
     def reopen(self, *, write: bool) -> int:
         """Open the region's memory again and return the new file descriptor, for one process; the caller closes it."""
@@ -96,13 +120,13 @@ class Region:
         maps the region or has a descriptor of it. Those that still map it read zeros there. Memory that
         the kernel does not take back is logged. Calls fallocate through ctypes, which releases the GIL."""
         start = 0
-        for first, last in [*kept, (self.nbytes, self.nbytes)]:
-            stop = first - first % PAGE
+        for first, last in [*kept, (self.file_bytes, self.file_bytes)]:
+            stop = first - first % self._page
             how = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
             if stop > start and _libc.fallocate(self.fd, how, start, stop - start):
                 reason = os.strerror(ctypes.get_errno())
                 log.error("%d bytes of region %d are still allocated: %s", stop - start, self.number, reason)
-            start = max(start, last + -last % PAGE)
+            start = max(start, _up(last, self._page))
 
     def close(self) -> None:
         """Unmap the region in this process; other processes keep their mappings. Raises `BufferError` while a view of
@@ -113,51 +137,51 @@ class Region:
 
 
 class Arena:
-    """All memory regions of the node. `replace` runs in a thread; other methods are called on the control loop or at
-    start."""
+    """All memory regions of the node. `make`, `trim` and `end` run in threads; other methods are called on the control
+    loop or while it does not run."""
 
-    def __init__(self, regions: int, region_bytes: int, huge_pages: bool = False) -> None:
-        self.region_bytes = region_bytes
+    def __init__(self, huge_pages: bool = False) -> None:
         self._huge_pages = huge_pages
-        self._regions = {number: self._make(number) for number in range(regions)}
+        self._regions: dict[int, Region] = {}
+        self._stopped = False
 
-    def _make(self, number: int) -> Region:
-        return Region(number, self.region_bytes, self._huge_pages)
-
-    def populate(self, report: Callable[[int], None]) -> None:
-        """Make the kernel allocate all pages of the arena, so that no later write waits for it. `report` is called with
-        the number of bytes that were allocated since its last call."""
-        for region in self._regions.values():
-            region.populate(report)
+    def make(self, number: int, nbytes: int) -> None:
+        """Make region `number` with `nbytes` for slots, and allocate all its pages. Returns without it after `stop`.
+        Raises `LimitReached`, and may be called again then."""
+        region = Region(number, nbytes, self._huge_pages)
+        try:
+            region.populate(ended=lambda: self._stopped)
+        except BaseException:
+            region.close()
+            raise
+        if self._stopped:
+            region.close()
+        else:
+            self._regions[number] = region
 
     def region(self, number: int) -> Region:
         """The arena's region with that number. Raises KeyError where there is none."""
         return self._regions[number]
 
-    def replace(self, number: int, fresh: int) -> None:
-        """Replace region `number` by new memory under the number `fresh`: processes of the previous tenant may still
-        map the old memory. The old memory is given back first, so that the arena does not exceed its size. May be
-        called again after it raised; `region` and `slots` know the new region once all its pages are allocated."""
-        previous = self._regions.get(number)
-        if previous is not None:
-            previous.free_pages()
-            previous.close()
-            del self._regions[number]
-        region = self._make(fresh)
-        try:
-            region.populate(lambda _: None)
-        except BaseException:
-            region.close()
-            raise
-        self._regions[fresh] = region
+    def numbers(self) -> list[int]:
+        """The numbers of the regions."""
+        return list(self._regions)
+
+    def end(self, number: int) -> None:
+        """Give the memory of a region back to the kernel: processes of its tenant may still map it. May be called again
+        where it raised."""
+        self._regions[number].free_pages()
+        self._regions[number].close()
+        del self._regions[number]
 
     def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
         """Writable views of the memory of slots. The caller must have the slots pinned for as long as it uses the
         views."""
-        shape = RegionShape(self.region_bytes, slot_bytes)
-        header, stride = shape.header_bytes, shape.stride
-        starts = [header + place.slot * stride for place in places]
-        views = [self._regions[place.region].view for place in places]
+        stride = stride_of(slot_bytes)
+        regions = {number: self._regions[number] for number in {place.region for place in places}}
+        headers = {number: RegionShape(each.nbytes, slot_bytes).header_bytes for number, each in regions.items()}
+        starts = [headers[place.region] + place.slot * stride for place in places]
+        views = [regions[place.region].view for place in places]
         return [view[start : start + slot_bytes] for view, start in zip(views, starts, strict=True)]
 
     def stamp(self, places: Sequence[SlotRef]) -> None:
@@ -172,9 +196,13 @@ class Arena:
         for number, region in self._regions.items():
             spans = []
             for place, slot_bytes in kept.get(number, ()):
-                start = RegionShape(self.region_bytes, slot_bytes).offset(place.slot)
+                start = RegionShape(region.nbytes, slot_bytes).offset(place.slot)
                 spans.append((start, start + slot_bytes))
             region.free_pages(spans)
+
+    def stop(self) -> None:
+        """Let `make`, which is called in threads, return early without a region."""
+        self._stopped = True
 
     def close(self) -> None:
         """Unmap everything."""
@@ -182,12 +210,22 @@ class Arena:
             region.close()
 
 
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _cure(error: OSError) -> str:
+    """The cure of a region that could not be made, to be appended to the message."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "; raise the limit of descriptors (LimitNOFILE of systemd, `ulimit -n`): each region takes two"
+    return "; lower 'memory'"
+
+
 def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     fd = os.memfd_create(f"tokenlake-{number}", flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         # The kernel makes a memfd with mode 0777, with which a process of another user could open it through /proc.
         os.fchmod(fd, 0o400)
     except BaseException:

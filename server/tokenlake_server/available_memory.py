@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenlake.config import format_size
+from tokenlake.config.kinds import HUGE_PAGE
 from tokenlake.errors import LimitReached
 
-__all__ = ["available_bytes", "require_memory"]
+__all__ = ["available_bytes", "free_huge_pages", "huge_pages_of", "require_memory"]
 
 RESERVE_BYTES = 64 << 20
 """Bytes of the available memory that are kept for the daemon itself: interpreter, index, buffers."""
@@ -31,8 +32,30 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return min(limits)
 
 
-def require_memory(nbytes: int) -> None:
-    """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer."""
+def free_huge_pages(proc: Path = Path("/proc")) -> int:
+    """The number of huge pages of 2 MiB that no process has."""
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free:"):
+            return int(line.split()[1])
+    return 0
+
+
+def huge_pages_of(nbytes: int, regions: int) -> int:
+    """The number of huge pages that an arena of `nbytes` takes: one more for the header of each region."""
+    return -(-nbytes // HUGE_PAGE) + regions
+
+
+def require_memory(nbytes: int, huge_regions: int = 0) -> None:
+    """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer. `huge_regions`:
+    the number of regions on huge pages; 0 for ordinary pages."""
+    if huge_regions:
+        needed, free = huge_pages_of(nbytes, huge_regions), free_huge_pages()
+        if free < needed:
+            raise LimitReached(
+                f"setting 'huge_pages': 'memory' takes {needed} huge pages of 2 MiB, and {free} are free; set them "
+                f"aside with `sysctl vm.nr_hugepages={needed}` as root, or set 'huge_pages' to false"
+            )
+        return
     room, source = available_bytes()
     if nbytes + RESERVE_BYTES > room:
         raise LimitReached(

@@ -84,30 +84,32 @@ def run_daemon(
 def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> None:
     began = time.monotonic()
     with contextlib.ExitStack() as until_ready:
-        populated = until_ready.enter_context(_bar()) if sys.stderr.isatty() else lambda done, total: None
+        prepared = until_ready.enter_context(_bar()) if sys.stderr.isatty() else lambda done, total: None
 
-        def ready(daemon: Daemon) -> None:
+        def serving(daemon: Daemon) -> None:
             made(daemon)
-            until_ready.close()
             metrics = f", metrics http://{daemon.metrics.address}/metrics" if daemon.metrics else ""
             if daemon.control is not None:
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
                 where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
                 log.info("the control plane: %s", ", ".join(where))
-            after = f"after {time.monotonic() - began:.1f} s"
-            membership = daemon.membership.state
-            if membership.known:
-                serves = f"is ready {after}"
-            else:
-                serves = f"serves its own engines {after}, and is no member of its cluster yet ({membership.problem})"
             click.echo(
-                f"node {settings.config.node} {serves}: "
-                f"{format_size(settings.config.memory)}, socket {settings.config.socket}, "
+                f"node {settings.config.node} serves its own engines: socket {settings.config.socket}, "
                 f"port for peers {daemon.peers.address}{metrics}",
                 err=True,
             )
 
-        main = run(settings.config, populated, ready, speed=speed, origin=settings.origin)
+        def ready(daemon: Daemon) -> None:
+            until_ready.close()
+            membership, size = daemon.membership.state, format_size(settings.config.memory)
+            after = f"after {time.monotonic() - began:.1f} s"
+            if membership.known:
+                text = f"is ready {after}: memory {size}"
+            else:
+                text = f"is no member of its cluster yet ({membership.problem}); memory {size} is prepared {after}"
+            click.echo(f"node {settings.config.node} {text}", err=True)
+
+        main = run(settings.config, serving, prepared, ready, speed=speed, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,13 +18,14 @@ from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_a
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import Drained, ReadRing, ReplaceRegion, Stamp
+from tokenlake.core.instructions import CloseRegion, CutRegion, Drained, MakeRegion, ReadRing, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.location import shown_location
 from tokenlake.metrics import Level
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Cursor
+from tokenlake.store.region import PAGE
 from tokenlake.wire import supervision
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.peer import PeerHello, Purpose
@@ -40,13 +43,21 @@ from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.membership import Members, Membership, open_membership, static_members
-from tokenlake_server.metrics_page import CERTIFICATE_BEGIN, CERTIFICATE_END, STARTED, MetricsServer, Snapshot
+from tokenlake_server.metrics_page import (
+    CERTIFICATE_BEGIN,
+    CERTIFICATE_END,
+    STARTED,
+    UNPREPARED,
+    MetricsServer,
+    Snapshot,
+)
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.start_errors import ModuleMissing
+from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.transports.choice import open_transports
@@ -64,8 +75,17 @@ SAVE_S = 60.0
 """Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
 """Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
-REPLACE_S = 0.5
-"""Seconds between two attempts to allocate memory for a region that changes its tenant."""
+RETRY_S = 0.5
+"""Seconds between two attempts to allocate the memory of a region, or to give it back."""
+MOST_MAKERS = 8
+"""Maximum number of threads that allocate memory. The kernel zeroes pages at the bandwidth of the memory with fewer."""
+PROGRESS_S = 10.0
+"""Seconds between two lines of the log about the memory that is being prepared."""
+
+
+def makers() -> int:
+    """Returns the number of threads that allocate memory."""
+    return min(MOST_MAKERS, len(os.sched_getaffinity(0)))
 
 
 def core_config(
@@ -77,8 +97,10 @@ def core_config(
         node=config.node,
         incarnation=incarnation,
         ring=record or static_members(config).record,
-        regions=config.memory // config.region_size,
-        region_bytes=config.region_size,
+        regions=config.regions,
+        region_bytes=config.memory // config.regions // PAGE * PAGE,
+        makers=makers(),
+        made=False,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
@@ -93,13 +115,18 @@ WALK_SLOTS = 1 << 16
 
 
 class Daemon:
-    """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop, after `Arena.populate`;
-    `close` releases everything."""
+    """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop; it serves at once, and
+    prepares its memory meanwhile. `close` releases everything."""
 
     def __init__(
-        self, config: ServerConfig, arena: Arena, speed: float = 1.0, origin: Mapping[str, str] = MappingProxyType({})
+        self,
+        config: ServerConfig,
+        arena: Arena,
+        speed: float = 1.0,
+        origin: Mapping[str, str] = MappingProxyType({}),
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`speed`: see `Driver`. `origin`: the source of each setting."""
+        """`speed`: see `Driver`. `origin`: the source of each setting. `report`: as of `running.run`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         self._admin = AdminThread()
@@ -109,9 +136,15 @@ class Daemon:
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
+        self._report = report
         self._started = time.time()
         self._closing = asyncio.Event()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._making: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._makers = started_threads(makers(), "memory")
+        self.prepared = asyncio.Event()
+        """Set once all memory has been allocated for the first time."""
+        self._progress_at = time.monotonic() + PROGRESS_S
         self.driver = Driver(core, loop, self._failed, speed)
         started = self.driver.now
         core.start(started)
@@ -119,7 +152,9 @@ class Daemon:
         self.watchdog.use(core.counters)
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
-        self.driver.carry_out(ReplaceRegion, self._replace)
+        self.driver.carry_out(MakeRegion, self._make_region)
+        self.driver.carry_out(CutRegion, self._cut_region)
+        self.driver.carry_out(CloseRegion, self._close_region)
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
         self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
         self.left = asyncio.Event()
@@ -185,7 +220,7 @@ class Daemon:
                 Incarnation(incarnation),
                 Path(config.socket),
                 config.max_sessions,
-                config.region_size,
+                config.memory,
                 config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it
             ),
             tenants,
@@ -297,7 +332,7 @@ class Daemon:
         ]
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
-        snapshot.gauges.append(Level(STARTED, (), self._started))
+        snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.unprepared)]
         if self._certificates is not None:
             valid = self._certificates.current
             snapshot.gauges.append(Level(CERTIFICATE_BEGIN, (), valid.begin.timestamp()))
@@ -354,41 +389,80 @@ class Daemon:
         self.peers.on_memory_agent = nixl.heard
         nixl.start(self.receivers.connections)
 
-    def _replace(self, instruction: ReplaceRegion) -> None:
-        self.engines.region_closed(instruction.region)
-        task = self._loop.create_task(self._replace_until_done(instruction))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+    def _make_region(self, instruction: MakeRegion) -> None:
+        self._run(self._make_until_done(instruction), self._making)
 
-    async def _replace_until_done(self, instruction: ReplaceRegion) -> None:
-        """Replace the memory of a region, again and again until memory is available, then tell the rules by
-        `RegionReady`. The rules do not use the region before."""
+    def _run(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _make_until_done(self, instruction: MakeRegion) -> None:
+        """Make a region, again and again until memory is available, then tell the rules by `RegionReady`."""
+        # Its memory may be that of a region which is being given back.
+        await asyncio.gather(*self._freeing, return_exceptions=True)
+        if not await self._until_done(
+            f"memory for region {instruction.region} is missing",
+            self._makers,
+            lambda: self._arena.make(instruction.region, instruction.nbytes),
+        ):
+            return
+        self.driver.handle(events.RegionReady(instruction.region))
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self.prepared.is_set():
+            return
+        left, total = self.unprepared, self.driver.core.store.regions.total
+        if not left:
+            self.prepared.set()
+        self._report(total - left, total)
+        if time.monotonic() > self._progress_at:
+            self._progress_at = time.monotonic() + PROGRESS_S
+            log.info("%.1f of %.1f GiB of memory are prepared", (total - left) / (1 << 30), total / (1 << 30))
+
+    @property
+    def unprepared(self) -> int:
+        """The bytes of memory that have not been allocated yet since the start."""
+        regions = self.driver.core.store.regions
+        left = regions.unmade if regions.unmade >= regions.region_bytes or regions.making else 0
+        return 0 if self.prepared.is_set() else left + sum(regions.making.values())
+
+    def _cut_region(self, instruction: CutRegion) -> None:
+        self._arena.region(instruction.region).cut(instruction.nbytes, instruction.slot_bytes)
+        self._run(self._trim(instruction.region), self._freeing)
+
+    async def _trim(self, region: int) -> None:
+        await asyncio.to_thread(self._arena.region(region).trim)
+        if self._transports.nixl is not None:
+            self._transports.nixl.add(region)
+
+    def _close_region(self, instruction: CloseRegion) -> None:
+        self.engines.region_closed(instruction.region)
+        self._run(self._close_until_done(instruction.region, list(self._freeing)), self._freeing)
+
+    async def _close_until_done(self, region: int, before: Sequence[asyncio.Task[None]]) -> None:
+        # The region may still be trimmed.
+        await asyncio.gather(*before, return_exceptions=True)
+        if self._transports.nixl is not None:
+            await asyncio.to_thread(self._transports.nixl.remove, region)
+        await self._until_done(f"region {region} cannot be given back", None, lambda: self._arena.end(region))
+
+    async def _until_done(self, problem: str, threads: Executor | None, work: Callable[[], None]) -> bool:
+        """Do `work` in a thread, again and again until it raises nothing; log the first failure. Returns False if the
+        daemon ends before."""
         logged = False
         while not self._closing.is_set():
             try:
-                # The allocation runs in a thread, because the kernel may take seconds to allocate the pages.
-                await asyncio.to_thread(self._replace_memory, instruction)
+                await self._loop.run_in_executor(threads, work)
+                return not self._closing.is_set()
             except Exception as error:
                 if not logged:
-                    log.error(
-                        "region %d could not be replaced for another tenant or layout, and is tried each 0.5 s: %s",
-                        instruction.region,
-                        error,
-                    )
+                    log.error("%s, and is tried each %.1f s: %s", problem, RETRY_S, error)
                 logged = True
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), REPLACE_S)
-                continue
-            self.driver.handle(events.RegionReady(instruction.fresh))
-            return
-
-    def _replace_memory(self, instruction: ReplaceRegion) -> None:
-        nixl = self._transports.nixl
-        if nixl is not None:
-            nixl.remove(instruction.region)
-        self._arena.replace(instruction.region, instruction.fresh)
-        if nixl is not None:
-            nixl.add(instruction.fresh)
+                    await asyncio.wait_for(self._closing.wait(), RETRY_S)
+        return False
 
     async def _save_state(self) -> None:
         """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
@@ -426,7 +500,9 @@ class Daemon:
             await _end_thread("NIXL was not closed", self._transports.nixl.close)
         await _end_thread("the check of slots was not ended", self.checker.close)
         await _end_thread("the disk tier was not closed", self.disk.close)
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        self._arena.stop()
+        await asyncio.gather(*self._making, *self._freeing, return_exceptions=True)
+        self._makers.shutdown()
         if self._saving is not None:
             saving = self._saving
             await _end("the eviction statistics were not saved", lambda: saving)

@@ -20,7 +20,7 @@ from tokenlake.config import format_size
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.opaque_layout import AnyLayout, decode_layout
-from tokenlake.store.region import RegionShape
+from tokenlake.store.region import stride_of
 from tokenlake.wire import agree, engine, pack_frame
 from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake_server.connected_process import ConnectedProcess
@@ -76,7 +76,10 @@ class EngineConnection:
         """True for a process of this node's query engine."""
         self.session = 0
         self.refused_memory_at = 0.0
-        """The time of the loop at which the last store got no region (`Code.NO_REGION`); 0 if it got slots."""
+        """The time of the loop since which stores get no slot, for want of memory for slots of this size at the tenant;
+        0 if the last one got some."""
+        self.without_memory = False
+        """True once that has lasted for a while."""
         self.joined = False
         """True: the engine's process belongs to a session of the rules."""
         self.maps = False
@@ -193,7 +196,7 @@ class EngineConnection:
 
     # -- identity
 
-    def identify(self, hello: engine.Hello, tenants: Tenants, region_bytes: int) -> None:
+    def identify(self, hello: engine.Hello, tenants: Tenants, memory: int) -> None:
         """Take tenant, layout and protocol version from a `Hello`. Raises `EngineRefused` when the daemon does not
         serve this process."""
         with refused_for(Reason.VERSION):
@@ -212,10 +215,10 @@ class EngineConnection:
                     "install the same version of tokenlake on both sides"
                 )
         with refused_for(Reason.MEMORY):
-            if not RegionShape(region_bytes, layout.segment_bytes).slots:
+            if stride_of(layout.segment_bytes) > memory:
                 raise LimitReached(
-                    f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
-                    f"{format_size(region_bytes)}; raise the daemon's 'region_size'"
+                    f"one segment of this layout takes {layout.segment_bytes} bytes, more than the daemon's memory of "
+                    f"{format_size(memory)}; raise its setting 'memory'"
                 )
         # Of the `Hello` only the numbers are used from now on: its layout and token are not kept.
         self.hello = msgspec.structs.replace(hello, layout=b"", probe=b"", token=None)

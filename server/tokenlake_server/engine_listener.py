@@ -12,16 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from tokenlake.config import format_size
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.core.pieces import LONG, LongRequest
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
-from tokenlake.identity import Incarnation, NodeId, TenantId
+from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
 from tokenlake.metrics import OTHERS, Level, Metric
 from tokenlake.opaque_layout import AnyLayout, understood
-from tokenlake.wire import Code, engine
+from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import split_keys
 from tokenlake_server.arena import Arena
@@ -35,6 +34,7 @@ from tokenlake_server.local_socket import listen
 from tokenlake_server.loop_share import LoopShare
 from tokenlake_server.refused_engines import EngineRefused, Reason, RefusedEngine, RefusedEngines, refused_for
 from tokenlake_server.tenants import Tenants
+from tokenlake_server.without_memory import WithoutMemory
 
 __all__ = ["EngineListener", "EngineSettings"]
 
@@ -48,8 +48,6 @@ MAX_UNPROVEN = 64
 ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
-
-
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
 MAX_RETIRED = 1024
@@ -74,7 +72,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     path: Path
     max_sessions: int
-    region_bytes: int
+    memory: int
     lease_s: float
 
 
@@ -117,6 +115,7 @@ class EngineListener:
         """Function that takes the answers for the control plane, whose connections have negative numbers."""
         self._contents = contents
         self._refused = RefusedEngines(loop, driver.core.counters)
+        self._without_memory = WithoutMemory(loop, driver.core.store, self._refused)
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: dict[str, OrderedDict[str, None]] = {}
@@ -230,19 +229,7 @@ class EngineListener:
     def without_pool(self) -> list[RefusedEngine]:
         """The processes of engines that run and go without the pool: those that were refused, and those that are
         connected and whose segments have no memory."""
-        found = self._refused.all()
-        for each in self._connections.values():
-            if each.joined and each.refused_memory_at and not self._has_memory(each):
-                at, problem = each.refused_memory_at, _no_memory(each)
-                found.append(
-                    RefusedEngine(each.process.pid, each.process.uid, each.tenant, Reason.MEMORY, problem, at, at)
-                )
-        return found
-
-    def _has_memory(self, connection: EngineConnection) -> bool:
-        assert connection.layout is not None
-        pool = self._driver.core.store.pool(TenantId(connection.tenant), connection.layout.segment_bytes)
-        return pool is not None and pool.slots > 0
+        return [*self._refused.all(), *self._without_memory.all(self._connections.values())]
 
     def close(self) -> None:
         """Stop listening on the local socket, remove its path, close all connections."""
@@ -329,7 +316,7 @@ class EngineListener:
             # to other processes, so they are not used.
             message = msgspec.structs.replace(message, session=0, resume=0)
         try:
-            connection.identify(message, self._tenants, self._settings.region_bytes)
+            connection.identify(message, self._tenants, self._settings.memory)
             layout = connection.layout
             assert layout is not None
             with refused_for(Reason.LAYOUT):
@@ -579,14 +566,4 @@ class EngineListener:
             reason = Reason.SESSION if connection.hello.session else Reason.LIMIT
             self._refused.refused(connection.process, connection.tenant, reason, message.reason)
         elif isinstance(message, engine.Prepared):
-            refused = Code.NO_REGION in message.codes
-            if refused and not connection.refused_memory_at:
-                self._refused.count(connection.process, Reason.MEMORY, _no_memory(connection))
-            connection.refused_memory_at = self._loop.time() if refused else 0.0
-
-
-def _no_memory(connection: EngineConnection) -> str:
-    """The problem of a process whose segments have no memory."""
-    assert connection.layout is not None
-    size = format_size(connection.layout.segment_bytes)
-    return f"its segments of {size} got no memory, so that none of them is stored"
+            self._without_memory.answered(connection, message.codes)

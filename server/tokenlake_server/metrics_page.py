@@ -75,7 +75,9 @@ EPOCH = _gauge("ring_epoch", "Epoch of the ring record that this node knows; equ
 CERTIFICATE_BEGIN = _gauge("certificate_begin_seconds", "Begin of the certificate's validity, in seconds since 1970")
 CERTIFICATE_END = _gauge("certificate_end_seconds", "End of the certificate's validity, in seconds since 1970")
 MEMORY = _gauge("memory_bytes", "Memory of this node for segments")
-SPARE = _gauge("spare_regions", "Regions that no tenant has")
+SPARE = _gauge("spare_bytes", "Memory that no tenant has")
+UNUSABLE = _gauge("unusable_bytes", "Memory that can hold no segment: rests of regions, and what is left beside them")
+UNPREPARED = _gauge("unprepared_bytes", "Memory that has not been allocated yet since the start of the daemon")
 FREE = _gauge("free_share", "Share of this node's memory that holds no segment, 0 to 1")
 VICTIM_AGE = _gauge(
     "victim_age_seconds",
@@ -152,7 +154,8 @@ class Snapshot:
         self.engines = engines
         self.processes = processes
         regions = core.store.regions
-        self.spare_regions = regions.spare
+        self.spare_bytes = regions.free
+        self.unusable_bytes = core.store.unusable()
         self.pools = [
             PoolState(
                 pool.tenant,
@@ -177,8 +180,9 @@ class Snapshot:
             Level(ENGINES, (), engines),
             Level(PROCESSES, (), processes),
             Level(PEERS_CONNECTED, (), connected),
-            Level(MEMORY, (), regions.total * core.store.region_bytes),
-            Level(SPARE, (), self.spare_regions),
+            Level(MEMORY, (), regions.total),
+            Level(SPARE, (), self.spare_bytes),
+            Level(UNUSABLE, (), self.unusable_bytes),
             Level(FREE, (), vacancy.free_share),
             Level(VICTIM_AGE, (), vacancy.victim_age_s),
             Level(KNOWN, (), membership.known),
@@ -202,14 +206,14 @@ class Snapshot:
         self.gauges += (Level(_QUERY_ENGINE[name], (), value) for name, value in values.items())
 
     def _add_tenants(self, core: NodeCore) -> None:
-        regions, size = core.store.regions, core.store.region_bytes
+        regions = core.store.regions
         used: Counter[str] = Counter()
         for pool in self.pools:
             used[pool.tenant] += (sum(pool.counts.values()) + pool.quarantined) * pool.slot_bytes
         for tenant in map(TenantId, dict.fromkeys([*core.config.quotas, *used])):
             self.gauges += (
-                Level(QUOTA, (tenant,), regions.quota(tenant) * size),
-                Level(TAKEN, (tenant,), regions.taken(tenant) * size),
+                Level(QUOTA, (tenant,), regions.quota(tenant)),
+                Level(TAKEN, (tenant,), regions.taken(tenant)),
                 Level(USED, (tenant,), used[tenant]),
             )
 

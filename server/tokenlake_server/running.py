@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tokenlake.config import ServerConfig
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import LimitReached, TokenLakeError
 from tokenlake_server import garbage_collector
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
@@ -26,20 +26,25 @@ log = logging.getLogger(__name__)
 
 LATE_S = 20.0
 """Seconds for which a node that drains because of SIGTERM waits beyond `drain_s` for etcd."""
+OWN_DESCRIPTORS, REGION_DESCRIPTORS = 256, 2
+"""Numbers of descriptors that the daemon needs for itself, and for each region: the file and its mapping."""
 WORK_THREADS = 4
 """Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
 processes."""
 
 
-def _raise_descriptor_limit() -> None:
+def _raise_descriptor_limit(config: ServerConfig) -> None:
     """Raise the soft limit of open descriptors. Each process of an engine takes two, and the usual limit of 1024 is too
-    low for the default of `max_sessions`."""
+    low for the default of `max_sessions`. Raises `LimitReached` where the hard limit leaves none beside the regions."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_DESCRIPTORS + REGION_DESCRIPTORS * config.regions
+    if hard < needed:
+        raise LimitReached(
+            f"{config.regions} regions ('memory' in parts of 'region_size') take {needed} descriptors, and the hard "
+            f"limit is {hard}: set LimitNOFILE={needed} in the unit of systemd, run `ulimit -Hn {needed}`, or give a "
+            "larger 'region_size'"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class _StartStopped(Exception):
-    """A signal arrived while the kernel allocated the arena's pages, which takes seconds per 10 GiB."""
 
 
 def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
@@ -72,52 +77,42 @@ async def _first(*events: asyncio.Event) -> None:
 
 async def run(
     config: ServerConfig,
-    report: Callable[[int, int], None],
-    ready: Callable[[Daemon], None],
+    serving: Callable[[Daemon], None],
+    report: Callable[[int, int], None] = lambda done, total: None,
+    ready: Callable[[Daemon], None] = lambda daemon: None,
     *,
     speed: float = 1.0,
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run a daemon until SIGTERM or SIGINT.
 
-    `report(bytes populated, bytes in total)` is called from a thread while the arena is populated; `ready(daemon)` is
-    called when the daemon serves, before its first event. `speed`: see `Driver`. `origin`: the source of each setting.
+    `serving(daemon)` is called when the daemon serves, before its first event, `report(bytes, bytes in total)` while it
+    prepares its memory, and `ready(daemon)` when all of it is there. `speed`: see `Driver`. `origin`: the source of
+    each setting.
+
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), "socket")
-    require_memory(config.memory)
-    _raise_descriptor_limit()
+    require_memory(config.memory, config.regions if config.huge_pages else 0)
+    _raise_descriptor_limit(config)
     loop = asyncio.get_running_loop()
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
-    arena = Arena(config.memory // config.region_size, config.region_size, config.huge_pages)
-    total = config.memory // config.region_size * config.region_size
-    done = 0
-
+    arena = Arena(config.huge_pages)
     stop = asyncio.Event()
-
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        report(done, total)
-        if stop.is_set():
-            raise _StartStopped
-
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        try:
-            await asyncio.to_thread(arena.populate, progress)
-        except _StartStopped:
-            log.info("stopped before the memory was ready")
-            return
-        daemon = Daemon(config, arena, speed, origin)
+        daemon = Daemon(config, arena, speed, origin, report)
         garbage_collector.set_up(daemon.watchdog.collected)
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
-        ready(daemon)
+        serving(daemon)
+        await _first(stop, daemon.left, daemon.prepared)
+        if daemon.prepared.is_set():
+            ready(daemon)
         await _first(stop, daemon.left)
         log.info("stopping")
         daemon.watchdog.stop()

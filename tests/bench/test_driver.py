@@ -43,7 +43,7 @@ class Recorder:
     def check(self, order: instructions.CheckSlot) -> None:
         pass
 
-    def replace(self, order: instructions.ReplaceRegion) -> None:
+    def make(self, order: instructions.MakeRegion) -> None:
         pass
 
 

@@ -58,9 +58,9 @@ def test_arrays_survive_the_end_of_their_region() -> None:
     """Their bytes are the same at any time, also for a thread that reads meanwhile."""
     shape = RegionShape(1 << 20, 10_000)
     memory = os.memfd_create("test")
-    os.ftruncate(memory, shape.region_bytes)
-    with mmap.mmap(memory, shape.region_bytes) as writer:
-        writer[:] = bytes(range(256)) * (shape.region_bytes // 256)
+    os.ftruncate(memory, shape.file_bytes)
+    with mmap.mmap(memory, shape.file_bytes) as writer:
+        writer[:] = bytes(range(256)) * (shape.file_bytes // 256)
     mapping = Mapping(os.dup(memory), shape.region_bytes, shape.slot_bytes, write=False)
     window = np.asarray(Window(mapping, object(), lambda: [3, 50]))
     arrays = [window[3], window[50]]

@@ -69,7 +69,7 @@ def test_one_fetch_finds_out_and_no_other_waits() -> None:
 
 def test_a_node_under_load_may_be_slow_to_send() -> None:
     """Lookups take long as well, so that a transfer without an answer does not show that the bulk path is dead."""
-    cluster = calm(2)
+    cluster = calm(2, regions=5)
     writer, reader = cluster.join(0), cluster.join(1)
     keys = placed(cluster, 0, 1, 14)
     for key in keys:

@@ -33,7 +33,7 @@ class Scene:
     """A node with eight slots and one session of `processes`."""
 
     def __init__(self) -> None:
-        self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 4096 + 8 * SLOT_BYTES))
+        self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 8 * SLOT_BYTES))
         peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
         self.withdrawn: list[SegmentKey] = []

@@ -25,7 +25,7 @@ SLOT_BYTES = 1024
 
 
 def core_of(learned: bytes | None = None) -> NodeCore:
-    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 2, 4096 + 8 * SLOT_BYTES))
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 2, 8 * SLOT_BYTES))
     core.start(0.0)
     if learned is not None:
         core.handle(events.StatisticsLoaded(learned), 0.0)
@@ -86,7 +86,7 @@ def test_too_many_bytes_are_refused() -> None:
 
 def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
-    store = SegmentStore([], 4096, Budgets(), Counters(), Forecast)
+    store = SegmentStore(0, 4096, Budgets(), Counters(), Forecast)
     learned = Forecast().save()
     store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
@@ -129,7 +129,7 @@ def test_malformed_statistics_of_another_node_are_not_used() -> None:
 
 
 def test_every_peer_is_sent_every_pool() -> None:
-    context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 4096 + 8 * SLOT_BYTES))
+    context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 8 * SLOT_BYTES))
     peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
     context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})

@@ -13,8 +13,8 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.instructions import ReplaceRegion
-from tokenlake.core.regions import DRAIN_ALONE_S, PATIENCE_S
+from tokenlake.core.instructions import CloseRegion, MakeRegion
+from tokenlake.core.regions import DRAIN_ALONE_S, PATIENCE_S, UNUSED_S
 from tokenlake.identity import TenantId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind
@@ -69,7 +69,7 @@ def test_a_later_tenant_gets_its_fair_share() -> None:
         cluster.check()
     assert (regions(cluster, "red"), regions(cluster, "blue")) == (2, 2)
     # A tenant with its fair share takes no more.
-    assert len(said(cluster, 0, ReplaceRegion)) == 2
+    assert len(said(cluster, 0, CloseRegion)) == 2
     assert hits(cluster, blue, "mine 11", SLOTS) == SLOTS
 
 
@@ -83,7 +83,7 @@ def test_the_only_region_of_a_tenant_stays() -> None:
     cluster.run_for(2.0)
     # One region is the fair share of a tenant that is connected.
     assert regions(cluster, "red") == 1
-    assert not said(cluster, 0, ReplaceRegion)
+    assert not said(cluster, 0, CloseRegion)
     cluster.check()
 
 
@@ -100,17 +100,47 @@ def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
     cluster.run_for(2 * DRAIN_ALONE_S)
     assert (regions(cluster, "red"), regions(cluster, "blue"), regions(cluster, "green")) == (3, 1, 0)
     cluster.check()
-    # A region of the tenant that has too much follows as soon as its leases end.
+    # Regions of the tenant that has left follow as they are needed.
     red.die()
-    cluster.run_for(2 * DRAIN_ALONE_S)
-    assert regions(cluster, "blue") == 2
-    write(cluster, blue, "mine", SLOTS)
+    for turn in range(8):
+        write(cluster, blue, f"mine {turn}", SLOTS)
+        cluster.run_for(0.5)
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == (0, 4)
     cluster.check()
 
 
-def test_a_second_layout_of_a_tenant_gets_its_part() -> None:
-    """Also while engines of the first layout, which took all memory, are connected and go on writing."""
-    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), 4, 4096 + 8 * 4096, **ROOMY))  # type: ignore[arg-type]
+def endlessly(cluster: Cluster, writer: Engine, turns: int) -> None:
+    """The working set of the writer takes all memory of the node: it stores again what is not found."""
+    for turn in range(turns):
+        name = f"{writer.tenant} {turn % 8}"
+        if hits(cluster, writer, name, SLOTS) < SLOTS:
+            write(cluster, writer, name, SLOTS)
+        cluster.run_for(0.1)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "connected"])
+def test_a_tenant_that_uses_nothing_keeps_nothing(leaves: bool) -> None:
+    cluster = calm(1, regions=8, **ROOMY)
+    red = cluster.join(0)
+    endlessly(cluster, red, 16)
+    assert regions(cluster, "red") == 8
+    if leaves:
+        red.die()
+    else:
+        cluster.run_for(UNUSED_S)
+    blue = cluster.join(0, tenant="blue")
+    endlessly(cluster, blue, 24)
+    # A connected engine keeps one region.
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == ((0, 8) if leaves else (1, 7))
+    before = len(said(cluster, 0, CloseRegion))
+    endlessly(cluster, blue, 16)
+    assert len(said(cluster, 0, CloseRegion)) == before
+    cluster.check()
+
+
+def test_two_layouts_of_a_tenant_share_by_use() -> None:
+    """Engines of the first layout, which took all memory, go on writing, twice as many bytes as those of the second."""
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), 4, 8 * 4096, **ROOMY))  # type: ignore[arg-type]
     core.start(0.0)
     now, last = 0.0, 1
     deliver: collections.deque[events.Event] = collections.deque()
@@ -120,8 +150,8 @@ def test_a_second_layout_of_a_tenant_gets_its_part() -> None:
         answers: list[Any] = []
         while deliver:
             for instruction in core.handle(deliver.popleft(), now):
-                if isinstance(instruction, ReplaceRegion):
-                    deliver.append(events.RegionReady(instruction.fresh))
+                if isinstance(instruction, MakeRegion):
+                    deliver.append(events.RegionReady(instruction.region))
                 answers.append(getattr(instruction, "message", None))
         core.check_integrity()
         return answers
@@ -147,7 +177,7 @@ def test_a_second_layout_of_a_tenant_gets_its_part() -> None:
     for _ in range(400):
         write(1)
         write(2)
-    assert taken() == {4096: 2, 2048: 2}
+    assert taken() == {4096: 3, 2048: 1}
 
 
 def leased_in_each_region(cluster: Cluster, reader: Engine, count: int) -> dict[int, list[int]]:
@@ -272,7 +302,7 @@ def test_a_new_tenant_gets_a_region_without_engines() -> None:
     cluster.run_for(0.01)
     blue = cluster.join(0, tenant="blue")
     cluster.run_for(0.05)
-    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    assert len(said(cluster, 0, CloseRegion)) == 1
     keys = placed(cluster, 0, 1)
     store(cluster, blue, keys)
     assert match(cluster, blue, keys).hits == 1
@@ -290,7 +320,7 @@ def test_one_region_is_taken_from_one_tenant(monkeypatch: pytest.MonkeyPatch) ->
     cluster.run_for(0.01)
     newcomer = cluster.join(0, tenant="green")
     cluster.run_for(2.0)
-    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    assert len(said(cluster, 0, CloseRegion)) == 1
     left = collections.Counter(segment.tenant for segment in cluster.core(0).store.segments())
     assert list(left.values()) == [SLOTS, SLOTS]
     store(cluster, newcomer, prompt("new", 1))

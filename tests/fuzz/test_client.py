@@ -27,7 +27,7 @@ from tokenlake_client import MatchOptions, Pool
 from tokenlake_client.match import DEFAULT_MATCH
 
 SLOTS = 4
-REGION_BYTES = 4096 + SLOTS * LAYOUT.segment_bytes
+REGION_BYTES = SLOTS * LAYOUT.segment_bytes
 SECRET = b"s" * 32
 KEYS = [SegmentKey(bytes([number]) * 32) for number in range(4)]
 Answer = Callable[[Any], msgspec.Struct | None]

@@ -21,7 +21,7 @@ from tokenlake.core.instructions import (
     Answer,
     CheckSlot,
     Instruction,
-    ReplaceRegion,
+    MakeRegion,
     SendBulk,
     SendToPeer,
     StartFetch,
@@ -51,7 +51,7 @@ class Node:
         self.core.start(self.now)
         self.fetches: list[StartFetch] = []
         self.sending: list[int] = []
-        self.replacing: list[int] = []
+        self.making: list[int] = []
         self.checks: list[int] = []
         self.up: set[str] = set()
         self.sessions: list[int] = []
@@ -77,8 +77,8 @@ class Node:
                     self.sending.append(instruction.stream)
                 case CheckSlot():
                     self.checks.append(instruction.check)
-                case ReplaceRegion():
-                    self.replacing.append(instruction.fresh)
+                case MakeRegion():
+                    self.making.append(instruction.region)
                 case Welcomed():
                     self.sessions.append(instruction.session)
                 case SendToPeer(message=peer.Lookup() | peer.Offer()):
@@ -200,9 +200,9 @@ class Node:
         if self.checks:
             self.feed(events.SlotChecked(self.checks.pop(0), right))
 
-    def replaced(self) -> None:
-        if self.replacing:
-            self.feed(events.RegionReady(self.replacing.pop(0)))
+    def made(self) -> None:
+        if self.making:
+            self.feed(events.RegionReady(self.making.pop(0)))
 
     def nonsense(self, connection: int, node: str) -> None:
         """Every kind of malformed event: each is refused, and all together leave no trace."""
@@ -235,11 +235,11 @@ class Node:
             self.feed(events.PeerDown(node, self.incarnation(node)))
         for _ in range(20):
             self.wait(5.0)
-            while self.fetches or self.sending or self.replacing or self.checks:
+            while self.fetches or self.sending or self.making or self.checks:
                 self.fetched([Code.LOST])
                 self.sent()
                 self.checked(True)
-                self.replaced()
+                self.made()
         self.check()
         left = {name: count for name, count in self.core.census().items() if count}
         remembered = {"explained requests", "segments they missed", "segments that went"}
@@ -305,7 +305,7 @@ steps = st.one_of(
     step("sent"),
     step("report", st.sampled_from(PEERS), plain, st.integers(0, 40)),
     step("checked", st.booleans()),
-    step("replaced"),
+    step("made"),
     step("wait", st.sampled_from([0.0, 0.001, 0.03, 0.3, 2.0, 12.0, 40.0])),
 )
 

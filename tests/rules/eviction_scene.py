@@ -38,7 +38,7 @@ class Memory:
         self._names: dict[Segment, object] = {}
         self.evicted: list[object] = []
         self.refused: list[object] = []
-        store = SegmentStore([0], 4096 + SLOT_BYTES, Budgets(), Counters())
+        store = SegmentStore(1, SLOT_BYTES, Budgets(), Counters())
         pool = store.pool(TenantId("t"), SLOT_BYTES)
         assert pool is not None
         self._pool = pool.id

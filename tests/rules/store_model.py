@@ -85,20 +85,20 @@ class StoreModel:
     def __init__(
         self,
         regions: int,
-        slots: dict[int, int],
+        region_bytes: int,
         cached: float,
         dirty: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
-        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies. Any policy but the
-        model of LRU is the real one: the model then checks the calls that it gets, and the use of its answers."""
-        self.all_regions = regions
-        self.slots = slots
+        """`policy`: orders primary copies. Any policy but the model of LRU is the real one: the model then checks the
+        calls that it gets, and the use of its answers."""
+        self.total = regions * region_bytes
         self.cached = cached
         self.dirty = dirty
-        self.spare = list(range(regions))
-        self.away: list[int] = []
-        """Regions that were reclaimed and are not spare again yet."""
+        self.spare = dict.fromkeys(range(regions), region_bytes)
+        """Bytes of the regions without a pool."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of the regions with a pool."""
         self.regions: dict[Pool, list[int]] = {}
         self.index: dict[tuple[str, int], Copy] = {}
         self.quarantine: list[Copy] = []
@@ -114,7 +114,18 @@ class StoreModel:
     # -- asking
 
     def places(self, pool: Pool) -> set[Place]:
-        return {(region, slot) for region in self.regions.get(pool, []) for slot in range(self.slots[pool[1]])}
+        regions = self.regions.get(pool, [])
+        return {(region, slot) for region in regions for slot in range(self.sizes[region] // pool[1])}
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that no pool has."""
+        return self.total - sum(self.sizes.values())
+
+    @property
+    def unmade(self) -> int:
+        """The bytes that belong to no region."""
+        return self.free_bytes - sum(self.spare.values())
 
     def free(self, pool: Pool) -> set[Place]:
         return self.places(pool) - {copy.place for copy in self.copies()}
@@ -125,15 +136,15 @@ class StoreModel:
     def count(self, pool: Pool, kind: Kind) -> int:
         return sum(copy.pool == pool and copy.kind is kind for copy in self.index.values())
 
-    def vacancy(self, now: float, region_bytes: int) -> tuple[float, float, float]:
-        free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
+    def vacancy(self, now: float) -> tuple[float, float, float]:
+        free = self.free_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
         orders = [self.order_of(pool, Kind.PRIMARY) for pool in self.regions]
         next_out = [(order, victim) for order in orders if (victim := self._unpinned(order, now)) is not None]
         age = max((now - copy.touched for _, copy in next_out), default=0.0)
         retention_value = min(
             (order.retention_value(copy, now) for order, copy in next_out), default=MAX_RETENTION_VALUE
         )
-        return free / (self.all_regions * region_bytes), age, retention_value
+        return free / self.total, age, retention_value
 
     def order_of(self, pool: Pool, kind: Kind) -> Any:
         if (pool, kind) not in self.order:
@@ -146,7 +157,7 @@ class StoreModel:
         """The outcome of a reservation: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
-        reach = len(self.places(pool)) + len(self.spare) * self.slots[pool[1]]
+        reach = len(self.places(pool)) + self.free_bytes // pool[1]
         if kind is Kind.DIRTY and self.count(pool, Kind.DIRTY) >= max(2, math.ceil(self.dirty * reach)):
             return Code.WRITE_BUDGET
         if not self.free(pool):
@@ -205,33 +216,32 @@ class StoreModel:
         copy.excluded = False
         self._enter(copy, copy.touched)
 
-    def reclaim(self, pool: Pool, now: float) -> int | None:
-        for region in list(self.regions[pool]):
-            inside = [copy for copy in self.copies() if copy.place[0] == region]
-            if not any(copy.pins or copy.kind is Kind.DIRTY for copy in inside):
-                for copy in inside:
-                    self._evict(copy, now)
-                self.regions[pool].remove(region)
-                if not self.regions[pool]:
-                    del self.regions[pool]
-                    # A later pool with this id starts with fresh orders.
-                    self.order = {at: order for at, order in self.order.items() if at[0] != pool}
-                self.away.append(region)
-                return region
-            # The next search begins with the other regions.
-            self.regions[pool].append(self.regions[pool].pop(0))
-        return None
+    def busy(self, region: int) -> int:
+        """Number of copies in the region that are pinned or being written."""
+        inside = (copy for copy in self.copies() if copy.place[0] == region)
+        return sum(bool(copy.pins) or copy.kind is Kind.DIRTY for copy in inside)
 
-    def add_spare(self, region: int) -> None:
-        self.away.remove(region)
-        self.spare.append(region)
+    def drain(self, pool: Pool, region: int, now: float) -> None:
+        """Evict the copies in a region without busy ones; it belongs to no pool then, and its memory to no region."""
+        for copy in [copy for copy in self.copies() if copy.place[0] == region]:
+            self._evict(copy, now)
+        self.regions[pool].remove(region)
+        del self.sizes[region]
+        if not self.regions[pool]:
+            del self.regions[pool]
+            # A later pool with this id starts with fresh orders.
+            self.order = {at: order for at, order in self.order.items() if at[0] != pool}
 
     # -- inside
 
     def _grow(self, pool: Pool) -> bool:
-        if not self.spare or not self.slots[pool[1]]:
+        """The smallest spare region with room for a slot keeps as many bytes as its slots take."""
+        fitting = [region for region, nbytes in self.spare.items() if nbytes >= pool[1]]
+        if not fitting:
             return False
-        self.regions.setdefault(pool, []).append(self.spare.pop(0))
+        region = min(fitting, key=lambda each: self.spare[each])
+        self.sizes[region] = self.spare.pop(region) // pool[1] * pool[1]
+        self.regions.setdefault(pool, []).append(region)
         return True
 
     def _next_victim(self, pool: Pool, kind: Kind, now: float) -> Copy | None:

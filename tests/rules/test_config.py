@@ -74,7 +74,7 @@ def test_another_table_of_settings() -> None:
 @pytest.mark.parametrize(
     ("toml", "environ", "flag", "memory", "origin"),
     [
-        (None, {}, None, 1 << 30, "default"),
+        (None, {}, None, 4 << 30, "default"),
         ("memory = '2MiB'", {}, None, 2 << 20, "file, line 1"),
         ("memory = '2MiB'", {"TOKENLAKE_MEMORY": "3MiB"}, None, 3 << 20, "environment TOKENLAKE_MEMORY"),
         ("memory = '2MiB'", {"TOKENLAKE_MEMORY": "3MiB"}, "4MiB", 4 << 20, "flag --memory"),
@@ -255,9 +255,22 @@ def test_a_default_socket_that_is_too_long_is_refused() -> None:
         load_config(toml_text=None, environ={"XDG_RUNTIME_DIR": "/run/" + "a" * 100}, flags={}, uid=UID)
 
 
-def test_a_small_memory_has_a_region_of_its_size() -> None:
-    assert load(memory="1MiB").config.region_size == 1 << 20
-    assert load(memory="1TiB").config.region_size == ServerConfig().region_size
+@pytest.mark.parametrize(
+    ("memory", "region", "count"),
+    [
+        ("1MiB", "1MiB", 1),
+        ("100MiB", "64MiB", 2),
+        ("1GiB", "64MiB", 16),
+        ("4GiB", "64MiB", 64),
+        ("16GiB", "256MiB", 64),
+        ("64GiB", "1GiB", 64),
+        ("512GiB", "1GiB", 512),
+        ("1800GiB", "3600MiB", 512),
+    ],
+)
+def test_the_size_of_a_region_follows_from_the_memory(memory: str, region: str, count: int) -> None:
+    config = load(memory=memory).config
+    assert (config.region_size, config.regions) == (load(memory=memory, region_size=region).config.region_size, count)
 
 
 def test_huge_pages_need_regions_of_whole_pages() -> None:
@@ -295,7 +308,7 @@ def test_one_list_of_peers_serves_all_nodes() -> None:
     ("peers", "reason"),
     [
         ("a=127.0.0.1:9", "at 127.0.0.1:9 .set by flag --peers., and 'listen' is 127.0.0.1:1: set 'advertise' to"),
-        ("a=127.0.0.1:1/2GiB", "/1GiB, as memory says"),
+        ("a=127.0.0.1:1/2GiB", "/4GiB, as memory says"),
         ("b=127.0.0.1:1", "gives 127.0.0.1:1 to node 'b' .*it is the 'listen' of this node, 'a': correct 'listen'"),
     ],
 )

@@ -52,7 +52,7 @@ from tokenlake.errors import ConfigurationError
         ("disk", 7),
         ("disk_keys", "abcd"),
         ("region_size", "1KiB"),
-        ("region_size", "2GiB"),
+        ("region_size", "5GiB"),
         ("lease_s", "nan"),
         ("lease_s", "inf"),
         ("lease_s", True),

@@ -374,7 +374,7 @@ def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
 
 def test_the_model_of_a_pool_that_lost_its_memory() -> None:
     """The model of a pool that lost its memory twice is the last that it learned."""
-    store, red, slot_bytes = SegmentStore([0], 1 << 16, Budgets(), Counters(), policy=Forecast), TenantId("red"), 1024
+    store, red, slot_bytes = SegmentStore(1, 1 << 16, Budgets(), Counters(), policy=Forecast), TenantId("red"), 1024
     features = odds.Odds().features(1, SHORT)
 
     def lives(steps: int) -> float:
@@ -386,10 +386,9 @@ def test_the_model_of_a_pool_that_lost_its_memory() -> None:
             model.add(features, 5, 1.0, 1.0)
             model.learn()
         value = model.retention_value(features)[5]
-        region = store.reclaim(pool, 0.0)
-        assert region is not None
+        assert store.drain(pool, 0.0)[1] == 0
         assert store.odds(red, slot_bytes).retention_value(features)[5] == pytest.approx(value)
-        store.add_spare(region)
+        store.regions.made(store.regions.make(store.regions.unmade))
         return value
 
     assert lives(1) < lives(20)

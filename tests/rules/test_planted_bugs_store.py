@@ -198,7 +198,7 @@ def search(store: type[SegmentStore]) -> None:
     try:
         run_state_machine_as_test(Planted, settings=SEARCH)
     except AssertionError as error:
-        print(f"{store.__name__}: found in example {tried}: {str(error).splitlines()[0]}")
+        print(f"{store.__name__}: found in example {tried}:", str(error).partition("\n")[0])
         raise
 
 

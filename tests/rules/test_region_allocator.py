@@ -13,7 +13,7 @@ SLOT_BYTES, PER_REGION = 1024, 4
 
 
 def store_of(regions: int, quotas: dict[str, float]) -> SegmentStore:
-    return SegmentStore(range(regions), 4096 + PER_REGION * SLOT_BYTES, Budgets(), Counters(), quotas=quotas)
+    return SegmentStore(regions, PER_REGION * SLOT_BYTES, Budgets(), Counters(), quotas=quotas)
 
 
 def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.PRIMARY, size: int = SLOT_BYTES) -> Code:
@@ -33,24 +33,24 @@ def regions(store: SegmentStore, tenant: TenantId) -> int:
 
 
 def test_a_quota_is_at_least_one_whole_region() -> None:
-    quotas = RegionAllocator(range(10), {"red": 0.7, "blue": 0.01, "grey": 0.19})
-    assert [quotas.quota(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
+    quotas = RegionAllocator(10, 100, {"red": 0.7, "blue": 0.01, "grey": 0.19})
+    assert [quotas.quota(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [700, 100, 190, 1000]
 
 
 def test_fair_shares_fit_into_the_memory() -> None:
-    quotas = RegionAllocator(range(8), {"red": 0.25})
-    assert quotas.fair_share(RED, [RED]) == 2
-    assert quotas.fair_share(BLUE, [BLUE]) == 8
-    assert [quotas.fair_share(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [1, 6]
-    assert [quotas.fair_share(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [4, 4]
-    assert RegionAllocator(range(2), {}).fair_share(RED, [RED, BLUE, GREY]) == 1
+    quotas = RegionAllocator(8, 100, {"red": 0.25})
+    assert quotas.fair_share(RED, [RED]) == 200
+    assert quotas.fair_share(BLUE, [BLUE]) == 800
+    assert [quotas.fair_share(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [100, 600]
+    assert [quotas.fair_share(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [400, 400]
+    assert RegionAllocator(2, 100, {}).fair_share(RED, [RED, BLUE, GREY]) == 100
 
 
 def test_a_tenant_at_its_quota_evicts_its_own() -> None:
     store = store_of(4, {"red": 0.5})
     assert fill(store, BLUE, PER_REGION) is Code.RESERVED
     assert fill(store, RED, 100) is Code.RESERVED
-    assert (regions(store, RED), store.regions.spare) == (2, 1)
+    assert (regions(store, RED), len(store.regions.spare)) == (2, 1)
     assert len(store.index(RED)) == 2 * PER_REGION
     assert len(store.index(BLUE)) == PER_REGION
 
@@ -65,8 +65,8 @@ def test_a_refusal_names_the_quota() -> None:
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
     assert store.capacity(pool.id) == 2 * PER_REGION
-    assert store.take_unserved() == [(RED, 2 * SLOT_BYTES)]
-    assert store.take_unserved() == []
+    assert store.take_pressed() == [(RED, 2 * SLOT_BYTES)]
+    assert store.take_pressed() == []
 
 
 def test_a_refusal_without_a_quota() -> None:
@@ -77,7 +77,7 @@ def test_a_refusal_without_a_quota() -> None:
     assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
 
 
-def test_a_drained_region_goes_to_the_waiting_tenant() -> None:
+def test_a_drained_region_goes_to_another_tenant() -> None:
     store = store_of(2, {})
     fill(store, RED, 100)
     pool = store.pool(RED, SLOT_BYTES)
@@ -86,16 +86,16 @@ def test_a_drained_region_goes_to_the_waiting_tenant() -> None:
     store.pin(leased)
     busy = leased.place.region
     assert not store.has_room(BLUE, SLOT_BYTES)
-    assert store.regions.above_fair_share(RED, [RED, BLUE])
     # A region without a pinned segment is free at once.
-    given = store.drain(pool, 200.0)
-    assert given is not None
+    given, left = store.drain(pool, 200.0)
+    assert not left
     assert given != busy
     store.check_integrity()
-    store.add_spare(9, (BLUE, SLOT_BYTES))
-    assert (regions(store, RED), regions(store, BLUE), store.regions.spare) == (1, 1, 0)
+    assert store.regions.unmade == PER_REGION * SLOT_BYTES
+    store.regions.made(store.regions.make(store.regions.unmade))
+    store.grow(BLUE, SLOT_BYTES)
+    assert (regions(store, RED), regions(store, BLUE), len(store.regions.spare)) == (1, 1, 0)
     assert store.has_room(BLUE, SLOT_BYTES)
-    assert not store.regions.above_fair_share(RED, [RED, BLUE])
 
 
 def test_a_region_is_taken_when_its_last_pin_goes() -> None:
@@ -105,12 +105,12 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     assert pool is not None
     leased = next(iter(store.index(RED).values()))
     store.pin(leased)
-    assert store.drain(pool, 10.0) is None
+    assert store.drain(pool, 10.0) == (0, 1)
     assert list(store.index(RED).values()) == [leased]
     assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 10.0) is Code.NO_SLOT
     store.check_integrity()
     store.unpin(leased)
-    assert store.drain(pool, 11.0) == 0
+    assert store.drain(pool, 11.0) == (0, 0)
     assert not list(store.pools())
 
 
@@ -120,6 +120,6 @@ def test_little_is_kept_of_regions_given_away() -> None:
         fill(store, RED, PER_REGION)
         pool = store.pool(RED, SLOT_BYTES)
         assert pool is not None
-        assert store.reclaim(pool, 10.0) == region - 1
-        store.add_spare(region)
+        assert store.drain(pool, 10.0) == (region - 1, 0)
+        store.regions.made(store.regions.make(store.regions.unmade))
         store.check_integrity()

@@ -26,7 +26,7 @@ class Scene:
     """A store of one region, and primary copies by number."""
 
     def __init__(self, make: Callable[[], EvictionPolicy] = LeastRecentlyUsed, slots: int = SLOTS) -> None:
-        self.store = SegmentStore([0], 4096 + slots * SLOT_BYTES, Budgets(), Counters(), make)
+        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), Counters(), make)
         self.segments: dict[int, Segment] = {}
 
     def add(self, number: int, now: float, hints: Hints = NO_HINTS, kind: Kind = Kind.PRIMARY) -> Segment:

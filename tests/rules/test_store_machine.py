@@ -30,8 +30,8 @@ from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
 KEYS = 20
-SMALL, LARGE = 64, 128
-HEADER = 4096
+SMALL, LARGE = 4096, 8192
+
 WRITER = "writer"
 
 POOLS: list[Pool] = [("a", SMALL), ("a", SMALL), ("a", SMALL), ("b", SMALL), ("a", LARGE)]
@@ -62,13 +62,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), cached=shares, dirty=shares)
     def start(self, regions: int, slots: int, cached: float, dirty: float) -> None:
-        self.region_bytes = HEADER + slots * SMALL
         self.counters = Counters()
         budgets = Budgets(cached, dirty)
         store, model = type(self).make_store, type(self).policy
         policy = LeastRecentlyUsed if model is LruModel else model
-        self.store = store(range(regions), self.region_bytes, budgets, self.counters, policy)
-        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, cached, dirty, model)
+        self.store = store(regions, slots * SMALL, budgets, self.counters, policy)
+        self.model = StoreModel(regions, slots * SMALL, cached, dirty, model)
         self.real: dict[Copy, Segment] = {}
         self.now = 0.0
         self.written = 0
@@ -142,25 +141,42 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.regions)
     @rule(pick=picks)
-    def reclaim(self, pick: int) -> None:
+    def drain(self, pick: int) -> None:
         pool = pick_from(pick, self.model.regions)
         real = next(p for p in self.store.pools() if (p.tenant, p.slot_bytes) == pool)
-        region = self.model.reclaim(pool, self.now)
-        assert self.store.reclaim(real, self.now) == region
+        found = self.store.least_used(real)
+        assert found is not None
+        assert found[0] == min(map(self.model.busy, real.regions))
+        assert sorted(real.regions) == sorted(self.model.regions[pool])
+        busy, region = found
+        assert self.model.busy(region) == busy
+        if busy:
+            return
+        self.model.drain(pool, region, self.now)
+        assert self.store.drain(real, self.now, region) == (region, 0)
         for place in [place for place in self.memory if place[0] == region]:
             del self.memory[place]
 
-    @precondition(lambda self: self.model.away)
-    @rule()
-    def add_spare(self) -> None:
-        region = self.model.away[0]
-        self.model.add_spare(region)
-        self.store.add_spare(region)
+    @precondition(lambda self: self.model.unmade)
+    @rule(pick=picks)
+    def make(self, pick: int) -> None:
+        sizes = range(SMALL, self.model.unmade + 1, SMALL)
+        if sizes:
+            region = self.store.regions.make(pick_from(pick, sizes))
+            self.model.spare[region] = self.store.regions.making[region]
+            self.store.regions.made(region)
+
+    @precondition(lambda self: self.model.spare)
+    @rule(pick=picks)
+    def unmake(self, pick: int) -> None:
+        region = pick_from(pick, self.model.spare)
+        del self.model.spare[region]
+        self.store.regions.unmake(region)
 
     @rule()
     def vacancy(self) -> None:
         self.now += 1
-        assert tuple(self.store.vacancy(self.now)) == self.model.vacancy(self.now, self.region_bytes)
+        assert tuple(self.store.vacancy(self.now)) == self.model.vacancy(self.now)
 
     @rule()
     def release_all(self) -> None:
@@ -241,12 +257,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_match_the_model(self) -> None:
-        assert self.store.regions.spare == len(self.model.spare)
+        assert self.store.regions.spare == self.model.spare
+        assert self.store.regions.unmade == self.model.unmade
         pools = {(pool.tenant, pool.slot_bytes): pool for pool in self.store.pools()}
         assert set(pools) == set(self.model.regions)
         for at, pool in pools.items():
             assert set(pool.free) == self.model.free(at), f"free slots of {at}"
-            assert pool.regions == self.model.regions[at]
+            assert sorted(pool.regions) == sorted(self.model.regions[at])
             for kind in (Kind.CACHED, Kind.PRIMARY):
                 order = self.model.order_of(at, kind)
                 assert len(pool.orders[kind]) == len(order)

@@ -8,15 +8,50 @@ import os
 
 import pytest
 
-from tokenlake_server.arena import PAGE, Region
+from tokenlake.store.region import PAGE, RegionShape
+from tokenlake.wire.slots import SlotRef
+from tokenlake_server.arena import Arena, Region
 
 
 def test_freed_pages_read_as_zeros() -> None:
     region = Region(0, 4 * PAGE, huge_pages=False)
-    region.view[:] = b"\1" * (4 * PAGE)
+    region.view[:] = b"\1" * len(region.view)
     region.free_pages([(PAGE, 2 * PAGE)])
     assert [region.view[number * PAGE] for number in range(4)] == [0, 1, 0, 0]
     region.close()
+
+
+def allocated(region: Region) -> int:
+    """Bytes that the kernel has allocated for the region."""
+    return os.fstat(region.fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 10_000, 3 << 20, 5 << 20, 8 << 20])
+def test_a_region_has_memory_for_its_slots_alone(slot_bytes: int) -> None:
+    """All of it is allocated before an engine writes, and the rest of the region is given back."""
+    arena = Arena()
+    arena.make(3, 8 << 20)
+    shape = RegionShape(RegionShape(8 << 20, slot_bytes).fitted(), slot_bytes)
+    region = arena.region(3)
+    region.cut(shape.region_bytes, slot_bytes)
+    region.trim()
+    assert allocated(region) == shape.file_bytes
+    last = SlotRef(3, shape.slots - 1, 7)
+    (view,) = arena.slots([last], slot_bytes)
+    view[:] = b"\2" * slot_bytes
+    arena.stamp([last])
+    assert allocated(region) == shape.file_bytes
+    view.release()
+    arena.end(3)
+    assert arena.numbers() == []
+    arena.close()
+
+
+def test_an_arena_that_stops_makes_no_region() -> None:
+    arena = Arena()
+    arena.stop()
+    arena.make(0, 8 << 20)
+    assert arena.numbers() == []
 
 
 def test_memory_that_is_not_taken_back_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,5 +64,5 @@ def test_memory_that_is_not_taken_back_is_logged(caplog: pytest.LogCaptureFixtur
     os.close(fd)
     with caplog.at_level(logging.ERROR):
         region.free_pages()
-    assert f"{PAGE} bytes of region 7 are still allocated: Operation not permitted" in caplog.text
+    assert f"{2 * PAGE} bytes of region 7 are still allocated: Operation not permitted" in caplog.text
     region.close()

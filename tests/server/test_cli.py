@@ -175,8 +175,10 @@ def test_a_daemon_without_its_members(tmp_path: Path) -> None:
     node.start()
     try:
         wait_until(lambda: node.log.exists() and "port for peers" in node.log.read_text(), "it serves")
-        assert "node n1 serves its own engines after" in node.log.read_text()
-        assert "is no member of its cluster yet (etcd has not answered yet)" in node.log.read_text()
+        assert "node n1 serves its own engines: socket" in node.log.read_text()
+        wait_until(lambda: "memory 1MiB is prepared after" in node.log.read_text(), "its memory is there")
+        assert "is no member of its cluster yet (" in node.log.read_text()
+        assert "is ready" not in node.log.read_text()
     finally:
         node.stop()
 

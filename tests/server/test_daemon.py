@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SlotRef
 from tokenlake_client import Pool
-from tokenlake_server.arena import Arena
+from tokenlake_server.arena import Arena, Region
 from tokenlake_server.daemon import Daemon
 from tokenlake_server.running import run
 from tokenlake_testing.cluster import Cluster, Node
@@ -193,7 +194,7 @@ def test_memory_moves_to_another_layout() -> None:
         with EngineProcess(node.socket) as old:
             for seed in range(10):
                 old.ask("store", seed=100 + seed, segments=8)
-            assert total(node, "tokenlake_spare_regions") == 0
+            assert total(node, "tokenlake_spare_bytes") == 0
             with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new:
 
                 def stored() -> bool:
@@ -255,38 +256,33 @@ def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
     return engine.Fetch(number, lease, 0, hits, 0.0)
 
 
-def stopped_at_start(tmp_path: Path) -> list[tuple[int, int]]:
-    """Run a daemon that gets a signal while it populates its memory. Returns what it reported."""
+def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon serves while it prepares its memory, and a signal ends it within one step of that."""
     text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     reports: list[tuple[int, int]] = []
+    served: list[bool] = []
 
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
+    def serving(daemon: Daemon) -> None:
+        served.append((tmp_path / "s").exists())
+        # All memory comes slower than the signal.
+        monkeypatch.setattr(Region, "populate", lambda self, ended: waited(ended))
 
-        def report(done: int, total: int) -> None:
-            """Runs in the thread that populates."""
-            if not reports:
-                os.kill(os.getpid(), signal.SIGTERM)
-            reports.append((done, total))
-            # The control loop handles the signal during one of these round trips to it.
-            for _ in range(10):
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)
-
-        await run(config, report, lambda daemon: reports.clear())
+    def waited(ended: Callable[[], bool]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until = time.monotonic() + LIMIT_S
+        while not ended():
+            assert time.monotonic() < until
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        asyncio.run(scene())
+        asyncio.run(
+            run(config, serving, lambda done, total: reports.append((done, total)), lambda daemon: served.append(False))
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
-    return reports
-
-
-def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
-    """A daemon handles a signal while it populates its memory, which takes most of a minute for 64 GiB."""
-    done, total = stopped_at_start(tmp_path)[-1]
-    assert done < total == 256 << 20
+    assert served == [True]
+    assert not reports
     assert not (tmp_path / "s").exists()
 
 
@@ -312,7 +308,7 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr("tokenlake_server.running.Arena", WatchedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        asyncio.run(run(config, lambda done, total: None, ready))
+        asyncio.run(run(config, ready))
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
@@ -322,13 +318,20 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
 
 def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that hangs in a read from disk keeps a view of its slot."""
+    text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
+    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     views: list[memoryview] = []
 
     class UsedArena(Arena):
-        def populate(self, report: Callable[[int], None]) -> None:
-            views.extend(self.slots([SlotRef(0, 0, 1)], 4096))
-            super().populate(report)
+        def make(self, number: int, nbytes: int) -> None:
+            super().make(number, nbytes)
+            views.append(self.region(number).view[:4096])
 
     monkeypatch.setattr("tokenlake_server.running.Arena", UsedArena)
-    stopped_at_start(tmp_path)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM)))
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
     assert len(views) == 1

@@ -91,7 +91,7 @@ def test_a_region_is_replaced_once_there_is_memory() -> None:
         with cluster.connect(0, WIDE) as newcomer:
             prompt = Prompt(2, 2)
             keys = newcomer.prefix(prompt.tokens).keys
-            wait_until(lambda: "could not be replaced" in node.log.read_text(), "it says so")
+            wait_until(lambda: "memory for region" in node.log.read_text(), "it says so")
             assert regions_mapped(node) == 0, "the old memory is given back first"
             assert outcomes(bytes(newcomer.store(keys).codes)) == {Code.NO_REGION}
             limit_memory(node, resource.RLIM_INFINITY)
@@ -102,7 +102,7 @@ def test_a_region_is_replaced_once_there_is_memory() -> None:
             }
             with newcomer.match(keys, deadline_s=PATIENT_S) as lease:
                 assert [bytes(array) for array in lease.fetch()] == [bytes([at]) * WIDE.segment_bytes for at in (1, 2)]
-        assert node.log.read_text().count("could not be replaced") == 1
+        assert node.log.read_text().count("is missing, and is tried") == 1
 
 
 def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> None:

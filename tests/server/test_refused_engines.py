@@ -183,16 +183,18 @@ def test_segments_that_get_no_memory_are_named() -> None:
     """An engine that is connected, and whose segments get no region, stores nothing."""
     with daemons(memory="1MiB") as cluster, cluster.connect(0, LAYOUT) as first:
         node = cluster.nodes[0]
-        first.store(first.prefix(Prompt(1, 4).tokens).keys)
-        # A segment takes nearly all of memory, of which the first engine is writing a part.
+        prompt = Prompt(1, 4)
+        store(first, prompt)
+        # A segment takes nearly all of memory, of which the first engine reads a part.
         other = msgspec.structs.replace(LAYOUT, layers=120)
-        with cluster.connect(0, other) as second:
+        with first.match(first.prefix(prompt.tokens).keys), cluster.connect(0, other) as second:
             codes = bytes(second.store(second.prefix(Prompt(2, 1).tokens).keys).codes)
             assert outcomes(codes) == {Code.NO_REGION}
+            assert without_pool(node) == [], "memory follows use within seconds"
             wait_shown(node, [("memory", 1)])
             (found,) = without_pool(node)
             assert found.pid == os.getpid()
-            assert "segments of 960KiB got no memory" in found.problem
+            assert "segments of 960KiB get no memory" in found.problem
             assert refusals(node, "memory") == 1
         wait_shown(node, [])
 

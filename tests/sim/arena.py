@@ -15,7 +15,7 @@ SHARDS = 2
 SLOT_BYTES = 64
 SLOTS = 3
 """Slots per region."""
-REGION_BYTES = 4096 + SLOTS * SLOT_BYTES
+REGION_BYTES = SLOTS * SLOT_BYTES
 HALF = b"half way"
 """Content of a shard from the reservation of its slot until an engine has written it."""
 

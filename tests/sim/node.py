@@ -234,13 +234,13 @@ class SimNode:
 
         clock.after(clock.delay_s(), checked)
 
-    def replace(self, order: instructions.ReplaceRegion) -> None:
+    def make(self, order: instructions.MakeRegion) -> None:
         """Add the new region to the arena, 10 ms later; see `tokenlake_testing.driver.Memory`."""
         life = self.life
 
         def ready() -> None:
             if not life.stopped:
-                self.arena.add(order.fresh)
-                life.deliver(events.RegionReady(order.fresh))
+                self.arena.add(order.region)
+                life.deliver(events.RegionReady(order.region))
 
         self.cluster.clock.after(0.01, ready)

@@ -27,6 +27,9 @@ __all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Setti
 PREFIX = "TOKENLAKE_"
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in the address of a Unix socket."""
+USUAL_REGIONS, USUAL_REGION, MOST_REGIONS = 64, 1 << 30, 512
+"""`region_size`: memory in 64 parts, so that pools get what they use; parts of 1 GiB from 64 GiB on, because a part is
+prepared as a whole before it is used; 512 parts from 512 GiB on, because each takes two descriptors."""
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Prefix of the engines' settings. A daemon ignores them: engines may be started from the same shell."""
 OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
@@ -137,7 +140,9 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
         for stream in values.get("kv_events", ())
     )
     if "region_size" not in values:
-        values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
+        memory = values.get("memory", plain.memory)
+        size = max(plain.region_size, min(memory // USUAL_REGIONS, USUAL_REGION), memory // MOST_REGIONS)
+        values["region_size"] = min(-(-size // HUGE_PAGE) * HUGE_PAGE, memory)
 
 
 def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:

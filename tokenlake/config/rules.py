@@ -58,9 +58,9 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             _SHARE,
             "limit of slots that are being written; above it a store is refused",
-            why="the writes of all sessions together leave room for the segments that are read",
+            why="half of the memory stays for segments that are read; a prompt that takes a third of it is stored",
         ),
-    ] = 0.10
+    ] = 0.50
     session_lease_share: Annotated[
         float,
         Setting(
@@ -75,9 +75,9 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             _SHARE,
             "limit of slots that one session has reserved",
-            why="less than may be leased, because reserved slots cannot be read yet",
+            why="less than `dirty_share`, so that one engine does not keep the others from storing",
         ),
-    ] = 0.25
+    ] = 0.40
     background_share: Annotated[
         float,
         Setting(

@@ -30,9 +30,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             _SIZE,
             "size of the arena; the daemon checks that it is available and populates all of it before it serves",
-            why="a few thousand tokens of an 8B model, ready in about two seconds",
+            why="32,768 tokens of an 8B model, or 13,056 of a 70B one",
         ),
-    ] = 1 << 30
+    ] = 4 << 30
     socket: Annotated[
         str,
         Setting(
@@ -184,9 +184,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         int,
         Setting(
             _SIZE,
-            "unit of memory that is assigned to one tenant; at least one segment",
-            why="tens of segments of 1 MiB per region, 16 regions in 1 GiB",
-            default="`64MiB`, or `memory` if that is less",
+            "size of the parts of memory (regions) that pools of tenants and models get, rounded to whole segments",
+            why="a pool that needs memory gets about a 64th of it at a time, and a large node has few descriptors open",
+            default="`memory` / 64, at least `64MiB`, at most `1GiB` or `memory` / 512",
         ),
     ] = 64 << 20
     match_deadline_ms: Annotated[
@@ -258,8 +258,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             kinds.tenants(),
             "tenants, each with `name`, `secret` (16 to 64 bytes in hexadecimal, the same on every node), `uids`, "
-            "`tokens` and `quota` (limit of its share of a node's memory, above 0 to 1, default 1; in whole regions, "
-            "at least one); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
+            "`tokens` and `quota` (limit of its share of a node's memory, above 0 to 1, default 1; at least one "
+            "region); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
             why="all allowed users belong to one tenant",
             default="one, `default`",
             secret=True,
@@ -387,3 +387,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="logging a line takes longer than many requests",
         ),
     ] = "info"
+
+    @property
+    def regions(self) -> int:
+        """The number of regions into which `memory` is divided at first."""
+        return -(-self.memory // self.region_size)

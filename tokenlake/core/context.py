@@ -56,6 +56,11 @@ class CoreConfig(RuleSettings, frozen=True):
     """The members of the cluster when this node starts."""
     regions: int
     region_bytes: int
+    """The memory is as large as `regions` regions of `region_bytes`. New regions have about this size."""
+    makers: int = 1
+    """Number of regions that the driver makes at a time of memory that no tenant has."""
+    made: bool = True
+    """Is the memory there when the rules start? Otherwise the rules ask for it by `MakeRegion`."""
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Maximum share of the node's memory for each tenant, 0 to 1; a tenant without an entry may use all of it."""
     drain_s: float = DRAIN_S
@@ -102,13 +107,14 @@ class Context:
         self.counters = Counters()
         self.removals = RemovalLog()
         self.store = SegmentStore(
-            range(config.regions),
+            config.regions,
             config.region_bytes,
             Budgets(cached=config.cached_share, dirty=config.dirty_share),
             self.counters,
             policy=Forecast,
             quotas=config.quotas,
             removals=self.removals,
+            made=config.made,
         )
         self.disk = DiskTier(self.store.odds, config.disk_writes_per_day, config.quotas)
         self.store.spare = self.disk.spare

@@ -140,7 +140,7 @@ class Disk:
     def _look_at(self, pool: SlotPool) -> None:
         store, now = self._context.store, self._context.now
         ahead = max(LEAST_AHEAD, min(MOST_AHEAD, pool.slots // AHEAD_PART))
-        ahead -= len(pool.free) + store.regions.room(pool.tenant) * pool.region_slots
+        ahead -= len(pool.free) + store.room(pool)
         if ahead <= 0:
             return
         chosen: list[Segment] = []

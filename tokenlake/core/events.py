@@ -115,7 +115,7 @@ class SendDone(_Event, frozen=True, tag=9):
 
 
 class RegionReady(_Event, frozen=True, tag=10):
-    """The driver has carried out a `ReplaceRegion`: the new region `region` exists."""
+    """The driver has carried out a `MakeRegion`: the memory of the region is there."""
 
     region: int
 

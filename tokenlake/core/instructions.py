@@ -80,12 +80,27 @@ class Stamp(_Instruction, frozen=True, tag=7):
     slots: bytes
 
 
-class ReplaceRegion(_Instruction, frozen=True, tag=8):
-    """Close the memory of `region` and open a region of equal size with the number `fresh`; the event `RegionReady`
-    follows. The number is new because clients keep the old region mapped."""
+class MakeRegion(_Instruction, frozen=True, tag=8):
+    """Allocate the memory of a region; the event `RegionReady` follows once all its pages are there. The number is new,
+    because clients keep regions mapped that have ended."""
 
     region: int
-    fresh: int
+    nbytes: int
+
+
+class CutRegion(_Instruction, frozen=True, tag=20):
+    """The region gets slots of `slot_bytes`: it keeps memory for its header and for `nbytes` of slots, and gives the
+    rest back to the system."""
+
+    region: int
+    nbytes: int
+    slot_bytes: int
+
+
+class CloseRegion(_Instruction, frozen=True, tag=21):
+    """Give the memory of the region back to the system: a `MakeRegion` that follows may need it."""
+
+    region: int
 
 
 class Note(_Instruction, frozen=True, tag=9):
@@ -215,7 +230,9 @@ Instruction = (
     | AbortFetch
     | SendBulk
     | Stamp
-    | ReplaceRegion
+    | MakeRegion
+    | CutRegion
+    | CloseRegion
     | Note
     | CheckSlot
     | ReadRing

@@ -19,7 +19,7 @@ from tokenlake.core.corruption import Corruption
 from tokenlake.core.disk import Disk
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
-from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
+from tokenlake.core.instructions import Answer, CutRegion, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
 from tokenlake.core.orders import Orders
@@ -300,6 +300,8 @@ class NodeCore:
         self._sessions.start()
         self._ring_change.start()
         self._context.after(self._context.config.gossip_s, self._report)
+        if self._context.store.regions.unmade:
+            self._context.after(0.0, self._regions.look)
 
     def next_wake(self) -> float | None:
         """The time in seconds of the earliest timer, at which the driver passes in the event `Tick`; None without a
@@ -332,10 +334,11 @@ class NodeCore:
             raise HandlerFailed(type(event).__name__, self._instructions_after_failure()) from error
 
     def _take_instructions(self) -> list[Instruction]:
-        """Returns the instructions of the event and empties the list. The new generations of reissued slots come first,
-        because a reader compares generations before it uses bytes; then the instructions that the handlers emitted;
-        last the reports of the segments that the event evicted."""
+        """Returns the instructions of the event and empties the list. Regions that got slots come first, then the new
+        generations of reissued slots, because a reader compares generations before it uses bytes; then the instructions
+        that the handlers emitted; last the reports of the segments that the event evicted."""
         self._disk.follow()
+        self._regions.follow()
         if self._context.store.evicted:
             self._report_evicted()
         return self._emitted()
@@ -346,6 +349,9 @@ class NodeCore:
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
             context.store.reissued.clear()
+        if context.store.opened:
+            out[:0] = [CutRegion(*opened) for opened in context.store.opened]
+            context.store.opened.clear()
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:

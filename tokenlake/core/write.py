@@ -112,8 +112,9 @@ class Writes:
     def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints) -> Segment | Code:
         store = self._context.store
         if room <= 0:
-            pool = store.pool(session.tenant, session.slot_bytes)
-            return Code.SESSION_LIMIT if pool is not None else store.refusal(session.tenant, Code.NO_REGION)
+            if store.pool(session.tenant, session.slot_bytes) is not None:
+                return Code.SESSION_LIMIT
+            return store.refusal(session.tenant, session.slot_bytes, Code.NO_REGION)
         segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints)
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1

@@ -9,11 +9,15 @@ from collections.abc import Callable
 
 import msgspec
 
+from tokenlake.rate import Rate
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.retention import HIGH_SHARE, Retention
 from tokenlake.store.segment import Kind, PoolId, Segment, State
 
 __all__ = ["Budgets", "SlotPool"]
+
+USE_HALF_LIFE_S = 5.0
+"""Seconds after which a use counts half in the rate of uses: memory follows within some of them."""
 
 
 class Budgets(msgspec.Struct, frozen=True):
@@ -23,7 +27,7 @@ class Budgets(msgspec.Struct, frozen=True):
     cached: float = 0.10
     """Share of the slots up to which cached copies may displace primary copies. Beyond it they may only use free slots,
     or displace primary copies while all cached copies are pinned."""
-    dirty: float = 0.10
+    dirty: float = 0.50
     """Maximum share of the slots for segments that engines are writing."""
 
 
@@ -31,11 +35,13 @@ class SlotPool:
     """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `retention` also learns from the core
     of segments that come back from disk."""
 
-    def __init__(self, pool: PoolId, region_slots: int, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
-        """`region_slots`: number of slots in each region. `policy`: makes the eviction policy of the primary copies."""
+    def __init__(self, pool: PoolId, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
+        """`policy`: makes the eviction policy of the primary copies."""
         self.id = pool
         self.tenant, self.slot_bytes = pool
-        self.region_slots = region_slots
+        self.used = -math.inf
+        """Time in seconds at which an engine of this node last read or wrote a segment of the pool."""
+        self._uses = Rate(USE_HALF_LIFE_S)
         self.budgets = budgets
         self.regions: list[int] = []
         self.slots = 0
@@ -59,22 +65,33 @@ class SlotPool:
         """The region that the pool is giving away, None without one: its slots do not count, and get no new
         segments."""
 
-    def add_region(self, region: int) -> None:
+    def use(self, segments: int, now: float) -> None:
+        """Count segments that engines of this node read, or get slots to write."""
+        self.used = now
+        self._uses.add(segments, now)
+
+    def turnover_s(self, now: float) -> float:
+        """Returns the seconds in which engines of this node use as many segments as the pool has slots, at their recent
+        rate; infinite for a pool that they do not use."""
+        rate = self._uses.at(now)
+        return self.slots / rate if rate else math.inf
+
+    def add_region(self, region: int, slots: int) -> None:
         """Cut a fresh region into free slots."""
         self.regions.append(region)
-        self.slots += self.region_slots
-        self.free.extend(zip(itertools.repeat(region), range(self.region_slots - 1, -1, -1), strict=False))
+        self.slots += slots
+        self.free.extend(zip(itertools.repeat(region), range(slots - 1, -1, -1), strict=False))
 
-    def drain(self, region: int) -> None:
-        """Begin to give a region away: its slots get no new segments."""
+    def drain(self, region: int, slots: int) -> None:
+        """Begin to give a region of so many slots away: they get no new segments."""
         self.draining = region
-        self.slots -= self.region_slots
+        self.slots -= slots
         self.free = [place for place in self.free if place[0] != region]
 
-    def keep(self, free: list[tuple[int, int]]) -> None:
+    def keep(self, slots: int, free: list[tuple[int, int]]) -> None:
         """End `drain` without giving the region away. `free`: its free slots."""
         self.draining = None
-        self.slots += self.region_slots
+        self.slots += slots
         self.free.extend(free)
 
     def drop_region(self, region: int) -> None:

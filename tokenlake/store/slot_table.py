@@ -64,6 +64,10 @@ class SlotTable:
         """Record that the slot at `place` holds no segment any more."""
         self._segments[place.region][place.slot] = None
 
+    def count(self, region: int) -> int:
+        """Returns the number of slots of a region that belongs to a pool."""
+        return len(self._segments[region])
+
     def in_region(self, region: int) -> list[Segment]:
         """Returns the segments in a region that belongs to a pool, in order of slots."""
         return [segment for segment in self._segments[region] if segment is not None]

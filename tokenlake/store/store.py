@@ -16,7 +16,7 @@ from tokenlake.store.changes import ChangeLog
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.eviction.odds import Odds
 from tokenlake.store.pool import Budgets, SlotPool
-from tokenlake.store.region import RegionShape
+from tokenlake.store.region import RegionShape, stride_of
 from tokenlake.store.region_allocator import RegionAllocator
 from tokenlake.store.removals import (
     CACHED_RULE,
@@ -52,8 +52,8 @@ HEALED = Metric(
 
 MAX_VICTIM_SCAN = 64
 """Maximum number of segments to examine to find the age of the segment that would be evicted next."""
-MAX_UNSERVED = 64
-"""Maximum number of pools to remember that asked for memory and got none."""
+MAX_PRESSED = 64
+"""Maximum number of pools to remember in which no slot was free."""
 MAX_LEARNED_POOLS = 64
 """Maximum number of pools without memory whose statistics of the eviction policy are kept."""
 MAX_CORRUPT = 1 << 12
@@ -80,19 +80,22 @@ class SegmentStore:
 
     def __init__(
         self,
-        regions: Sequence[int],
+        regions: int,
         region_bytes: int,
         budgets: Budgets,
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
         removals: RemovalLog | None = None,
+        *,
+        made: bool = True,
     ) -> None:
-        """`regions`: ids of the regions, each of `region_bytes`. `policy`: makes the policy of eviction of each pool.
-        `quotas`: shares of the memory by tenant. `removals`: where the store writes why segments left."""
-        self.region_bytes = region_bytes
-        self.regions = RegionAllocator(regions, quotas)
-        """The regions of each tenant; other modules only read it."""
+        """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `policy`: makes the policy of eviction
+        of each pool. `removals`: where the store writes why segments left."""
+        self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
+        """The memory of each tenant. Of other modules only `core.regions` changes it."""
+        self.opened: list[tuple[int, int, int]] = []
+        """Regions that got a tenant, as (region, bytes, bytes of a slot); the caller empties the list."""
         self.reissued: list[SlotRef] = []
         self.evicted: list[Segment] = []
         self.arrivals = 0
@@ -115,7 +118,8 @@ class SegmentStore:
         self._pools: dict[PoolId, SlotPool] = {}
         self._slots = SlotTable()
         self._quarantine: dict[SlotRef, Segment] = {}
-        self._unserved: dict[PoolId, None] = {}
+        self._pressed: dict[PoolId, None] = {}
+        """Pools in which engines of this node wanted a slot and found none free."""
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
         """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
         self._exchanging = 1
@@ -148,14 +152,13 @@ class SegmentStore:
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
         """Returns the tenant's pool of slots of this size. A pool that does not exist yet is made with a spare region;
-        None if there is no spare region, the tenant's quota is used, or a region has no room for a slot."""
+        None if no spare region has room for a slot, or the tenant's quota is used."""
         at = PoolId(tenant, slot_bytes)
         pool = self._pools.get(at)
         if pool is None:
-            region_slots = RegionShape(self.region_bytes, slot_bytes).slots
-            if not self.regions.room(tenant) or not region_slots:
+            if self.regions.fits(tenant, slot_bytes) is None:
                 return None
-            pool = self._pools[at] = SlotPool(at, region_slots, self._budgets, self._policy)
+            pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
             pool.retention.restore(self._learned.pop(at, b""))
             pool.retention.exchange_among(self._exchanging)
             self._grow(pool)
@@ -174,11 +177,22 @@ class SegmentStore:
         KeyError for a pool that never had a region."""
         return self._capacity(self._pools[pool])
 
+    def unusable(self) -> int:
+        """Returns the bytes of memory that can hold no segment: of regions, and what is left beside them and takes no
+        slot of any pool."""
+        left = self.regions.unmade
+        wasted = 0
+        for pool in self._pools.values():
+            held = sum(self._slots.count(region) for region in pool.regions)
+            wasted += sum(map(self.regions.size, pool.regions)) - held * pool.slot_bytes
+        least = min((stride_of(pool.slot_bytes) for pool in self._pools.values()), default=0)
+        return wasted + (left if self._pools and left < least and not self.regions.making else 0)
+
     def vacancy(self, now: float) -> Vacancy:
         """Returns how much room this node has: the share of its memory that is free and, over the primary copies that
         its pools would evict next, the greatest time since the last access and the least retention value."""
-        total = self.regions.total * self.region_bytes
-        free = self.regions.spare * self.region_bytes
+        total = self.regions.total
+        free = self.regions.free
         age, retention_value = 0.0, MAX_RETENTION_VALUE
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
@@ -222,19 +236,26 @@ class SegmentStore:
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
-            if len(self._unserved) < MAX_UNSERVED:
-                self._unserved[PoolId(tenant, slot_bytes)] = None
-            return self.refusal(tenant, Code.NO_REGION)
+            self._press(PoolId(tenant, slot_bytes))
+            return self.refusal(tenant, slot_bytes, Code.NO_REGION)
+        if kind is not Kind.PRIMARY:
+            pool.use(1, now)
         if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
             return Code.WRITE_BUDGET
-        if not pool.free and self.regions.room(tenant):
-            self._grow(pool)
+        if not pool.free:
+            if self.regions.fits(tenant, slot_bytes) is not None:
+                self._grow(pool)
+            elif kind is not Kind.PRIMARY:
+                self._press(pool.id)
+        if not pool.free and kind is Kind.DIRTY and self.regions.making and self.room(pool):
+            # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
+            return Code.NO_REGION
         # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
         # free.
         while not pool.free:
             victim = self._victim(pool, kind, now)
             if victim is None:
-                return self.refusal(tenant, Code.NO_SLOT)
+                return self.refusal(tenant, slot_bytes, Code.NO_SLOT)
             # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
             # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
             if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
@@ -253,7 +274,7 @@ class SegmentStore:
         """Returns True if this segment, which an engine has written, should become a primary copy of this node: memory
         is free, or the eviction policy admits it."""
         pool = self._pools[segment.pool]
-        free = bool(pool.free or self.regions.room(segment.tenant))
+        free = bool(pool.free) or self.regions.fits(*pool.id) is not None
         return free or self._admits(pool, segment.key, segment.hints, now)
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
@@ -349,6 +370,7 @@ class SegmentStore:
             _apply_hints(segments, hints)
         at = segments[0].pool
         pool = self._pools[at]
+        pool.use(len(segments), now)
         for segment in reversed(segments):
             if segment.pool is not at:
                 at = segment.pool
@@ -431,122 +453,98 @@ class SegmentStore:
 
     # -- regions
 
-    def refusal(self, tenant: TenantId, reason: Code) -> Code:
+    def refusal(self, tenant: TenantId, slot_bytes: int, reason: Code) -> Code:
         """Returns `QUOTA` if the tenant's quota is the reason why a reservation was refused, else `reason`."""
-        limited = self.regions.at_quota(tenant) and self.regions.total > self.regions.quota(tenant)
+        limited = self.regions.at_quota(tenant, slot_bytes) and self.regions.total > self.regions.quota(tenant)
         return Code.QUOTA if limited else reason
 
-    def take_unserved(self) -> list[PoolId]:
-        """Returns the pools that asked for memory and got no region since the last call, and forgets them."""
-        taken, self._unserved = list(self._unserved), {}
+    @property
+    def pressed(self) -> bool:
+        """True if engines of this node found no free slot in some pool since the last `take_pressed`."""
+        return bool(self._pressed)
+
+    def take_pressed(self) -> list[PoolId]:
+        """Returns the pools in which engines of this node found no free slot since the last call, and forgets them."""
+        taken, self._pressed = list(self._pressed), {}
         return taken
 
     def has_room(self, tenant: TenantId, slot_bytes: int) -> bool:
         """Returns True if the tenant has a free slot of this size, or may take a spare region."""
         pool = self._pools.get(PoolId(tenant, slot_bytes))
-        return bool(self.regions.room(tenant) or (pool is not None and pool.free))
+        return bool(pool is not None and pool.free) or self.regions.fits(tenant, slot_bytes) is not None
 
-    def above_part(self, tenant: TenantId, slot_bytes: int, layouts: int) -> SlotPool | None:
-        """Returns the pool of the tenant that has most of the memory, if this slot size has less than an equal part of
-        the tenant's regions among `layouts` slot sizes, and no free slot; else None."""
-        pool = self._pools.get(PoolId(tenant, slot_bytes))
-        part = max(1, self.regions.taken(tenant) // layouts)
-        if pool is not None and (pool.free or len(pool.regions) >= part):
-            return None
-        others = [other for other in self._pools.values() if other.tenant == tenant and len(other.regions) > part]
-        return max(others, key=lambda other: len(other.regions), default=None)
+    def has_spare_slots(self, pool: SlotPool) -> bool:
+        """Returns True if more slots of the pool are free than two regions have."""
+        return len(pool.free) > 2 * self._slots.count(pool.regions[0])
 
     def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
         """Returns (number of busy segments, region) for the region of `pool` with the fewest busy segments, which are
-        pinned or being written. Regions in `passed` are left out. A call examines some of the regions, and the next
-        call begins with the others; None if it examined no region."""
+        pinned or being written; of several the one with the fewest segments. Regions in `passed` are left out. A call
+        examines some of the regions, and the next call begins with the others; None if it examined no region."""
         looked = 0
-        best: tuple[int, int] | None = None
+        best: tuple[int, int, int] | None = None
         for region in tuple(pool.regions):
-            if looked >= RECLAIM_SLOTS or (best is not None and not best[0]):
+            if looked >= RECLAIM_SLOTS:
                 break
             pool.regions.append(pool.regions.pop(0))
             if region in passed:
                 continue
             inside = self._slots.in_region(region)
             looked += len(inside)
-            busy = sum(map(_in_use, inside))
-            if best is None or busy < best[0]:
-                best = busy, region
-        return best
+            found = sum(map(_in_use, inside)), len(inside), region
+            if best is None or found < best:
+                best = found
+        return None if best is None else (best[0], best[2])
 
-    def drain(self, pool: SlotPool, now: float, region: int | None = None) -> int | None:
-        """Take a region away from a pool in use, over several calls. The first call begins with `region` (None: the
-        least used), which gets no new segments; each call evicts some of its segments; the call that leaves it empty
-        returns its id, the others None."""
+    def drain(self, pool: SlotPool, now: float, region: int | None = None) -> tuple[int, int]:
+        """Take a region away from a pool, over several calls. The first call begins with `region` (None: the least
+        used), which gets no new segments; each call evicts some of its segments. Returns (region, number of its
+        segments that are left): without one its memory is unmade."""
         if pool.draining is None:
             chosen = self.least_used(pool) if region is None else (0, region)
             assert chosen is not None
-            pool.drain(chosen[1])
+            pool.drain(chosen[1], self._slots.count(chosen[1]))
         assert pool.draining is not None
         inside = self._slots.in_region(pool.draining)
         idle = [segment for segment in inside if not _in_use(segment)][:RECLAIM_EVICTIONS]
         for segment in idle:
             self._evict(segment, now, RECLAIMED_RULE)
-        return self._take_away(pool) if len(idle) == len(inside) else None
+        drained = pool.draining
+        if len(idle) < len(inside):
+            return drained, len(inside) - len(idle)
+        pool.drop_region(drained)
+        self._slots.drop_region(drained)
+        self.regions.give_up(pool.tenant, drained)
+        if not pool.regions:
+            del self._pools[pool.id]
+            self.restore_learned({pool.id: pool.retention.save()})
+        return drained, 0
 
     def stop_draining(self, pool: SlotPool) -> None:
         """Let a pool keep the region that it was giving away: its slots may get new segments again."""
         assert pool.draining is not None
-        pool.keep(self._slots.free_in(pool.draining))
+        pool.keep(self._slots.count(pool.draining), self._slots.free_in(pool.draining))
 
-    def reclaim(self, pool: SlotPool, now: float) -> int | None:
-        """Empty one region of `pool` and take it away. Returns its id, or None while each region has segments that are
-        pinned or being written. Also returns None when there is more to examine or to evict than one call does: the
-        caller calls again. The caller replaces the memory of the region, then calls `add_spare`."""
-        looked = 0
-        for region in tuple(pool.regions):
-            inside = self._slots.in_region(region)
-            if any(map(_in_use, inside)):
-                # The next call begins with the other regions.
-                pool.regions.append(pool.regions.pop(0))
-                looked += len(inside)
-                if looked >= RECLAIM_SLOTS:
-                    return None
-                continue
-            for segment in inside[:RECLAIM_EVICTIONS]:
-                self._evict(segment, now, RECLAIMED_RULE)
-            if len(inside) > RECLAIM_EVICTIONS:
-                return None
-            if pool.draining is None:
-                pool.drain(region)
-            return self._take_away(pool)
-        return None
-
-    def _take_away(self, pool: SlotPool) -> int:
-        """Take the drained region, which is empty, from the pool."""
-        region = pool.draining
-        assert region is not None
-        pool.drop_region(region)
-        self._slots.drop_region(region)
-        self.regions.give_up(pool.tenant)
-        if not pool.regions:
-            del self._pools[pool.id]
-            self.restore_learned({pool.id: pool.retention.save()})
-        return region
-
-    def add_spare(self, region: int, wanted: tuple[TenantId, int] | None = None) -> None:
-        """Add a spare region, which has fresh memory. `wanted`: the tenant and slot size that get it, unless the
-        tenant's quota is used."""
-        granted = wanted is not None and not self.regions.at_quota(wanted[0])
-        self.regions.add_spare(region, first=granted)
-        if wanted is None or not granted:
-            return
-        pool = self._pools.get(PoolId(*wanted))
-        if pool is not None:
+    def grow(self, tenant: TenantId, slot_bytes: int) -> None:
+        """Give the tenant a spare region for slots of this size, if its quota leaves room."""
+        pool = self._pools.get(PoolId(tenant, slot_bytes))
+        if pool is None:
+            self.pool(tenant, slot_bytes)
+        elif self.regions.fits(tenant, slot_bytes) is not None:
             self._grow(pool)
-        else:
-            self.pool(*wanted)
 
     # -- inside
 
     def _capacity(self, pool: SlotPool) -> int:
-        return pool.slots + self.regions.room(pool.tenant) * pool.region_slots
+        return pool.slots + self.room(pool)
+
+    def room(self, pool: SlotPool) -> int:
+        """Returns the number of slots that a pool can still get of the memory that no tenant has."""
+        return self.regions.room(pool.tenant) // stride_of(pool.slot_bytes)
+
+    def _press(self, pool: PoolId) -> None:
+        if len(self._pressed) < MAX_PRESSED:
+            self._pressed[pool] = None
 
     def _free(self, pool: SlotPool, segment: Segment) -> None:
         self._slots.clear(segment.place)
@@ -554,9 +552,11 @@ class SegmentStore:
 
     def _grow(self, pool: SlotPool) -> None:
         """Give the pool a spare region. The caller has checked that there is one and that the tenant may take it."""
-        region = self.regions.take(pool.tenant)
-        self._slots.add_region(region, pool.region_slots)
-        pool.add_region(region)
+        region, nbytes = self.regions.take(*pool.id)
+        slots = RegionShape(nbytes, pool.slot_bytes).slots
+        self._slots.add_region(region, slots)
+        pool.add_region(region, slots)
+        self.opened.append((region, nbytes, pool.slot_bytes))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
         admitted = pool.retention.admits(key, hints, now)
@@ -611,7 +611,7 @@ class SegmentStore:
                 assert segment.state is not State.GONE
         self._slots.check_integrity()
         assert {id(s) for s in self._slots} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
-        self.regions.check_integrity(pool.tenant for pool in self._pools.values() for _ in pool.regions)
+        self.regions.check_integrity({region: pool.tenant for pool in self.pools() for region in pool.regions})
 
 
 def _in_use(segment: Segment) -> bool:

@@ -42,15 +42,24 @@ class Code(IntEnum):
     WRITE_BUDGET = 33
     """Refused: the bound on segments that are being written is reached; a later attempt may succeed."""
     SESSION_LIMIT = 34
-    """Refused: the session's bound on leased or reserved slots is reached."""
+    """Refused: the session's bound on leased or reserved slots is reached; a later attempt may succeed."""
     NO_REGION = 35
-    """Refused: the tenant has no region of this slot size, and no free region is left."""
+    """Refused: the tenant has no region of this slot size, and no free memory is left; a later attempt may succeed,
+    because memory is being prepared, or moves to the tenant."""
     BAD_CHECKSUM = 36
     """Refused: the bytes that arrived have a wrong checksum."""
     NOT_ADMITTED = 37
     """Refused: memory is full, and every possible victim has a higher retention value."""
     QUOTA = 38
     """Refused: the tenant's quota of this node's memory is used, and no segment of it can be evicted now."""
+
+    @staticmethod
+    def first_passing(codes: bytes | bytearray) -> int:
+        """Returns the index of the first refusal for want of memory, which may pass within moments, when writes and
+        leases end or memory comes; -1 without one."""
+        wants = (Code.NO_SLOT, Code.WRITE_BUDGET, Code.SESSION_LIMIT, Code.NO_REGION, Code.QUOTA)
+        found = (codes.find(code) for code in wants)
+        return min((at for at in found if at >= 0), default=-1)
 
     @property
     def refused(self) -> bool:

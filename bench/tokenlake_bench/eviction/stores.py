@@ -29,14 +29,12 @@ from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
-from tokenlake.store.region import GENERATION_BYTES
 from tokenlake_bench.baselines import Accesses, Prompt
 
 __all__ = ["NodeStores", "least_cost", "slots_per_node"]
 
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64
-_PAGE = 4096
 _BUDGETS = Budgets(cached=RuleSettings().cached_share)
 """The shares of a store's slots that cached copies and segments being written may take, with a daemon's defaults."""
 READ_COST = 1.0
@@ -264,8 +262,7 @@ def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
 
 
 def _store(slots: int, policy: Callable[[], EvictionPolicy]) -> SegmentStore:
-    header_bytes = -(-slots * GENERATION_BYTES // _PAGE) * _PAGE
-    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, _BUDGETS, Counters(), policy)
+    return SegmentStore(1, slots * _SLOT_BYTES, _BUDGETS, Counters(), policy)
 
 
 def _key(segment: int) -> SegmentKey:

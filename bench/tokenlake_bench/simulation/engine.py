@@ -167,8 +167,8 @@ class SimulatedEngine:
             assert isinstance(prepared, engine.Prepared)
             codes = bytearray(prepared.codes)
             done = len(codes)
-            if Code.WRITE_BUDGET in codes:
-                done = codes.index(Code.WRITE_BUDGET)
+            if (refused := Code.first_passing(codes)) >= 0:
+                done = refused
                 if not prepared.write and self._clock.now + pause <= until:
                     yield pause
                     pause = min(2 * pause, LONGEST_RETRY_S)

@@ -212,6 +212,6 @@ class SimNode:
         """Reports the copy as right, because there are no bytes that could be wrong."""
         self.clock.after(0.0, self.deliver, events.SlotChecked(order.check, True))
 
-    def replace(self, order: instructions.ReplaceRegion) -> None:
-        """Reports the region as replaced, because there is no memory to close."""
-        self.clock.after(0.0, self.deliver, events.RegionReady(order.fresh))
+    def make(self, order: instructions.MakeRegion) -> None:
+        """Reports the region as ready, because there is no memory to allocate."""
+        self.clock.after(0.0, self.deliver, events.RegionReady(order.region))

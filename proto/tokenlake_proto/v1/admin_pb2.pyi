@@ -281,6 +281,7 @@ class GetStatusResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SPARE_BYTES_FIELD_NUMBER: _builtins.int
+    UNUSABLE_BYTES_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
@@ -299,6 +300,8 @@ class GetStatusResponse(_message.Message):
     uptime_s: _builtins.float
     memory_bytes: _builtins.int
     spare_bytes: _builtins.int
+    unusable_bytes: _builtins.int
+    """Memory that can hold no segment: rests of regions, and what is left beside them."""
     engines: _builtins.int
     """Engines that are connected: sessions."""
     clock_s: _builtins.float
@@ -339,6 +342,7 @@ class GetStatusResponse(_message.Message):
         uptime_s: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
         spare_bytes: _builtins.int = ...,
+        unusable_bytes: _builtins.int = ...,
         pools: _abc.Iterable[Global___SlotPool] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
@@ -352,7 +356,7 @@ class GetStatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "processes", b"processes", "refused", b"refused", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "processes", b"processes", "refused", b"refused", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "unusable_bytes", b"unusable_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenlake.config import ServerConfig, format_size
-from tokenlake.config.kinds import HUGE_PAGE
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.words import amount
 from tokenlake_server.arena import MADV_POPULATE_WRITE
-from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes
+from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
 from tokenlake_server.connected_process import kernel_has_pidfds
+from tokenlake_server.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
 __all__ = ["Machine", "check_machine"]
 
-PER_PROCESS, OWN = 2, 512
-"""Numbers of descriptors that the daemon needs for each process of an engine, and for itself."""
+PER_PROCESS = 2
+"""Number of descriptors that the daemon needs for each process of an engine."""
 RANKS = 8
 """Number of processes of one engine for which the check of open files makes room."""
 THREADS = 128
@@ -62,10 +62,7 @@ class Machine:
 
     def free_huge_pages(self) -> int:
         """Huge pages of 2 MiB that no process has."""
-        for line in (self._proc / "meminfo").read_text().splitlines():
-            if line.startswith("HugePages_Free:"):
-                return int(line.split()[1])
-        return 0
+        return free_huge_pages(self._proc)
 
     def has_sealed_memory(self) -> bool:
         """True if the kernel has sealed anonymous files (memfd)."""
@@ -129,7 +126,7 @@ def _kernel(machine: Machine) -> Iterator[Finding]:
 
 def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
     if config.huge_pages:
-        needed, free = -(-config.memory // HUGE_PAGE), machine.free_huge_pages()
+        needed, free = huge_pages_of(config.memory, config.regions), machine.free_huge_pages()
         if free < needed:
             yield Finding(
                 "error",
@@ -154,14 +151,15 @@ def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
 
 def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
     files = machine.limit(resource.RLIMIT_NOFILE)
-    needed = OWN + PER_PROCESS * RANKS * config.max_sessions
+    least = OWN_DESCRIPTORS + REGION_DESCRIPTORS * config.regions
+    needed = least + PER_PROCESS * RANKS * config.max_sessions
     if files is not None and files < needed:
         yield Finding(
-            "error" if files < OWN else "warning",
+            "error" if files < least else "warning",
             "limit-files",
             "RLIMIT_NOFILE",
-            f"the hard limit is {files} open files; {config.max_sessions} engines (max_sessions) of {RANKS} ranks need "
-            f"{needed}",
+            f"the hard limit is {files} open files; {config.regions} regions of memory and {config.max_sessions} "
+            f"engines (max_sessions) of {RANKS} ranks need {needed}",
             f"set LimitNOFILE={needed} in the unit of systemd, run `ulimit -Hn {needed}`, or lower 'max_sessions'",
         )
     for name, kind in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_FSIZE", resource.RLIMIT_FSIZE)):

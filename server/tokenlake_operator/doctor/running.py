@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.doctor.refused import check_refused
 from tokenlake_operator.nodes import Node
-from tokenlake_operator.words import span
+from tokenlake_operator.words import amount, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 
 __all__ = ["check_changed", "check_node"]
 
+UNUSABLE_SHARE = 0.05
+"""Share of the memory that holds no segment from which on it is a warning."""
 REFUSED_SHARE = 0.01
 """Share of the segments that engines wanted to store from which on refusals are a warning."""
 _CURES = (
@@ -42,6 +44,7 @@ def check_node(node: Node) -> Iterator[Finding]:
         yield from _peer(node.name, peer)
     for disk in status.disks:
         yield from _disk(node.name, disk)
+    yield from _memory(node.name, status)
     yield from check_refused(node.name, status.refused)
     yield from _counters(node.name, status)
 
@@ -118,6 +121,19 @@ def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
     elif disk.problem:
         cure = "free space of its file system, or give a lower size in 'disk'"
         yield Finding("warning", "disk-full", where, disk.problem, cure)
+
+
+def _memory(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
+    unusable = status.unusable_bytes / max(1, status.memory_bytes)
+    if unusable > UNUSABLE_SHARE:
+        sizes = ", ".join(amount(size) for size in sorted({pool.slot_bytes for pool in status.pools}))
+        yield Finding(
+            "warning",
+            "memory-unusable",
+            name,
+            f"{100 * unusable:.0f} % of its memory can hold no segment: those of its engines take {sizes}",
+            "give a 'memory' that is a multiple of that, or much more than that; without 'region_size', if that is set",
+        )
 
 
 def _counters(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:

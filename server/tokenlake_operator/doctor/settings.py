@@ -68,7 +68,7 @@ def _tenants(config: ServerConfig) -> Iterator[Finding]:
             f"the quotas ({listed}) are {quotas:g} times the memory: when all tenants need it, none gets its quota",
             "give quotas whose sum is at most 1",
         )
-    regions = config.memory // config.region_size
+    regions = config.regions
     for tenant in config.tenants:
         if int(tenant.quota * regions) < 1:
             yield Finding(

@@ -103,7 +103,6 @@ class Admin:
     async def _read_status(self) -> pb.GetStatusResponse:
         snapshot, refused = await self._bridge.call(lambda: (self._take(), self._engines.without_pool()))
         state, now = snapshot.membership, time.monotonic()
-        regions = self._config.region_size
         return pb.GetStatusResponse(
             node=self._config.node,
             cluster=self._config.cluster,
@@ -111,7 +110,8 @@ class Admin:
             incarnation=self._driver.core.config.incarnation,
             uptime_s=now - self._started,
             memory_bytes=self._config.memory,
-            spare_bytes=snapshot.spare_regions * regions,
+            spare_bytes=snapshot.spare_bytes,
+            unusable_bytes=snapshot.unusable_bytes,
             pools=[
                 pb.SlotPool(
                     tenant=pool.tenant,

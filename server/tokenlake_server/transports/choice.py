@@ -64,8 +64,7 @@ def open_transports(config: ServerConfig, incarnation: int, arena: Arena) -> Tra
         "that network that learns the keys of this node's memory can read all of it",
         ", ".join(networks),
     )
-    regions = range(config.memory // config.region_size)
-    return Transports(tcp, Nixl(config.node, incarnation, arena, regions, networks))
+    return Transports(tcp, Nixl(config.node, incarnation, arena, networks))
 
 
 def _networks() -> list[str]:

@@ -103,11 +103,10 @@ class Nixl:
         node: str,
         incarnation: int,
         arena: Arena,
-        regions: Sequence[int],
         networks: Sequence[str],
         make: Callable[[str], Agent] = Agent,
     ) -> None:
-        """`regions`: the numbers of the arena's regions; `networks`: the networks by which this node can be read;
+        """`networks`: the networks by which this node can be read;
         `make`: makes an agent with a name."""
         self._make = make
         self._name = f"{node}/{incarnation}"
@@ -120,7 +119,7 @@ class Nixl:
         self._orders: deque[Callable[[], None]] = deque()
         """Work for the agent's thread."""
         self._remotes: dict[str, _Remote] = {}
-        self._memory: dict[int, Span] = {number: self._span(number) for number in regions}
+        self._memory: dict[int, Span] = {}
         """The memory of the regions; each agent registers all of it."""
         self._described: frozenset[int] = frozenset()
         """The regions that `_introduction` describes; only these are lent."""
@@ -228,12 +227,12 @@ class Nixl:
         size = outgoing.answer.slot_bytes
         if not outgoing.answer.codes:
             return [Place(address_of(self._probe), size, 0, HOST)]
-        shape = RegionShape(self._arena.region_bytes, size)
         with self._changed:
-            bases = [self._memory[slot.region] for slot in outgoing.slots]
+            spans = [self._memory[slot.region] for slot in outgoing.slots]
+        shapes = {slot.region: RegionShape(self._arena.region(slot.region).nbytes, size) for slot in outgoing.slots}
         return [
-            Place(base + shape.offset(slot.slot), size, slot.generation, device)
-            for slot, (base, _, device) in zip(outgoing.slots, bases, strict=True)
+            Place(base + shapes[slot.region].offset(slot.slot), size, slot.generation, device)
+            for slot, (base, _, device) in zip(outgoing.slots, spans, strict=True)
         ]
 
     @contextlib.contextmanager
@@ -260,7 +259,8 @@ class Nixl:
             self._order_and_wait(lambda: self._deregister(span))
 
     def add(self, region: int) -> None:
-        """Register the new memory of the region. Other nodes may read it once they have received its description."""
+        """Register the memory of a region that has slots. Other nodes may read it once they have received its
+        description."""
         span = self._span(region)
 
         def register() -> None:

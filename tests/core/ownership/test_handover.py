@@ -66,7 +66,7 @@ def skewed(*locations: str) -> tuple[Cluster, Engine]:
     writer, other = cluster.join(0), cluster.join(1)
     for turn in range(2):
         store(cluster, other, prompt(f"half {turn}", SLOTS))
-    for turn in range(8):
+    for turn in range(9):
         store(cluster, writer, prompt(f"skew {turn}", SLOTS))
     assert cluster.core(0)._context.vacancy().full
     return cluster, writer
@@ -74,10 +74,10 @@ def skewed(*locations: str) -> tuple[Cluster, Engine]:
 
 def test_nothing_is_handed_over_under_even_load() -> None:
     """Every node is full, and each is the emptiest one now and then."""
-    cluster = calm(3, **ROOMY)
+    cluster = calm(3, regions=24, **ROOMY)
     engines = [cluster.join(node) for node in range(3)]
     random = cluster.clock.random
-    for turn in range(300):
+    for turn in range(600):
         store(cluster, engines[random.randrange(3)], prompt(f"even {turn}", random.randrange(1, SLOTS + 1)))
     assert all(cluster.core(node)._context.vacancy().full for node in range(3))
     assert not offers(cluster)

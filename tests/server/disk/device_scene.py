@@ -33,11 +33,14 @@ QUICK = Patience(
 class Scene:
     """The events of a device, and the memory that it reads into and writes from."""
 
-    arena: Arena = field(default_factory=lambda: Arena(1, REGION_BYTES))
+    arena: Arena = field(default_factory=Arena)
     seen: list[Event] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     device: Device = field(init=False)
     number: int = 0
+
+    def __post_init__(self) -> None:
+        self.arena.make(0, REGION_BYTES)
 
     def post(self, event: Event) -> None:
         with self.changed:

@@ -42,8 +42,11 @@ class Node:
 
     def __init__(self, name: str, make: Callable[[str], Any] | None) -> None:
         self.name = name
-        self.arena = Arena(1, REGION)
-        self.nixl = Nixl(name, 1, self.arena, [0], NETWORKS, make) if make is not None else None
+        self.arena = Arena()
+        self.arena.make(0, REGION)
+        self.nixl = Nixl(name, 1, self.arena, NETWORKS, make) if make is not None else None
+        if self.nixl is not None:
+            self.nixl.add(0)
         self.transports = Transports(Tcp(self.arena), self.nixl)
         self.identity = PeerIdentity(name, 1)
         self.sinks: dict[type, Any] = {}

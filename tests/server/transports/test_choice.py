@@ -23,12 +23,12 @@ SMALL: dict[str, Any] = {"memory": 1 << 20, "region_size": 1 << 20}
 )
 def test_nixl_is_not_loaded_where_it_is_not_allowed(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "library", lambda: pytest.fail("it looks for NIXL"))
-    assert open_transports(ServerConfig(**SMALL, **settings), 1, Arena(1, 1 << 20)).nixl is None
+    assert open_transports(ServerConfig(**SMALL, **settings), 1, Arena()).nixl is None
 
 
 def test_a_machine_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "library", lambda: None)
-    arena = Arena(1, 1 << 20)
+    arena = Arena()
     assert open_transports(ServerConfig(**SMALL, fabric="trusted"), 1, arena).nixl is None
     with pytest.raises(ConfigurationError, match="NIXL is not installed"):
         open_transports(ServerConfig(**SMALL, fabric="trusted", transport="nixl"), 1, arena)
@@ -36,7 +36,7 @@ def test_a_machine_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_places_that_were_not_asked_for() -> None:
-    transports = Transports(Tcp(Arena(1, 1 << 20)))
+    transports = Transports(Tcp(Arena()))
     assert transports.offer("x") == ("", 0)
     with pytest.raises(ProtocolRefused, match="reads no memory"):
         transports.of(peer.Pulled(1, b"", b"", (), bytes(28)))

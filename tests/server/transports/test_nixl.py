@@ -203,11 +203,14 @@ def test_a_defect_ends_the_agent_and_nothing_else() -> None:
 @contextlib.contextmanager
 def alone() -> Iterator[tuple[module.Nixl, FakeAgent, Fabric]]:
     """A node that lends region 0 of three, and its first agent."""
-    fabric, arena = Fabric(), Arena(3, 1 << 20)
+    fabric, arena = Fabric(), Arena()
+    for region in range(3):
+        arena.make(region, 1 << 20)
     make: Callable[[str], Any] = fabric.make
-    nixl = module.Nixl("a", 1, arena, [0], NETWORKS, make)
+    nixl = module.Nixl("a", 1, arena, NETWORKS, make)
+    nixl.add(0)
     try:
-        wait_until(lambda: bool(nixl.introduction.agent), "there is an agent")
+        wait_until(lambda: lends(nixl, nixl.introduction, 0), "there is an agent")
         yield nixl, fabric.agents[nixl.introduction.agent], fabric
     finally:
         nixl.close()
