@@ -100,7 +100,8 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
         found = asked.get(member.node)
         if found is None:
             used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
-            yield member.node, state, member.location, "", used, "", "", "", "", "", "", ""
+            known = member.node, state, member.location, "", used
+            yield (*known, *[""] * (len(COLUMNS) - len(known)))
             continue
         tokens = found.counters[ASKED]
         segments = sum(sum(pool.segments.values()) for pool in found.pools)
