@@ -7,20 +7,21 @@ regions. A pool has one link at a time and gets another when the connection brea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.errors import LayoutRefused, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, SessionId, TenantId
 from tokenlake.keys import probe
 from tokenlake.opaque_layout import AnyLayout
 from tokenlake.where import HOST
-from tokenlake.wire import engine
+from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
@@ -30,7 +31,7 @@ from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.process_lock import ProcessLock
 from tokenlake_client.regions import Mapping, Regions
 
-__all__ = ["Connector", "Link"]
+__all__ = ["Connector", "Link", "decline"]
 
 R = TypeVar("R")
 
@@ -225,10 +226,31 @@ class Connector:
                     "the daemon's probe hash differs: client and daemon hash the same prefix to different keys; "
                     "install the same version of tokenlake on both"
                 )
-        except TokenLakeError:
-            channel.close()
+        except TokenLakeError as error:
+            self._leave(channel, error)
             raise
         except OSError as error:
-            channel.close()
-            raise ProtocolRefused(f"this process cannot lock the daemon's file: {error}") from error
+            refused = ProtocolRefused(f"this process cannot lock the daemon's file: {error}")
+            self._leave(channel, refused)
+            raise refused from error
         return Link(channel, welcome, self.deadlines, lock)
+
+    @staticmethod
+    def _leave(channel: Channel, error: TokenLakeError) -> None:
+        """Close the connection, and tell a daemon that has answered why."""
+        if not isinstance(error, Unreachable):
+            with contextlib.suppress(TokenLakeError):
+                channel.tell(engine.Bye(str(error)[: engine.MAX_REASON]))
+        channel.close()
+
+
+def decline(path: Path | None, daemon_uid: int | None, reason: str) -> NoReturn:
+    """Tell the daemon why this engine goes without the pool. `path`, `daemon_uid`: as of `Connector`. Raises
+    `Unreachable` where no daemon can be told, else `LayoutRefused` with the reason."""
+    sock, place = dial(path, daemon_uid, DEFAULT_DEADLINES.dial_s)
+    try:
+        with sock:
+            sock.sendall(pack_frame(engine.Bye(reason[: engine.MAX_REASON])))
+    except OSError as error:
+        raise Unreachable(f"{place}: {error}") from error
+    raise LayoutRefused(reason)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import click
 
-from tokenlake_operator.doctor.base import print_findings
+from tokenlake_operator.doctor.base import FOUND, Finding, print_findings
 from tokenlake_operator.doctor.cluster import compare
 from tokenlake_operator.doctor.running import check_node
 from tokenlake_operator.nodes import Node, reach_all
@@ -34,7 +34,7 @@ def status(target: Target, as_json: bool) -> None:
     """Show the nodes of the cluster, their memory and hits, and problems with their cures.
 
     Other nodes are asked too, where they can be reached from here: over their control sockets on this machine, or with
-    a certificate at their setting `control`.
+    a certificate at their setting `control`. Exit status 0: no error was found, 1: see the problems.
     """
     with reach_all(target) as (nodes, silent):
         first = nodes[0]
@@ -47,15 +47,21 @@ def status(target: Target, as_json: bool) -> None:
                 "findings": [each._asdict() for each in findings],
             }
             click.echo(json.dumps(answer))
-            return
-        members = first.cluster.members
-        title = f"cluster {first.cluster.cluster}: {len(members)} nodes, epoch {first.cluster.epoch}"
-        print_rows(COLUMNS, _rows(nodes, members), title)
-        if any(node.status.disks for node in nodes):
-            print_rows(DISK_COLUMNS, _disk_rows(nodes), "disks")
-        print_findings(findings)
-        for name, reason in silent.items():
-            click.echo(f"{name} was not asked: {reason}")
+        else:
+            _print(nodes, findings, silent)
+    if any(each.severity == "error" for each in findings):
+        raise click.exceptions.Exit(FOUND)
+
+
+def _print(nodes: Sequence[Node], findings: Iterable[Finding], silent: Mapping[str, str]) -> None:
+    cluster = nodes[0].cluster
+    title = f"cluster {cluster.cluster}: {len(cluster.members)} nodes, epoch {cluster.epoch}"
+    print_rows(COLUMNS, _rows(nodes, cluster.members), title)
+    if any(node.status.disks for node in nodes):
+        print_rows(DISK_COLUMNS, _disk_rows(nodes), "disks")
+    print_findings(findings)
+    for name, reason in silent.items():
+        click.echo(f"{name} was not asked: {reason}")
 
 
 COLUMNS = (
@@ -69,6 +75,7 @@ COLUMNS = (
     "hits",
     "asked tokens",
     "engines",
+    "processes",
     "up",
     "version",
 )
@@ -93,7 +100,8 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
         found = asked.get(member.node)
         if found is None:
             used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
-            yield member.node, state, member.location, "", used, "", "", "", "", "", "", ""
+            known = member.node, state, member.location, "", used
+            yield (*known, *[""] * (len(COLUMNS) - len(known)))
             continue
         tokens = found.counters[ASKED]
         segments = sum(sum(pool.segments.values()) for pool in found.pools)
@@ -108,6 +116,7 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
             share(hit_tokens(found), tokens),
             f"{tokens:,}",
             str(found.engines),
+            str(found.processes),
             span(found.uptime_s),
             found.version,
         )

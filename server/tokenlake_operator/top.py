@@ -119,6 +119,7 @@ def _node_rates(
                 "memory_bytes": state.memory_bytes,
                 "used_bytes": memory_used(state),
                 "engines": state.engines,
+                "processes": state.processes,
                 "hit_share": (hit_tokens(state) - hit_tokens(earlier)) / asked if asked and seconds else None,
                 **{
                     rate: (state.counters[counter] - earlier.counters[counter]) / seconds if seconds else 0.0
@@ -181,16 +182,17 @@ Rows = list[tuple[str, ...]]
 
 def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """(title, columns, rows) of each table."""
-    columns = ("node", "used", "of", "engines", "matches/s", "hits", "tokens/s", "read", "written", "received", "sent")
+    columns = ("node", "used", "of", "engines", "processes", "matches/s", "hits", "tokens/s", "read", "written")
     yield (
         time.strftime("%H:%M:%S"),
-        (*columns, "evicted/s", "refused/s"),
+        (*columns, "received", "sent", "evicted/s", "refused/s"),
         [
             (
                 each["node"],
                 amount(each["used_bytes"]),
                 amount(each["memory_bytes"]),
                 str(each["engines"]),
+                str(each["processes"]),
                 f"{each['matches_per_s']:.1f}",
                 "-" if each["hit_share"] is None else share(each["hit_share"], 1),
                 f"{each['asked_tokens_per_s']:,.0f}",

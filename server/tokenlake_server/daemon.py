@@ -331,7 +331,8 @@ class Daemon:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
         peers, unproven = self.peers.states.all(), self.peers.introductions.states.all()
         disks, membership = self.disk.states, _with_refusals(self.membership.state, unproven)
-        snapshot = Snapshot(self.driver.core, self.engines.count, peers, membership, self.query_engine, disks, unproven)
+        counts = self.engines.engines, self.engines.processes
+        snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks, unproven)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),

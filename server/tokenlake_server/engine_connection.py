@@ -27,6 +27,7 @@ from tokenlake_server.connected_process import ConnectedProcess
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.kept_bytes import CONNECTION_BYTES, Account, KeptBytes
 from tokenlake_server.loop_share import LoopShare
+from tokenlake_server.refused_engines import Reason, refused_for
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["MAX_IN_FLIGHT", "EngineConnection", "keys_over_limit"]
@@ -69,8 +70,16 @@ class EngineConnection:
         layout."""
         self.layout: AnyLayout | None = None
         self.tenant = ""
+        """The tenant, once the process has proven it; also of a process that is then refused."""
         self.secret = b""
+        self.query_engine = False
+        """True for a process of this node's query engine."""
         self.session = 0
+        self.refused_memory_at = 0.0
+        """The time of the loop since which stores get no slot, for want of memory for slots of this size at the tenant;
+        0 if the last one got some."""
+        self.without_memory = False
+        """True once that has lasted for a while."""
         self.joined = False
         """True: the engine's process belongs to a session of the rules."""
         self.maps = False
@@ -188,25 +197,32 @@ class EngineConnection:
     # -- identity
 
     def identify(self, hello: engine.Hello, tenants: Tenants, memory: int) -> None:
-        """Take tenant, layout and protocol version from a `Hello`. Raises `TokenLakeError` and changes nothing when the
-        daemon does not serve this process."""
-        version = agree(hello.oldest_version, hello.newest_version)
-        tenant = tenants.identify(self.process.uid, hello.token)
-        layout = decode_layout(hello.layout)
-        if hello.probe != probe(engine.PROBE_SECRET, layout.fingerprint()):
-            raise ProtocolRefused(
-                "the probe hash differs: client and daemon compute different keys for the same prefix; "
-                "install the same version of tokenlake on both sides"
-            )
-        if stride_of(layout.segment_bytes) > memory:
-            raise LimitReached(
-                f"one segment of this layout takes {layout.segment_bytes} bytes, more than the daemon's memory of "
-                f"{format_size(memory)}; raise its setting 'memory'"
-            )
+        """Take tenant, layout and protocol version from a `Hello`. Raises `EngineRefused` when the daemon does not
+        serve this process."""
+        with refused_for(Reason.VERSION):
+            version = agree(hello.oldest_version, hello.newest_version)
+        allowed = tenants.user(self.process.uid) != -1
+        with refused_for(Reason.TOKEN if allowed and hello.token is not None else Reason.UID):
+            tenant = tenants.identify(self.process.uid, hello.token)
+        self.tenant, self.secret = tenant.name, tenant.secret
+        self.query_engine = tenants.is_query_engine(hello.token)
+        with refused_for(Reason.LAYOUT):
+            layout = decode_layout(hello.layout)
+        with refused_for(Reason.PROBE):
+            if hello.probe != probe(engine.PROBE_SECRET, layout.fingerprint()):
+                raise ProtocolRefused(
+                    "the probe hash differs: client and daemon compute different keys for the same prefix; "
+                    "install the same version of tokenlake on both sides"
+                )
+        with refused_for(Reason.MEMORY):
+            if stride_of(layout.segment_bytes) > memory:
+                raise LimitReached(
+                    f"one segment of this layout takes {layout.segment_bytes} bytes, more than the daemon's memory of "
+                    f"{format_size(memory)}; raise its setting 'memory'"
+                )
         # Of the `Hello` only the numbers are used from now on: its layout and token are not kept.
         self.hello = msgspec.structs.replace(hello, layout=b"", probe=b"", token=None)
         self.layout, self._version = layout, version
-        self.tenant, self.secret = tenant.name, tenant.secret
 
     def open_account(self, kept: KeptBytes) -> None:
         """Charge the tenant of this connection for the bytes that the daemon keeps for it, from now on. Raises

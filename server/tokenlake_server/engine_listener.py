@@ -32,7 +32,9 @@ from tokenlake_server.frame_connection import SLICE_S
 from tokenlake_server.kept_bytes import KeptBytes
 from tokenlake_server.local_socket import listen
 from tokenlake_server.loop_share import LoopShare
+from tokenlake_server.refused_engines import EngineRefused, Reason, RefusedEngine, RefusedEngines, refused_for
 from tokenlake_server.tenants import Tenants
+from tokenlake_server.without_memory import WithoutMemory
 
 __all__ = ["EngineListener", "EngineSettings"]
 
@@ -46,8 +48,6 @@ MAX_UNPROVEN = 64
 ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
-
-
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
 MAX_RETIRED = 1024
@@ -104,13 +104,18 @@ class EngineListener:
         self._processes: Counter[str] = Counter()
         """Number of connections of each tenant whose `Hello` was accepted."""
         self._of_layout: Counter[tuple[str, str]] = Counter()
-        """The same by tenant and layout (the first eight digits of its fingerprint), without the zeros."""
+        """The same by tenant and layout (the first eight digits of its fingerprint), without the zeros, and without
+        those of the query engine."""
+        self._sessions: Counter[int] = Counter()
+        """Number of processes of each engine (session), without those of the query engine."""
         self._kept = KeptBytes(tenants.count)
         self._last = 0
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Function that takes the answers for the control plane, whose connections have negative numbers."""
         self._contents = contents
+        self._refused = RefusedEngines(loop, driver.core.counters)
+        self._without_memory = WithoutMemory(loop, driver.core.store, self._refused)
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._retired: dict[str, OrderedDict[str, None]] = {}
@@ -178,6 +183,9 @@ class EngineListener:
             return False
         if not self._no_longer_unproven(connection):
             self._count(connection, -1)
+        if connection.joined and not connection.query_engine:
+            self._sessions[connection.session] -= 1
+            self._sessions += Counter()  # without zeros
         connection.joined = False
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
@@ -209,9 +217,19 @@ class EngineListener:
                 connection.send(engine.RegionClosed(0, region))
 
     @property
-    def count(self) -> int:
-        """The number of engine processes that are connected, or that may still access the arena."""
-        return len(self._connections)
+    def engines(self) -> int:
+        """The number of engines (sessions) of which a process is connected, or may still access the arena."""
+        return len(self._sessions)
+
+    @property
+    def processes(self) -> int:
+        """The number of these processes: connections that have joined a session."""
+        return self._sessions.total()
+
+    def without_pool(self) -> list[RefusedEngine]:
+        """The processes of engines that run and go without the pool: those that were refused, and those that are
+        connected and whose segments have no memory."""
+        return [*self._refused.all(), *self._without_memory.all(self._connections.values())]
 
     def close(self) -> None:
         """Stop listening on the local socket, remove its path, close all connections."""
@@ -221,6 +239,7 @@ class EngineListener:
         for connection in list(self._connections.values()):
             connection.close("the daemon stops")
             self._forget(connection)
+        self._refused.close()
 
     # -- requests
 
@@ -228,12 +247,15 @@ class EngineListener:
         """Handle a request. Returns the rest of the work on it, or None when nothing is left."""
         try:
             message = decode(engine.request_decoder, body)
-            if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
+            if not connection.joined and not isinstance(message, engine.Hello | engine.Explain | engine.Bye):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
             if connection.joined and not connection.check_lock():
                 raise ProtocolRefused("the process does not hold the lock that shows the daemon whether it is alive")
         except ProtocolRefused as error:
-            connection.refuse(0, error)
+            if connection.joined:
+                connection.refuse(0, error)
+            else:
+                self._refuse(connection, 0, EngineRefused(Reason.VERSION, error))
             return None
         own = self._requests.get(type(message))
         if own is None:
@@ -244,7 +266,15 @@ class EngineListener:
             # The daemon has no descriptor left. It replies, because the engine would take a silent daemon for frozen.
             reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
+            if isinstance(message, engine.Hello):
+                self._refused.refused(connection.process, connection.tenant, Reason.LIMIT, reason)
         return None
+
+    def _refuse(self, connection: EngineConnection, request: int, refused: EngineRefused) -> None:
+        """Refuse a process that has not joined a session, and close its connection."""
+        # First, because the pidfd of the process is closed with the connection.
+        self._refused.refused(connection.process, connection.tenant, refused.reason, str(refused))
+        connection.refuse(request, refused.error)
 
     def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> Iterator[None] | None:
         """Hand a request to the rules, unless it exceeds a limit. Returns the rest of the work on it."""
@@ -289,13 +319,16 @@ class EngineListener:
             connection.identify(message, self._tenants, self._settings.memory)
             layout = connection.layout
             assert layout is not None
-            self._check_session(message.session, connection.tenant, layout)
-            self._check_processes(connection.tenant)
-            self._check_weights(connection.tenant, layout)
-            connection.open_account(self._kept)
+            with refused_for(Reason.LAYOUT):
+                self._check_session(message.session, connection.tenant, layout)
+            with refused_for(Reason.WEIGHTS):
+                self._check_weights(connection.tenant, layout)
+            with refused_for(Reason.LIMIT):
+                self._check_processes(connection.tenant)
+                connection.open_account(self._kept)
             connection.share = self._share(connection.tenant)
-        except TokenLakeError as error:
-            connection.refuse(message.id, error)
+        except EngineRefused as refused:
+            self._refuse(connection, message.id, refused)
             return
         self._remember(connection.tenant, layout)
         self._no_longer_unproven(connection)
@@ -322,6 +355,8 @@ class EngineListener:
         """Count `more` processes like that of the connection, whose `Hello` was accepted."""
         assert connection.layout is not None
         self._processes[connection.tenant] += more
+        if connection.query_engine:
+            return
         at = connection.tenant, connection.layout.fingerprint()[:4].hex()
         self._of_layout[at] += more
         if not self._of_layout[at]:
@@ -351,7 +386,7 @@ class EngineListener:
 
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with
-        the digest, and refuse them from now on. Returns the number of connections."""
+        the digest, and refuse them from now on. Returns the number of engines."""
         retired = self._retired.setdefault(tenant, OrderedDict())
         retired[weights_digest] = None
         if len(retired) > MAX_RETIRED:
@@ -363,11 +398,15 @@ class EngineListener:
         ]
         for connection in ended:
             connection.refuse(0, LayoutRefused(RETIRED))
-        return len(ended)
+        return len({each.session for each in ended})
 
-    def connected(self) -> Counter[tuple[str, AnyLayout]]:
-        """The number of connected processes by tenant and layout. A query engine counts as well."""
-        return Counter((each.tenant, each.layout) for each in self._connections.values() if each.layout is not None)
+    def connected(self) -> dict[tuple[str, AnyLayout], Counter[int]]:
+        """By tenant and layout, the number of processes of each engine (session). A query engine does not count."""
+        found: dict[tuple[str, AnyLayout], Counter[int]] = {}
+        for each in self._connections.values():
+            if each.joined and each.layout is not None and not each.query_engine:
+                found.setdefault((each.tenant, each.layout), Counter())[each.session] += 1
+        return found
 
     def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
         if layout.weights_digest in self._retired.get(tenant, ()):
@@ -467,6 +506,9 @@ class EngineListener:
         )
 
     def _bye(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Bye)
+        if message.reason and self._tenants.user(connection.process.uid) != -1:
+            self._refused.refused(connection.process, connection.tenant, Reason.DECLINED, message.reason)
         connection.close("the client sent Bye")
         self._gone(connection)
 
@@ -482,6 +524,9 @@ class EngineListener:
         if connection.process.pidfd is not None:
             self._loop.add_reader(connection.process.pidfd, self._gone, connection)
         version = connection.welcome(instruction.session, resumed)
+        self._refused.accepted(connection.process)
+        if not connection.query_engine:
+            self._sessions[instruction.session] += 1
         lock = connection.process.lock if resumed is None else None
         if connection.process.pidfd is None:
             self._watch_lock(connection)
@@ -510,6 +555,15 @@ class EngineListener:
     def _answer(self, instruction: Answer) -> None:
         connection = self._connections.get(instruction.connection)
         if connection is not None:
+            self._look_at(connection, instruction.message)
             connection.answer(instruction.message)
         elif instruction.connection < 0:
             self.on_other_answer(instruction)
+
+    def _look_at(self, connection: EngineConnection, message: engine.EngineReply) -> None:
+        """Note the refusals among the rules' answers: a process may not join, or its segments get no memory."""
+        if isinstance(message, engine.Failed) and not connection.joined and connection.hello is not None:
+            reason = Reason.SESSION if connection.hello.session else Reason.LIMIT
+            self._refused.refused(connection.process, connection.tenant, reason, message.reason)
+        elif isinstance(message, engine.Prepared):
+            self._without_memory.answered(connection, message.codes)

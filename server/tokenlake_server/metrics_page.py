@@ -60,7 +60,8 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 
 
 STARTED = _gauge("start_time_seconds", "Time of the daemon's start, in seconds since 1970")
-PROCESSES = _gauge("processes", "Processes of engines that may access the arena")
+ENGINES = _gauge("engines", "Engines (sessions) that are connected, or of which a process may still access the arena")
+PROCESSES = _gauge("processes", "Processes of these engines, such as a scheduler and ranks: one connection each")
 PEERS_CONNECTED = _gauge("peers_connected", "Other nodes that are connected")
 PEER_STATE = _gauge(
     "peer_state",
@@ -139,6 +140,7 @@ class Snapshot:
     def __init__(
         self,
         core: NodeCore,
+        engines: int,
         processes: int,
         peers: Mapping[str, PeerState],
         membership: MembershipState,
@@ -153,6 +155,7 @@ class Snapshot:
         self.disks = disks
         """The devices of the disk tier, by number."""
         self.disk_usage = core.disk_usage()
+        self.engines = engines
         self.processes = processes
         regions = core.store.regions
         self.spare_bytes = regions.free
@@ -178,6 +181,7 @@ class Snapshot:
         connected = sum(each.state in ("connected", "other ring") for each in peers.values())
         vacancy = core.vacancy()
         self.gauges = [
+            Level(ENGINES, (), engines),
             Level(PROCESSES, (), processes),
             Level(PEERS_CONNECTED, (), connected),
             Level(MEMORY, (), regions.total),

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from tests.robustness.live import PATIENT
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, root_key
 from tokenlake_bench.cli import bench
@@ -157,7 +158,12 @@ def connect(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Connec
     """Connects with a layout of the test's own, so that it finds no segments of other tests."""
     layout = replace(LAYOUT, model_id=request.node.name)
     with contextlib.ExitStack() as stack:
-        yield lambda node, credential: stack.enter_context(Pool.connect(cluster.nodes[node].socket, layout, credential))
+
+        def open_pool(node: int, credential: str) -> Pool:
+            socket = cluster.nodes[node].socket
+            return stack.enter_context(Pool.connect(socket, layout, credential, deadlines=PATIENT))
+
+        yield open_pool
 
 
 def test_the_same_text_behind_another_prefix_is_another_segment(connect: Connect) -> None:

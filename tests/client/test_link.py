@@ -229,12 +229,15 @@ def test_a_daemon_that_works_otherwise_is_refused(tmp_path: Path, version: int, 
                     hello.id, version, "node", 1, 1, 1, "tenant", b"secret", probe, 3600.0, engine.MAX_FRAME
                 )
                 accepted.sendall(pack_frame(welcome))
+                said.append(engine.request_decoder.decode(read_frame(accepted, engine.MAX_FRAME)))
 
+        said: list[Any] = []
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ProtocolRefused, match=refused):
+        with pytest.raises(ProtocolRefused, match=refused) as caught:
             Pool.connect(path, LAYOUT, deadlines=PATIENT)
         thread.join()
+    assert said == [engine.Bye(str(caught.value))], "operators of the daemon see the reason"
 
 
 @pytest.mark.live

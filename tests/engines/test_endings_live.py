@@ -12,7 +12,7 @@ import torch
 
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import SEGMENT, engine_at
-from tests.robustness.live import daemons
+from tests.robustness.live import PATIENT, daemons
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.node import NodeCore
 from tokenlake.hints import NO_ACCESS, Hints, Outlook
@@ -48,7 +48,7 @@ def hints_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
 def keys_of(cluster: Cluster, engine: TokenLakeEngine, tokens: list[int]) -> Sequence[SegmentKey]:
     """The keys of the full segments of `tokens`."""
     assert engine.layout is not None
-    with Pool.connect(cluster.nodes[0].socket, engine.layout) as pool:
+    with Pool.connect(cluster.nodes[0].socket, engine.layout, deadlines=PATIENT) as pool:
         return pool.prefix(tokens).keys
 
 

@@ -28,10 +28,13 @@ def run(command: click.Command, *arguments: object, env: dict[str, str] | None =
 
 
 def told(command: click.Command, *arguments: object, env: dict[str, str] | None = None) -> Any:
-    """The JSON that a command prints with `--json`."""
+    """The JSON that a command prints with `--json`; its exit status says whether an error is among its findings."""
     result = run(command, *arguments, "--json", env=env)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    assert result.stdout, result.stderr
+    answer = json.loads(result.stdout)
+    findings = answer.get("findings", ()) if isinstance(answer, dict) else ()
+    assert result.exit_code == (1 if any(each["severity"] == "error" for each in findings) else 0), result.stderr
+    return answer
 
 
 def control_of(node: Node) -> Path:

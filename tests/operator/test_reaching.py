@@ -23,7 +23,7 @@ pytest.importorskip("grpc")
 import grpc
 
 from tests.operator.scene import control_of, run, told
-from tests.robustness.live import LAYOUT, Prompt, daemons
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons
 from tests.server import certified
 from tests.server.control.scene import served
 from tokenlake.errors import ProtocolRefused
@@ -335,6 +335,7 @@ def test_the_only_daemon_is_found_and_of_several_one_is_named(tmp_path: Path, mo
     for node in cluster.nodes:
         node.socket = runtime / f"tokenlake-{node.name}.sock"
         node.settings["socket"] = str(node.socket)
+    cluster.deadlines = PATIENT
     with cluster:
         line = refused("status")
         assert line == "Error: several daemons run here: name one with --node (node0, node1)"

@@ -46,7 +46,7 @@ def test_layouts_that_cannot_be_served(node: Node) -> None:
     failed = refusal(node.socket, hello(layout=b"\xc1 nonsense"))
     assert failed.kind == "LayoutRefused"
     large = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 1000}))
-    with pytest.raises(LimitReached, match="region_size"):
+    with pytest.raises(LimitReached, match="raise its setting 'memory'"):
         Pool.connect(node.socket, large, deadlines=PATIENT)
 
 

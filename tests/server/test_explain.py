@@ -139,7 +139,7 @@ def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> No
     """The API of an engine may return a shorter id than the one that the engine gives the pool."""
     socket = cluster.nodes[2].socket
     names = [f"cmpl-mine-{number}-0-85432ec{number}" for number in (1, 12, 3)]
-    with Pool.connect(socket, LAYOUT, RED) as pool:
+    with Pool.connect(socket, LAYOUT, RED, deadlines=PATIENT) as pool:
         for name in names:
             pool.match(pool.prefix(Prompt(4, 1).tokens).keys, MatchOptions(request=name)).release()
     by_prefix = command(socket, "cmpl-mine-3", "--json", token=RED)
@@ -156,7 +156,7 @@ def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> No
 
 
 def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
         names = [f"\x1b]0;title\x07\x9b31m-{number}" for number in (1, 2)]
         for name in names:
             pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request=name)).release()
@@ -168,7 +168,7 @@ def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
 
 
 def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
         pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()
         funnel = ask(cluster.nodes[0].socket, "x" * 100, RED).funnel
         assert funnel is not None

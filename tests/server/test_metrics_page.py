@@ -29,7 +29,7 @@ def pages() -> Iterator[Pages]:
     thread.start()
 
     def take() -> Snapshot:
-        return Snapshot(core, 0, {}, MembershipState("peers", known=True, epoch=0), None)
+        return Snapshot(core, 0, 0, {}, MembershipState("peers", known=True, epoch=0), None)
 
     made = MetricsServer(Address("127.0.0.1", 0), loop, take, "a", {})
     yield made, loop

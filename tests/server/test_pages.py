@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, store, total, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, total, wait_until
 from tokenlake_client import Pool
 from tokenlake_server.peer_states import WARN_S
 from tokenlake_testing.cluster import Node
@@ -109,7 +109,7 @@ def test_pages_beyond_loopback(tmp_path: Path, shown: bool) -> None:
         node = nodes["a"]
         node.metrics_port = port
         wait_until(lambda: serves(node), "it serves")
-        with Pool.connect(node.socket, LAYOUT) as pool:
+        with Pool.connect(node.socket, LAYOUT, deadlines=PATIENT) as pool:
             store(pool, Prompt(1, 4))
             page = node.page("/metrics")
         assert ("red-customer" in page) == shown

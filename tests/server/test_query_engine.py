@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, wait_until
 from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
+from tokenlake_client import Pool
 from tokenlake_server import query_engine as query_engine_module
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses
@@ -46,8 +49,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def serving(**settings: str) -> Iterator[tuple[Node, Pool]]:
+    """A daemon and a client of it."""
+    with Cluster(1, "8MiB", "1MiB", **settings) as cluster:
+        cluster.deadlines = PATIENT
+        with cluster.connect(0, LAYOUT) as pool:
+            yield cluster.nodes[0], pool
+
+
 def test_an_engine_without_a_query_engine() -> None:
-    with Cluster(1, "8MiB", "1MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+    with serving() as (_, pool):
         with pytest.raises(Unreachable, match="query_engine"):
             pool.link.call(engine.OpenQuery, engine.QueryOpened)
         assert pool.connected
@@ -80,8 +92,7 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_restart_and_end_of_the_query_engine() -> None:
     pytest.importorskip("torch")
-    with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
-        node = cluster.nodes[0]
+    with serving(query_engine="true") as (node, pool):
         (first,) = children(node)
         pool.link.call(engine.OpenQuery, engine.QueryOpened)
         os.kill(first, signal.SIGKILL)
@@ -106,8 +117,7 @@ def test_restart_and_end_of_the_query_engine() -> None:
 def test_a_hung_query_engine_is_replaced() -> None:
     """A stopped process keeps its channel open, and is noticed because it reports nothing."""
     pytest.importorskip("torch")
-    with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
-        node = cluster.nodes[0]
+    with serving(query_engine="true") as (node, pool):
         wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves", HUNG_S)
         (first,) = children(node)
         os.kill(first, signal.SIGSTOP)

@@ -24,6 +24,7 @@ __all__ = [
     "MAX_GRANTS",
     "MAX_KEYS",
     "MAX_RANGES",
+    "MAX_REASON",
     "Abort",
     "Hint",
     "Attach",
@@ -70,6 +71,8 @@ MAX_FETCHED = 256
 """Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
 MAX_RANGES = 1024
 """Limit of the ranges in one `Release`. Their decoder takes a tenth of a millisecond."""
+MAX_REASON = 1000
+"""Limit of the characters of `Bye.reason`."""
 MAX_GRANTS = 16384
 """Limit of the leases of a session, and of its writes, so that a `ReconcileGrants` can name all of them. Their decoder
 takes half a millisecond."""
@@ -312,7 +315,10 @@ class RegionClosed(_Message, frozen=True, tag=31):
 
 
 class Bye(_Message, frozen=True, tag=19):
-    """This process holds no grant any more and has unmapped the regions. Not answered."""
+    """This process holds no grant any more and has unmapped the regions. Not answered. May also be the first frame."""
+
+    reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
+    """Why an engine goes without the pool, although the daemon does not refuse it."""
 
 
 class Locate(_Message, frozen=True, tag=20):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_bench.gpu.base import Rig, Row, device_named
-from tokenlake_client import Pool
+from tokenlake_client import Deadlines, Pool
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.device_copy import DeviceCopy
@@ -31,6 +31,8 @@ from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
 __all__ = ["blocks"]
 
 BLOCK = 16
+PATIENT = Deadlines(call_s=10.0, match_s=10.0)
+"""The check is about bytes and rates: a busy machine may not run a process for longer than the default deadlines."""
 ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
 
 
@@ -106,7 +108,7 @@ def _segments(device: Device, size: _Size, socket: Path, backend: str, order: st
             into.from_slot(slot, numbers(index), 0)
         into.finish()
 
-    with Pool.connect(socket, layout) as pool:
+    with Pool.connect(socket, layout, deadlines=PATIENT) as pool:
         keys = pool.prefix(list(range(size.segments * size.segment))).keys
         started = time.perf_counter()
         pool.store_all(keys, lambda index, slot: out.to_slot(slot, numbers(index)), patience=30.0)
@@ -154,7 +156,7 @@ def _opaque(device: Device, size: _Size, socket: Path) -> Row:
     def fill(index: int, slot: NDArray[np.uint8]) -> None:
         out.to_slot(slot, parts[index])
 
-    with Pool.connect(socket, layout) as pool:
+    with Pool.connect(socket, layout, deadlines=PATIENT) as pool:
         keys = pool.opaque_keys([(part.group, part.chunk.to_bytes(32, "big")) for part in parts])
         started = time.perf_counter()
         pool.store_all(keys, fill, patience=30.0)

@@ -167,6 +167,56 @@ class Disk(_message.Message):
 Global___Disk: _TypeAlias = Disk  # noqa: Y015
 
 @_typing.final
+class RefusedEngine(_message.Message):
+    """A process of an engine that runs beside this node and goes without the pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    CURE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    LAST_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty where it is not known."""
+    pid: _builtins.int
+    """0 for a process of another PID namespace."""
+    uid: _builtins.int
+    reason: _builtins.str
+    """token, uid, version, probe, layout, weights, memory, limit, or declined: the engine itself does not use the pool."""
+    problem: _builtins.str
+    cure: _builtins.str
+    attempts: _builtins.int
+    """Refusals so far."""
+    for_s: _builtins.float
+    """Seconds since the first and since the last refusal."""
+    last_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        uid: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        cure: _builtins.str = ...,
+        attempts: _builtins.int = ...,
+        for_s: _builtins.float = ...,
+        last_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cure", b"cure", "for_s", b"for_s", "last_s", b"last_s", "pid", b"pid", "problem", b"problem", "reason", b"reason", "tenant", b"tenant", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedEngine: _TypeAlias = RefusedEngine  # noqa: Y015
+
+@_typing.final
 class Membership(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -248,6 +298,8 @@ class GetStatusResponse(_message.Message):
     CLOCK_S_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     DISKS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cluster: _builtins.str
     version: _builtins.str
@@ -259,9 +311,11 @@ class GetStatusResponse(_message.Message):
     unusable_bytes: _builtins.int
     """Memory that can hold no segment: rests of regions, and what is left beside them."""
     engines: _builtins.int
-    """Connections of engines."""
+    """Engines that are connected: sessions."""
     clock_s: _builtins.float
     """The clock of this node: seconds since 1970."""
+    processes: _builtins.int
+    """Processes of the engines, such as a scheduler and ranks: one connection each."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPool]:
         """Of all tenants for an admin, else of the caller's."""
@@ -282,6 +336,10 @@ class GetStatusResponse(_message.Message):
     def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Disk]:
         """Of all tenants together, in the order of the setting disk."""
 
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedEngine]:
+        """Of all tenants for an admin, else of the caller's. Those that were refused last at the end."""
+
     def __init__(
         self,
         *,
@@ -301,10 +359,12 @@ class GetStatusResponse(_message.Message):
         clock_s: _builtins.float = ...,
         tenants: _abc.Iterable[Global___TenantCounters] | None = ...,
         disks: _abc.Iterable[Global___Disk] | None = ...,
+        processes: _builtins.int = ...,
+        refused: _abc.Iterable[Global___RefusedEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "unusable_bytes", b"unusable_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "processes", b"processes", "refused", b"refused", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "unusable_bytes", b"unusable_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,16 +828,19 @@ Global___GetEnginesRequest: _TypeAlias = GetEnginesRequest  # noqa: Y015
 
 @_typing.final
 class Engines(_message.Message):
-    """Connections of engines with one layout."""
+    """Engines with one layout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     processes: _builtins.int
-    """Processes that are connected."""
+    """Processes of these engines that are connected."""
+    engines: _builtins.int
+    """Engines that are connected: sessions."""
     @_builtins.property
     def layout(self) -> _scheduling_pb2.Layout: ...
     def __init__(
@@ -786,10 +849,11 @@ class Engines(_message.Message):
         tenant: _builtins.str = ...,
         layout: _scheduling_pb2.Layout | None = ...,
         processes: _builtins.int = ...,
+        engines: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "processes", b"processes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "layout", b"layout", "processes", b"processes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1187,6 +1251,7 @@ class WeightsChangedResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
+    """Engines whose sessions ended."""
     evicted: _builtins.int
     def __init__(
         self,

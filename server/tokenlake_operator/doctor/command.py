@@ -14,7 +14,7 @@ import click
 from tokenlake.config import ServerConfig, Settings, load_config
 from tokenlake.config.setting import PlainRefusal, settings_of
 from tokenlake.errors import ConfigurationError, CredentialRefused, ProtocolRefused, TokenLakeError, Unreachable
-from tokenlake_operator.doctor.base import Finding, print_findings
+from tokenlake_operator.doctor.base import FOUND, Finding, print_findings
 from tokenlake_operator.doctor.certificates import check_certificates
 from tokenlake_operator.doctor.cluster import compare
 from tokenlake_operator.doctor.machine import Machine, check_machine
@@ -36,8 +36,6 @@ MEASURE_S = 10.0
 """Seconds that all measurements take together, at 1 s each at most."""
 DIAL_S = 1.0
 """Limit of the seconds in which a connection to a socket of this machine is made: a stopped daemon accepts none."""
-FOUND = 1
-"""The exit status where something was found."""
 
 
 @click.command()

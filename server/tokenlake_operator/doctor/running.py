@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.doctor.refused import check_refused
 from tokenlake_operator.nodes import Node
 from tokenlake_operator.words import amount, span
 from tokenlake_proto.v1 import admin_pb2 as pb
@@ -39,8 +40,8 @@ _CURES = (
 
 
 def check_node(node: Node) -> Iterator[Finding]:
-    """Yield findings about the membership of the node, its connections with peers, its disks, and counters that should
-    be 0."""
+    """Yield findings about the membership of the node, its connections with peers, its disks, engines that go without
+    it, and counters that should be 0."""
     status = node.status
     yield from _membership(node.name, status)
     for peer in status.peers:
@@ -48,6 +49,7 @@ def check_node(node: Node) -> Iterator[Finding]:
     for disk in status.disks:
         yield from _disk(node.name, disk)
     yield from _memory(node.name, status)
+    yield from check_refused(node.name, status.refused)
     yield from _counters(node.name, status)
 
 

@@ -92,19 +92,21 @@ class Admin:
         }
 
     async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
-        """The state of this node. A caller that is no admin sees the slots of its own tenant only."""
+        """The state of this node. A caller that is no admin sees the slots and refused engines of its own tenant
+        only."""
         status = await self._status.get()
         if caller.admin:
             return status
         own, shown = caller.own().name, pb.GetStatusResponse()
         shown.CopyFrom(status)
-        del shown.pools[:], shown.tenants[:]
+        del shown.pools[:], shown.tenants[:], shown.refused[:]
         shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
         shown.tenants.extend(each for each in status.tenants if each.tenant == own)
+        shown.refused.extend(each for each in status.refused if each.tenant == own)
         return shown
 
     async def _read_status(self) -> pb.GetStatusResponse:
-        snapshot = await self._bridge.call(self._take)
+        snapshot, refused = await self._bridge.call(lambda: (self._take(), self._engines.without_pool()))
         state, now = snapshot.membership, time.monotonic()
         return pb.GetStatusResponse(
             node=self._config.node,
@@ -137,7 +139,22 @@ class Admin:
                 absent=state.absent,
                 unproven=_peers(snapshot.unproven, now),
             ),
-            engines=snapshot.processes,
+            engines=snapshot.engines,
+            processes=snapshot.processes,
+            refused=[
+                pb.RefusedEngine(
+                    tenant=each.tenant,
+                    pid=each.pid,
+                    uid=each.uid,
+                    reason=each.reason,
+                    problem=each.problem,
+                    cure=each.reason.cure,
+                    attempts=each.attempts,
+                    for_s=max(0.0, now - each.first),
+                    last_s=max(0.0, now - each.last),
+                )
+                for each in refused
+            ],
             clock_s=time.time(),
             tenants=_by_tenant(snapshot),
             disks=_disks(snapshot),
@@ -220,7 +237,7 @@ class Admin:
         """The connected engines by tenant and layout."""
         connected = await self._bridge.call(self._engines.connected)
         engines = [
-            pb.Engines(tenant=tenant, layout=layout_message(layout), processes=count)
+            pb.Engines(tenant=tenant, layout=layout_message(layout), engines=len(count), processes=count.total())
             for (tenant, layout), count in connected.items()
         ]
         return pb.GetEnginesResponse(engines=engines)
@@ -315,7 +332,7 @@ class Admin:
         evicted = 0
         for size in {each.segment_bytes for each in layouts if each.weights_digest == digest}:
             evicted += (await self._evict(tenant, b"", size)).evicted
-        log.info("'%s' says that weights changed: %d connections ended, %d evicted", caller.name, sessions, evicted)
+        log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted)
 
     async def set_log_level(self, caller: Caller, message: pb.SetLogLevelRequest) -> pb.SetLogLevelResponse:

@@ -43,12 +43,15 @@ def broken(*_: object, **__: object) -> Any:
 
 
 def test_a_scheduler_side_that_cannot_be_opened(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine starts where the scheduler's side cannot be opened."""
+    """An engine starts where the scheduler's side cannot be opened, and tells the daemon why it goes without it."""
+    told: list[str] = []
+    monkeypatch.setattr(known, "declined", lambda socket, daemon_uid, reason: told.append(reason))
     ended: list[Connection] = []
     monkeypatch.setattr(Connection, "close", lambda connection: ended.append(connection))
     monkeypatch.setattr(known, "SchedulerSide", broken)
     connector = known.KnownLayoutConnector(*arguments)
     assert connector.layout is None
+    assert told == ["it was renamed"]
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert len(ended) == 1, "the connection does not outlive the attempt"
     assert connector.counts.failures == 2, "the connection, and the constructor"

@@ -15,6 +15,7 @@ import pytest
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tests.engines.vllm.forked import ForkedEngine, answers, refusals
 from tests.engines.vllm.spoiling import spoil_all, tracebacks
+from tests.engines.vllm.test_starts import DECLINED
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_hybrid, save_latent, save_mistral, save_sliding_window
@@ -310,8 +311,11 @@ def test_what_cannot_be_identified_runs_without_the_pool(
     window: Path, cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": reason, **PATIENT, **settings}
+    before = cluster.nodes[0].metrics()[DECLINED]
     engine = ForkedEngine(window, tmp_path / "log", pool, **arguments)
     (first, _), (again, _) = answers(engine, [prompt(700, 1), prompt(300, 2)])
     assert first == again
     (said,) = refusals(engine)
     assert reason in said
+    assert cluster.nodes[0].metrics()[DECLINED] == before + 1
+    assert said in cluster.nodes[0].log.read_text(), "operators of the daemon see it too"

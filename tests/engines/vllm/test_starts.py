@@ -18,6 +18,7 @@ from tokenlake_testing.vllm_engine import transfer_of
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 PROMPTS = [prompt(700, 1), prompt(300, 2)]
+DECLINED = 'tokenlake_refused_engines_total{reason="declined"}'
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
@@ -45,8 +46,10 @@ def test_a_model_that_the_pool_would_change(cluster: Cluster, tmp_path: Path) ->
     """vLLM's CPU kernels of latent attention; with `serve_inexact`, `test_opaque` runs them."""
     log = tmp_path / "log"
     engine = ForkedEngine(save_latent(tmp_path / "model"), log, {"socket": str(cluster.nodes[0].socket), **PATIENT})
-    before = cluster.nodes[0].metrics()["tokenlake_match_requests_total"]
+    before = cluster.nodes[0].metrics()
     first, second = answers(engine, PROMPTS)
     assert first == second
-    assert cluster.nodes[0].metrics()["tokenlake_match_requests_total"] == before
+    after = cluster.nodes[0].metrics()
+    assert after["tokenlake_match_requests_total"] == before["tokenlake_match_requests_total"]
     assert "served without the pool: latent attention on vLLM's CPU kernels" in log.read_text()
+    assert after[DECLINED] == before[DECLINED] + 1, "operators of the daemon see it too"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import grpc
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
 from tests.server.certified import authority
 from tests.server.control.scene import certificates, local, remote, served, socket_of
 from tests.server.test_explain import RED, TENANTS
@@ -174,7 +174,7 @@ def test_tenants_come_from_the_credential(tmp_path: Path) -> None:
     cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
-    with cluster, Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
+    with cluster, Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
         store(pool, Prompt(1, 2))
         of = {tenant: certificates(ca, f"for-{tenant}", "scheduler", tenant) for tenant in ("red", "blue", "green")}
         with remote(address, "node0", of["red"]) as control:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
 from tests.server.control.scene import certificates, local, raw, remote, served
 from tests.server.test_explain import RED, TENANTS
 from tokenlake_client import Pool
@@ -169,7 +169,12 @@ def test_a_reader_sees_its_own_tenant_only(tmp_path: Path) -> None:
     cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
-    with cluster, Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as red, cluster.connect(0, LAYOUT) as blue:
+    cluster.deadlines = PATIENT
+    with (
+        cluster,
+        Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as red,
+        cluster.connect(0, LAYOUT) as blue,
+    ):
         store(red, Prompt(1, 2))
         store(blue, Prompt(1, 3))
         for tenant, pool, count in (("red", red, 2), ("blue", blue, 3)):

@@ -9,7 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, total, wait_told, wait_until
+from tests.robustness.live import (
+    LAYOUT,
+    PATIENT,
+    SEGMENT_TOKENS,
+    Prompt,
+    daemons,
+    read,
+    store,
+    total,
+    wait_told,
+    wait_until,
+)
 from tests.server.control.scene import local
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, MembershipRefused, Refused
 from tokenlake.wire.funnel import MissReason
@@ -105,7 +116,7 @@ def test_weights_that_changed_end_the_sessions_with_their_digest() -> None:
             assert (reply.sessions, reply.evicted) == (1, 2)
             assert control.weights_changed("another").sessions == 0
         with pytest.raises(LayoutRefused, match="changed in place"):
-            Pool.connect(cluster.nodes[0].socket, LAYOUT)
+            Pool.connect(cluster.nodes[0].socket, LAYOUT, deadlines=PATIENT)
         assert control.status().pools[0].segments["primary"] == 0
 
 

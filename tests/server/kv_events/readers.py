@@ -98,7 +98,9 @@ class Llmd:
 
 
 class Subscriber:
-    """A thread that reads a stream and passes its messages on, in order. It asks for messages that it missed."""
+    """A thread that reads a stream and passes its messages on, in order. It asks for messages that it missed: those
+    before one that comes and, until the first one comes, all, because a stream may have sent its only messages before
+    the subscription reached it."""
 
     def __init__(self, endpoint: str, replay: str, take: Callable[[bytes, bytes], None]) -> None:
         self._take = take
@@ -111,6 +113,8 @@ class Subscriber:
         self.lose = False
         """The messages that come are lost."""
         self.last = -1
+        self._live = False
+        """A message has come by the subscription: from now on a gap shows each message that is missed."""
         self.replays: list[tuple[int, int]] = []
         """(first sequence number that was asked for, messages that came) of each replay."""
         self._lock = threading.Lock()
@@ -129,8 +133,12 @@ class Subscriber:
     def _read(self) -> None:
         while not self._ended.is_set():
             if not self._events.poll(20):
+                if not self._live:
+                    with self._lock:
+                        self._ask(self.last + 1)
                 continue
             topic, word, payload = self._events.recv_multipart()
+            self._live = True
             if self.lose:
                 continue
             sequence = int.from_bytes(word, "big")

@@ -119,8 +119,15 @@ def until(expected: Any, function: Callable[[], Any], limit_s: float = 2 * LIMIT
     """Call the function until it returns `expected`."""
     end = time.monotonic() + limit_s
     while (found := function()) != expected:
-        assert time.monotonic() < end, [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]][:5]
+        assert time.monotonic() < end, _difference(found, expected)
         time.sleep(0.05)
+
+
+def _difference(found: Any, expected: Any) -> str:
+    """The first pairs of two lists of one length that differ; both values where they are no such lists."""
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        return str([pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]][:5])
+    return f"{found!r}, not {expected!r}"
 
 
 def beliefs(router: Llmd, stream: Stream, prompts: Sequence[Sequence[int]]) -> list[int]:

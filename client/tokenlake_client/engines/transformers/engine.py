@@ -19,6 +19,7 @@ from tokenlake.layout import Layout
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.declined import declined
 from tokenlake_client.engines.common.pool import CachePool, QueryPool, RequestInfo
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.transformers.attention import query_shape
@@ -249,6 +250,8 @@ class TokenLakeEngine:
                 raise LayoutRefused(f"the pool's layout differs from the model's, {self.layout}")
         except Exception as error:
             self._reports.failure(f"serving {type(self.model).__name__} with the pool", error)
+            if isinstance(source, (str, Path)):
+                self._connection = declined(source, options.daemon_uid, f"{type(self.model).__name__}: {error}")
             return
         if options.mode != "fetch":
             self._begin_shipping(self._shape, self.layout)

@@ -30,6 +30,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.declined import declined
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import SLOT_DTYPES
 from tokenlake_client.engines.devices.cuda import CudaDevice
@@ -134,6 +135,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._epoch: WeightsEpoch | None = None
         self._adapters: Adapters | None = None
         self._gpu_blocks: Any = None
+        self._refusal = ""
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
             check_failure_policy()
@@ -147,8 +149,10 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 self._close_scheduler()
             except Exception as error:
                 self._reports.failure("opening the connector", error)
-                self.layout = None
+                self.layout, self._refusal = None, str(error)
                 self._close_scheduler()
+        if self.layout is None and role == KVConnectorRole.SCHEDULER:
+            self._decline()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -182,6 +186,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
         if self._scheduler is None:
+            if self._connection is not None:
+                self._connection.get()
             return
         reason = _not_served(request)
         lora = request.lora_request
@@ -332,6 +338,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._open_worker(self.layout, kv_caches)
         except LayoutRefused as error:
             self._refuse(error)
+            self._decline()
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -405,6 +412,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             raise
         except Exception as error:
             self._reports.failure("finding the layout", error)
+            self._refusal = str(error)
         return None
 
     def _is_inner(self) -> bool:
@@ -418,8 +426,11 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return any(isinstance(caller, KVConnectorBase_V1) and caller is not self for caller in callers)
 
     def _refuse(self, error: LayoutRefused) -> None:
-        self.layout = None
-        _log_refusal(str(error))
+        self.layout, self._refusal = None, str(error)
+        _log_refusal(self._refusal)
+
+    def _decline(self) -> None:
+        self._connection = declined(self.settings.socket, self.settings.daemon_uid, self._refusal)
 
     def _log_status(self) -> None:
         if self._connection is not None and self._scheduler is not None:

@@ -26,11 +26,14 @@ class Opening:
         manager: ChunkManager,
         connect: Callable[[OpaqueLayout], Pool],
         report: Callable[[str, BaseException], None],
+        decline: Callable[[str], Connection],
     ) -> None:
-        """`connect` opens a connection. `report` is called with the operation that failed and its error."""
+        """`connect` opens a connection. `report` is called with the operation that failed and its error. `decline`
+        tells the daemon why the engine goes without the pool (`declined`)."""
         self._manager = manager
         self._connect = connect
         self._report = report
+        self._decline = decline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-open")
         self._identity: Future[EngineIdentity] | None = None
         self._facts: dict[int, RankFacts] = {}
@@ -67,6 +70,11 @@ class Opening:
         """The digest of weights that have this version; None where it cannot be accepted (`WeightsEpoch.named`)."""
         return self._epoch.named(version) if self._epoch is not None else None
 
+    def requested(self) -> None:
+        """Record that a request has arrived: where there is no pool, the next attempt may be due."""
+        if self.connection is not None:
+            self.connection.get()
+
     def computes(self) -> None:
         """Record that the engine computes a step."""
         if self._epoch is not None:
@@ -91,17 +99,26 @@ class Opening:
             layout = opaque_layout(self._identity.result(), list(self._facts.values()))
             # The first attempt to connect is made here; later ones in a thread of the connection.
             connection = Connection(lambda: self._connect(layout), self._report, wait_s=0.0)
-            with self._lock:
-                closed = self._closed
-                if not closed:
-                    self.connection = connection
-            if closed:
-                connection.close()
+            if not self._keep(connection):
                 return
             self.layout, self._epoch = layout, WeightsEpoch(layout.weights_digest)
             self._manager.open(connection.get, layout)  # type: ignore[arg-type]
         except LayoutRefused as error:
-            self._manager.stop(str(error))
+            self._stop(str(error))
         except Exception as error:
             self._report("identifying the cache", error)
-            self._manager.stop(f"the cache cannot be identified: {error}")
+            self._stop(f"the cache cannot be identified: {error}")
+
+    def _stop(self, reason: str) -> None:
+        self._manager.stop(reason)
+        self._keep(self._decline(reason))
+
+    def _keep(self, connection: Connection) -> bool:
+        """Use a connection from now on. False: `close` was called, and the connection is closed."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self.connection = connection
+        if closed:
+            connection.close()
+        return not closed

@@ -32,6 +32,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tokenlake.errors import LayoutRefused
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import OpaqueLayout
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.declined import declined
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
@@ -110,6 +112,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             pages = _pages(groups, self.blocks_per_chunk)
         except LayoutRefused as error:
             self.refuse(str(error))
+            self.decline(str(error))
         watch_loads()
         loaded = LoadedAdapters(self.warn_of_adapter)
         worker = ChunkWorker(pages, place, self.settings, self._join, self.counters, self.reports.failure, loaded)
@@ -119,6 +122,10 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def refuse(self, reason: str) -> None:
         """Log why the pool does not serve the engine."""
         self.reports.warn(f"served without the pool: {reason}")
+
+    def decline(self, reason: str) -> Connection:
+        """Tell the daemon why the pool does not serve the engine (`declined`)."""
+        return declined(self.settings.socket, self.settings.daemon_uid, reason)
 
     def warn_of_adapter(self, line: str) -> None:
         """Log a line about a LoRA adapter."""
@@ -169,7 +176,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self._reports = spec.reports
         self._chunk_tokens = {group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in chunk_tokens.items()}
         self.chunks = ChunkManager(spec.settings, spec.counters, spec.reports.failure, spec.refuse)
-        self.opening = Opening(self.chunks, spec.connect, spec.reports.failure)
+        self.opening = Opening(self.chunks, spec.connect, spec.reports.failure, spec.decline)
         self._status = PoolStatus(logger)
         self._adapters: Adapters | None = None
         self._asked: tuple[Any, bytes] = None, b""
@@ -246,6 +253,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         except Exception as error:
             self._reports.failure("reading a request's hints", error)
         self.chunks.new_request(req_context.req_id, hints)
+        self.opening.requested()
         return RequestOffloadingContext()
 
     @guarded
