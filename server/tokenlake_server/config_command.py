@@ -37,8 +37,8 @@ def show(file: Path | None, **flags: object) -> None:
 def models(file: Path | None, **flags: object) -> None:
     """Print the sizes of segments of known models, and the tokens that the memory holds.
 
-    For each model: the segments that hold 256 tokens, the MiB of a segment, those of it that each rank reads with
-    tensor parallelism (TP) over several, the tokens in 1 GiB, and the share of 'memory' that full segments use.
+    For each model: the MiB of a segment, those of it that each rank reads with tensor parallelism (TP), the tokens in
+    1 GiB, the MiB that each prompt takes besides, and the share of 'memory' that segments use when it is full.
     """
     try:
         memory = load(file, flags).config.memory

@@ -15,13 +15,7 @@ GIB: Final = 1 << 30
 MIB: Final = 1 << 20
 RANKS: Final = (1, 2, 4, 8)
 """The tensor-parallel sizes of the table."""
-COLUMNS: Final = (
-    "model",
-    "segments",
-    *("MiB" if ranks == 1 else f"TP {ranks}" for ranks in RANKS),
-    "tokens/GiB",
-    "used",
-)
+COLUMNS: Final = ("model", "MiB", *(f"TP {ranks}" for ranks in RANKS[1:]), "tokens/GiB", "MiB/prompt", "used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +32,20 @@ class ModelCache:
     """The dimensions of a latent row that are its value (`kv_lora_rank`), of MLA; 0 for other attention."""
     windows: int = 0
     """The layers that attend to a sliding window."""
+    window: int = 0
+    """The tokens of such a window."""
 
     @property
     def groups(self) -> int:
         """The groups of layers that vLLM caches apart: one of `layers`, and those with windows in groups of at most as
         many. Each group has segments of its own."""
         return 1 + -(-self.windows // self.layers)
+
+    @property
+    def prompt_segments(self) -> int:
+        """The most segments that a prompt adds to those of `layers`: of each group with windows, those of the last
+        window."""
+        return (self.groups - 1) * -(-self.window // self.layout().segment_tokens)
 
     def layout(self, ranks: int = 1) -> AnyLayout:
         """The layout of an engine with `ranks` tensor-parallel ranks. A model with windows is opaque to the pool, and
@@ -91,9 +93,9 @@ MODELS: Final = (
     ModelCache("Qwen3-30B-A3B", 48, 4, 128),
     ModelCache("Qwen3-235B-A22B", 94, 4, 128),
     ModelCache("Mistral-Small-24B", 40, 8, 128),
-    ModelCache("Gemma-3-27B", 10, 16, 128, windows=52),
-    ModelCache("gpt-oss-20b", 12, 8, 64, windows=12),
-    ModelCache("gpt-oss-120b", 18, 8, 64, windows=18),
+    ModelCache("Gemma-3-27B", 10, 16, 128, windows=52, window=1024),
+    ModelCache("gpt-oss-20b", 12, 8, 64, windows=12, window=128),
+    ModelCache("gpt-oss-120b", 18, 8, 64, windows=18, window=128),
     ModelCache("GLM-4.5-Air", 46, 8, 128),
     ModelCache("DeepSeek-V3", 61, 1, 576, latent=512),
 )
@@ -107,16 +109,16 @@ def title(memory: int) -> str:
 
 
 def rows(memory: int) -> list[tuple[str, ...]]:
-    """For each model the cells of `COLUMNS`: the segments per `segment_tokens` tokens, the MiB of a segment that each
-    rank reads, the tokens that 1 GiB holds where all groups of layers are stored, and the share of `memory` bytes that
-    holds segments when no further one fits."""
+    """For each model the cells of `COLUMNS`: the MiB of a segment, those of it that each rank reads, the tokens that
+    1 GiB holds, the MiB that each prompt takes besides, and the share of `memory` bytes that holds segments when no
+    further one fits."""
     return [_row(model, memory) for model in MODELS]
 
 
 def _row(model: ModelCache, memory: int) -> tuple[str, ...]:
     layout = model.layout()
     shape = RegionShape(memory, layout.segment_bytes)
-    tokens = GIB * layout.segment_tokens // (shape.stride * model.groups)
-    used = shape.slots * layout.segment_bytes / memory
     parts = [f"{model.rank_bytes(ranks) / MIB:.1f}" for ranks in RANKS]
-    return (model.name, str(model.groups), *parts, f"{tokens:,}", f"{used:.1%}")
+    tokens = GIB * layout.segment_tokens // shape.stride
+    besides = model.prompt_segments * layout.segment_bytes / MIB
+    return (model.name, *parts, f"{tokens:,}", f"{besides:.0f}", f"{shape.slots * layout.segment_bytes / memory:.1%}")

@@ -71,13 +71,20 @@ def test_all_parallel_sizes_have_segments_of_one_size(model: ModelCache) -> None
         ("Qwen3-235B-A22B", "47.0", "5,577"),
         # 61 layers of 576 elements.
         ("DeepSeek-V3", "17.2", "15,279"),
-        # Seven segments with room for 10 layers hold 10 layers with full attention and 52 with windows.
-        ("Gemma-3-27B", "20.0", "1,872"),
+        # 10 of its 62 layers have full attention.
+        ("Gemma-3-27B", "20.0", "13,107"),
     ],
 )
 def test_sizes_that_were_computed_by_hand(name: str, mib: str, tokens: str) -> None:
     cells = dict(zip(COLUMNS, next(row for row in rows(GIB) if row[0] == name), strict=True))
     assert (cells["MiB"], cells["tokens/GiB"]) == (mib, tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "segments"), [("Qwen3-8B", 1, 0), ("Gemma-3-27B", 7, 6 * 4), ("gpt-oss-20b", 2, 1)]
+)
+def test_only_the_last_window_of_a_prompt_is_stored(name: str, groups: int, segments: int) -> None:
+    assert (BY_NAME[name].groups, BY_NAME[name].prompt_segments) == (groups, segments)
 
 
 def test_64_gib_hold_500_000_tokens_of_an_8b_model() -> None:
