@@ -87,13 +87,17 @@ class Segments:
         return sum(value for key, value in node.metrics().items() if key.split("{")[0] == name and label in key)
 
     def store(self, pool: Pool, stop: int | None = None) -> None:
-        """Store those before `stop` that the pool lacks. The bytes between the stamps are those that the slot had."""
+        """Store those before `stop` that the pool lacks. Between the stamps, the segments that are read are zero, and
+        the others have the bytes that the slot had: most of the time of a store would be for filling it."""
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            for place, stamp in self.stamps(self.keys[index]):
+            key = self.keys[index]
+            if key in self.read:
+                slot[:] = 0
+            for place, stamp in self.stamps(key):
                 slot[place] = stamp
-            if self.keys[index] in self.read:
-                self._hashes[self.keys[index]] = xxhash.xxh3_64_intdigest(slot.data)
+            if key in self.read:
+                self._hashes[key] = xxhash.xxh3_64_intdigest(slot.data)
 
         pool.store_all(self.keys[:stop], fill, patience=LIMIT_S)
 
