@@ -91,9 +91,9 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 
 # The tests of the membership start a real etcd; without one they are skipped by name.
 install-etcd:
-	@command -v etcd >/dev/null || { \
+	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
-		DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes etcd-server >/dev/null && \
+		DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes etcd-server etcd-client >/dev/null && \
 		{ systemctl disable --now etcd >/dev/null 2>&1 || true; }; } || \
 		echo "etcd is not installed and cannot be (that needs root and apt-get): its tests are skipped" >&2
 

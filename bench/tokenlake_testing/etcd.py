@@ -42,9 +42,10 @@ class EtcdServers:
     """The members of one etcd cluster. A context manager: starts them and waits until they have a leader, and ends them
     at the exit. Data outlive `kill` and `start`."""
 
-    def __init__(self, members: int = 1, files: TlsFiles | None = None) -> None:
-        """`files`: with them clients must use TLS and show a certificate."""
+    def __init__(self, members: int = 1, files: TlsFiles | None = None, **flags: str) -> None:
+        """`files`: with them clients must use TLS and show a certificate. `flags`: further flags, with underscores."""
         self._files = files
+        self._flags = {name.replace("_", "-"): value for name, value in flags.items()}
         self._context = None
         if files is not None:
             self._context = ssl.create_default_context(cafile=files.ca)
@@ -84,6 +85,7 @@ class EtcdServers:
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": cluster,
+            **self._flags,
         }
         if self._files is not None:
             flags |= {"cert-file": str(self._files.certificate), "key-file": str(self._files.key)}

@@ -19,12 +19,13 @@ import click
 from tokenlake.config import ServerConfig, format_size
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake_operator.reaching import Target, operates, settings_file
-from tokenlake_server.membership import static_members
+from tokenlake_server.membership import Account, static_members
 from tokenlake_server.tables import print_rows
 
 if TYPE_CHECKING:
     # grpcio is an extra, which a static list does not need.
     from tokenlake_client.control import Control
+    from tokenlake_proto.v1 import admin_pb2 as pb
     from tokenlake_server.membership.etcd_client import Etcd
     from tokenlake_server.membership.stored import Stored
 
@@ -66,21 +67,26 @@ def members(file: Path | None, as_json: bool) -> None:
 @click.option("--wait/--no-wait", default=True, help="Wait until the node has left. Default: wait.")
 @operates
 def drain(target: Target, name: str | None, wait: bool, as_json: bool) -> None:
-    """Let the node NAME (by default the one that is asked) hand its segments over, leave the cluster and end."""
+    """Let the node NAME (by default the one that is asked) hand its segments over, leave the cluster and end, and show
+    which node took how many, and what is lost."""
     with target.connect() as control:
         own = control.status().node
         node = name or own
-        control.drain(node)
+        control.drain(node, wait=wait)
         if not as_json:
             click.echo(f"'{node}' drains: it is on the ring no more, and hands its segments over")
         began = time.monotonic()
-        while wait and _member(control, node, own):
+        left, account = False, None
+        while wait and not left:
             time.sleep(POLL_S)
+            left, account = _left(control, node, own)
         seconds = time.monotonic() - began
     if as_json:
-        click.echo(json.dumps({"node": node, "left": wait, "seconds": round(seconds, 3)}))
+        told = {} if account is None else _told(account)
+        click.echo(json.dumps({"node": node, "left": left, "seconds": round(seconds, 3), **told}))
     elif wait:
-        click.echo(f"'{node}' left the cluster after {seconds:.0f} s")
+        shown = "its log says what moved" if account is None else _account(account)
+        click.echo(f"'{node}' left the cluster after {seconds:.0f} s: {shown}")
 
 
 @click.command()
@@ -104,14 +110,30 @@ def remove(target: Target, name: str, as_json: bool) -> None:
     click.echo(json.dumps({"removed": name}) if as_json else f"'{name}' is not a member of the cluster any more")
 
 
-def _member(control: Control, node: str, own: str) -> bool:
-    """True if the node is still a member of the cluster. A daemon that drained has ended and answers no call."""
+def _left(control: Control, node: str, own: str) -> tuple[bool, pb.Drained | None]:
+    """Whether the node has left the cluster, and the account of its drain, if it can be read. A daemon that drained has
+    ended and answers no call."""
     try:
-        return node in {each.node for each in control.cluster().members}
+        cluster = control.cluster()
     except Unreachable:
         if node != own:
             raise
-        return False
+        return True, None
+    account = next((each for each in cluster.drained if each.node == node), None)
+    return account is not None or node not in {each.node for each in cluster.members}, account
+
+
+def _account(account: pb.Drained) -> Account:
+    moved = tuple((each.node, each.segments, each.bytes) for each in account.moved)
+    return Account(moved, (account.lost_segments, account.lost_bytes))
+
+
+def _told(account: pb.Drained) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "moved": {each.node: {"segments": each.segments, "bytes": each.bytes} for each in account.moved},
+        "lost": {"segments": account.lost_segments, "bytes": account.lost_bytes},
+    }
 
 
 def _on_etcd(config: ServerConfig, work: Callable[[Etcd], Awaitable[T]]) -> T:
@@ -154,4 +176,12 @@ def _described(config: ServerConfig) -> dict[str, Any]:
             "address": registration.address if registration is not None else "",
             "version": registration.version if registration is not None else "",
         }
+    for name, node in stored.nodes.items():
+        if name not in described and node.registration is not None and not node.registration.proven_by:
+            described[name] = {
+                "weight": node.registration.capacity,
+                "state": "asks to join",
+                "address": node.registration.address,
+                "version": node.registration.version,
+            }
     return {"epoch": stored.record.epoch, "members": described}

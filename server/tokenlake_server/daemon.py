@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
@@ -42,7 +44,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.membership import Members, Membership, open_membership, static_members
+from tokenlake_server.membership import Account, Members, Membership, MembershipState, open_membership, static_members
 from tokenlake_server.metrics_page import (
     CERTIFICATE_BEGIN,
     CERTIFICATE_END,
@@ -54,6 +56,7 @@ from tokenlake_server.metrics_page import (
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.peer_connections import Adopt, PeerConnections
 from tokenlake_server.peer_measurement import PeerMeasurement
+from tokenlake_server.peer_states import PeerState
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
 from tokenlake_server.start_errors import ModuleMissing
@@ -156,7 +159,7 @@ class Daemon:
         self.driver.carry_out(CutRegion, self._cut_region)
         self.driver.carry_out(CloseRegion, self._close_region)
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
-        self.driver.carry_out(Drained, lambda order: self.begin(self._leave()))
+        self.driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
         self.left = asyncio.Event()
         """Set when this node has drained and left the ring: the daemon may end."""
         self._changing_ring = asyncio.Lock()
@@ -200,6 +203,7 @@ class Daemon:
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
         self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents)
+        self.peers.introductions.on_proven = self.membership.proven
         self.peers.on_stranger = lambda node: self.membership.refresh()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
         self.metrics = (
@@ -267,6 +271,7 @@ class Daemon:
 
     def _members_changed(self, members: Members) -> None:
         self.begin(self.change_ring(members.record, members.addresses))
+        self.peers.introductions.follow({name: self._reachable(name, at) for name, at in members.unproven.items()})
 
     def begin(self, work: Coroutine[None, None, None]) -> None:
         """Begin work of the membership, which `close` ends."""
@@ -285,11 +290,14 @@ class Daemon:
         log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
         await self.membership.drain()
 
-    async def _leave(self) -> None:
+    async def _leave(self, drained: Drained) -> None:
         """Take this node, which has drained, out of the ring record."""
+        account = Account(drained.moved, (drained.lost_segments, drained.lost_bytes))
         try:
-            await self.membership.remove()
-            log.info("this node has drained and left the ring")
+            await self.membership.leave(account)
+            log.info("this node has drained and left the ring: %s", account)
+            if self.control is not None:
+                await self.control.account_read()
         except TokenLakeError as error:
             log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
         self.left.set()
@@ -321,10 +329,10 @@ class Daemon:
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
-        peers, membership = self.peers.states.all(), self.membership.state
-        disks, engines = self.disk.states, self.engines
-        counts = engines.engines, engines.processes
-        snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks)
+        peers, unproven = self.peers.states.all(), self.peers.introductions.states.all()
+        disks, membership = self.disk.states, _with_refusals(self.membership.state, unproven)
+        counts = self.engines.engines, self.engines.processes
+        snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks, unproven)
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),
@@ -595,6 +603,12 @@ def _aliases(config: ServerConfig) -> dict[str, str]:
     if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
         return {}
     return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
+
+
+def _with_refusals(state: MembershipState, unproven: Mapping[str, PeerState]) -> MembershipState:
+    """The state of the membership; where no member has proven this node, its problem says what each of them answers."""
+    found = [f"'{name}' {each.state}: {each.reason}" for name, each in unproven.items() if each.state != "connected"]
+    return state if state.known or not found else replace(state, problem="; ".join([state.problem, *found]))
 
 
 def _other_rings(states: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -145,8 +146,11 @@ class Snapshot:
         membership: MembershipState,
         query_engine: QueryEngine | None,
         disks: Sequence[DeviceState] = (),
+        unproven: Mapping[str, PeerState] = MappingProxyType({}),
     ) -> None:
+        """`unproven`: see `Members.unproven`."""
         self.peers = peers
+        self.unproven = unproven
         self.membership = membership
         self.disks = disks
         """The devices of the disk tier, by number."""
@@ -329,14 +333,18 @@ class MetricsServer:
 
     def _health(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
         gauges = {metric.name: value for metric, values, value in snapshot.gauges if not values}
-        now = self._loop.time()
-        peers = {
-            name: {"state": state, "for_s": round(now - since, 1)} | ({"reason": reason} if reason else {})
-            for name, (state, reason, since) in snapshot.peers.items()
-        }
+        peers, unproven = self._described(snapshot.peers), self._described(snapshot.unproven)
         membership = msgspec.to_builtins(snapshot.membership)
         disks = [each._asdict() for each in snapshot.disks]
-        return True, {"healthy": True, **gauges, "membership": membership, "peers": peers, "disks": disks}
+        body = {"healthy": True, **gauges, "membership": membership, "peers": peers, "unproven": unproven}
+        return True, {**body, "disks": disks}
+
+    def _described(self, peers: Mapping[str, PeerState]) -> dict[str, object]:
+        now = self._loop.time()
+        return {
+            name: {"state": state, "for_s": round(now - since, 1)} | ({"reason": reason} if reason else {})
+            for name, (state, reason, since) in peers.items()
+        }
 
     def _ready(self, snapshot: Snapshot) -> tuple[bool, dict[str, object]]:
         if snapshot.membership.known:

@@ -54,6 +54,10 @@ class PeerAddresses:
         self._endpoints: dict[str, list[Endpoint]] = {}
         """The endpoints of each node as they were resolved last; the first one is dialled next."""
 
+    def empty(self) -> PeerAddresses:
+        """An object for other nodes, with the same rules and no addresses yet."""
+        return PeerAddresses({}, loopback_only=self._loopback_only)
+
     def __contains__(self, node: object) -> bool:
         return node in self._configured
 

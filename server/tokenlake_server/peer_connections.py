@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from tokenlake.config import Address
 from tokenlake.core import events
@@ -41,6 +43,7 @@ from tokenlake_server.connection_keys import Granted, KeptKeys, new_keys
 from tokenlake_server.driver import Driver
 from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.introductions import Introductions
 from tokenlake_server.peer_addresses import PeerAddresses, set_tcp_options
 from tokenlake_server.peer_states import PeerStates
 from tokenlake_server.start_errors import address_error
@@ -108,6 +111,8 @@ class _Handshake:
     """The part of the handshake that this daemon plays, dialler or acceptor; None until the other daemon's hello."""
     certified: str | None = None
     """The node that the other side's certificate names; None without TLS."""
+    purpose: Literal["control", "join"] = "control"
+    """The purpose, where this daemon dialled."""
     opening: bytes = b""
     """The id of the connection while it waits for its keys; empty otherwise."""
 
@@ -172,6 +177,9 @@ class PeerConnections:
         """By node, the address of its control plane, which it sent when it connected; empty if it has none for
         others."""
         self.states = PeerStates(identity.node, addresses.names, loop)
+        self.introductions = Introductions(
+            identity.node, addresses.empty(), partial(self._attempt, purpose="join"), _reason, loop
+        )
         self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
         self.address = Address(*self._socks[0].getsockname()[:2])
         for sock in self._socks:
@@ -193,6 +201,7 @@ class PeerConnections:
             self._drop(name, "it is not a member any more")
         self.controls = {name: control for name, control in self.controls.items() if name in self._addresses}
         self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in self._addresses}
+        self._refused = {name: last for name, last in self._refused.items() if name in self._addresses}
         for name in self._addresses.names:
             if name not in self._connections:
                 self._dial_soon(name)
@@ -211,7 +220,7 @@ class PeerConnections:
                 self._pauses[name] = min(LONGEST_REDIAL_S, max(REDIAL_S, 2 * pause_s))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                 try:
-                    await self._attempt(name)
+                    await self._attempt(name, self._addresses)
                 except OSError as error:
                     self.states.unreachable(name, f"{self._addresses.shown(name)}: {_reason(error)}")
                 except Exception:
@@ -221,10 +230,12 @@ class PeerConnections:
         finally:
             self._dialling.pop(name, None)
 
-    async def _attempt(self, name: str) -> None:
+    async def _attempt(
+        self, name: str, addresses: PeerAddresses, *, purpose: Literal["control", "join"] = "control"
+    ) -> None:
         """Connect to the daemon of node `name` once and wait until the handshake has succeeded or failed. Raises
         OSError when there is no connection."""
-        endpoint = await self._addresses.resolve(name)
+        endpoint = await addresses.resolve(name)
         sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -233,7 +244,7 @@ class PeerConnections:
                 # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
                 raise ConnectionRefusedError
             ended: asyncio.Future[None] = self._loop.create_future()
-            self._begin_handshake(sock, "", name, ended)
+            self._begin_handshake(sock, "", name, ended, purpose)
         except BaseException:
             sock.close()
             raise
@@ -272,7 +283,12 @@ class PeerConnections:
             self._loop.add_reader(listener, self._accept, listener)
 
     def _begin_handshake(
-        self, sock: socket.socket, source: str, dialled: str | None, ended: asyncio.Future[None] | None
+        self,
+        sock: socket.socket,
+        source: str,
+        dialled: str | None,
+        ended: asyncio.Future[None] | None,
+        purpose: Literal["control", "join"] = "control",
     ) -> None:
         set_tcp_options(sock)
 
@@ -294,7 +310,7 @@ class PeerConnections:
             max_unsent=max(LEAST_UNSENT_BYTES, UNSENT_BYTES // max(1, len(self._addresses))),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
-        handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None)
+        handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None, purpose=purpose)
         connection.on_refused = lambda error: self._log_refusal(handshake, str(error))
         if dialled is None:
             connection.on_first = lambda data: self._choose_encryption(connection, handshake, data)
@@ -304,7 +320,7 @@ class PeerConnections:
             self._send_hello(connection, handshake, dialled)
 
     def _send_hello(self, connection: FrameConnection, handshake: _Handshake, dialled: str) -> None:
-        handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
+        handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), handshake.purpose)
         connection.send(pack_frame(handshake.side.hello))
 
     # -- encryption
@@ -409,6 +425,10 @@ class PeerConnections:
                 case peer.PeerProof() as proof, Acceptor() as acceptor:
                     acceptor.check(proof)
                     self._accepted(connection, acceptor.hello)
+                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) if handshake.purpose == "join":
+                    assert handshake.dialled is not None
+                    self.introductions.proven(handshake.dialled, incarnation)
+                    connection.close("the handshake is complete")
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)) as dialler:
                     assert handshake.dialled is not None
                     self._established(connection, handshake.dialled, incarnation, dialler)
@@ -430,6 +450,10 @@ class PeerConnections:
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
         """Complete the handshake of a connection whose dialling side has proven that it belongs to the cluster."""
+        if hello.purpose == "join":
+            connection.send(pack_frame(peer.PeerWelcome()))
+            connection.close("the handshake is complete")
+            return
         if hello.node not in self._addresses:
             self.on_stranger(hello.node)
             raise RingRefused(
@@ -455,7 +479,7 @@ class PeerConnections:
             return
         if hello.node != handshake.certified:
             raise CredentialRefused(f"it calls itself '{hello.node}', and its certificate is for another node")
-        if hello.purpose != "control":
+        if hello.purpose not in ("control", "join"):
             raise ProtocolRefused(f"a {hello.purpose} connection with TLS; expected `OpenConnection`")
 
     def _resolve_soon(self, node: str) -> None:
@@ -479,8 +503,11 @@ class PeerConnections:
         if handshake.dialled is None and handshake.certified is None:
             name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
         line = f"{name} refused: {reason}"[:MAX_REASON]
-        node = handshake.node if handshake.node in self._addresses else self._likely(handshake.source)
+        node = handshake.node
+        if node not in self._addresses and node not in self.introductions:
+            node = self._likely(handshake.source) or self.introductions.at(handshake.source)
         self.states.refused(node, reason)
+        self.introductions.states.refused(node, reason)
         last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
         now = self._loop.time()
         if line != last and now - logged_at >= REFUSAL_S:
@@ -619,6 +646,7 @@ class PeerConnections:
         """Stop listening and dialling, close all connections with other daemons."""
         self._closing = True
         self.states.close()
+        await self.introductions.close()
         for sock in self._socks:
             self._loop.remove_reader(sock)
             sock.close()

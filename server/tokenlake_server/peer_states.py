@@ -37,11 +37,16 @@ class PeerState(NamedTuple):
 
 
 class PeerStates:
-    """The states of all other members. Used on the control loop only."""
+    """The states of all other members, or of nodes that are to be members together with this one. Used on the control
+    loop only."""
 
-    def __init__(self, node: str, names: Collection[str], loop: asyncio.AbstractEventLoop) -> None:
-        """`node`: the name of this node."""
+    def __init__(
+        self, node: str, names: Collection[str], loop: asyncio.AbstractEventLoop, *, joining: bool = False
+    ) -> None:
+        """`node`: the name of this node. `joining`: one of the two asks to join, and this node dials the other one in
+        any case, again and again."""
         self._node = node
+        self._joining = joining
         self._loop = loop
         self._states: dict[str, PeerState] = {}
         self._warnings: dict[str, RepeatedWarning] = {}
@@ -59,7 +64,7 @@ class PeerStates:
 
     def _awaited(self, name: str) -> str:
         """Why there is no connection with a member before the first attempt."""
-        if self._node < name:
+        if self._joining or self._node < name:
             return "the first attempt to connect to it has not ended yet"
         return (
             f"it has not connected to this node, although it is the one of the two that connects: its members must "
@@ -77,7 +82,7 @@ class PeerStates:
     def refused(self, name: str, reason: str) -> None:
         """Record that one of the two sides refused the other. The state of a member that is connected does not
         change."""
-        if name in self._states and self._states[name].state != "connected":
+        if name in self._states and (self._joining or self._states[name].state != "connected"):
             self._set(name, "refused", reason)
 
     def unreachable(self, name: str, reason: str) -> None:
@@ -106,13 +111,13 @@ class PeerStates:
         self._timer = self._loop.call_later(CHECK_S, self._check)
 
     def _check(self) -> None:
-        now = self._loop.time()
+        now, what = self._loop.time(), "handshake to join with" if self._joining else "peer"
         for name, (state, reason, _) in self.all().items():
             warning = self._warnings[name]
             if state == "connected":
                 if warning.logged:
-                    log.info("peer %s is connected after %.0f s", name, warning.lasted(now))
+                    log.info("%s %s: connected after %.0f s", what, name, warning.lasted(now))
                 warning.should_log(None, now)
             elif warning.should_log("not connected" if state != "other ring" else state, now):
-                log.warning("peer %s: %s for %.0f s: %s", name, state, warning.lasted(now), reason)
+                log.warning("%s %s: %s for %.0f s: %s", what, name, state, warning.lasted(now), reason)
         self._check_later()

@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 
 from tokenlake.errors import ConfigurationError
+from tokenlake.opaque_layout import understood
 from tokenlake_bench.engine_model import FITTED, GPUS, MODELS, Chunk, EngineModel, Gpu, Model, gpu_named, model_named
 from tokenlake_bench.engine_model.models import FeedForward, GroupedAttention
+from tokenlake_server.models import MODELS as CACHES
 
 LLAMA_2_70B = dataclasses.replace(MODELS["llama-3-70b"], vocabulary=32_000)
 LLAMA_3_70B_FP8 = dataclasses.replace(MODELS["llama-3-70b"], weight_bytes=1)
@@ -194,3 +196,17 @@ def test_unknown_names_list_the_known() -> None:
         H100.scaled({"layer_s": 0.0})
     with pytest.raises(ConfigurationError, match="tensor_parallel"):
         EngineModel(TINY, PLAIN, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "simulated"),
+    [
+        ("Llama-2-7B", "llama-2-7b"),
+        ("Llama-3.1-8B", "llama-3-8b"),
+        ("Llama-3-70B", "llama-3-70b"),
+        ("DeepSeek-V3", "deepseek-v3"),
+    ],
+)
+def test_a_token_takes_as_much_as_the_pool_stores_of_it(name: str, simulated: str) -> None:
+    layout = understood(next(model for model in CACHES if model.name == name).layout())
+    assert layout.segment_bytes == layout.segment_tokens * model_named(simulated).cache_bytes

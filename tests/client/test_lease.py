@@ -6,14 +6,17 @@ import gc
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.client.connections import refill
 from tests.robustness.live import (
     LAYOUT,
+    LIMIT_S,
     PATIENT,
     PATIENT_S,
     EngineProcess,
     Prompt,
+    daemons,
     match,
     outcomes,
     read,
@@ -23,7 +26,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tokenlake.wire import Code
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -66,6 +69,24 @@ def test_a_reused_slot_is_not_copied(pool: Pool) -> None:
     assert lease.copy_into(list(out)) == 2
     assert prompt.wrong(list(out[:2])) == 0
     lease.release()
+
+
+def test_a_lease_over_regions_of_different_sizes() -> None:
+    """In 512 KiB, with segments of 20 KiB, six regions have 4 slots and one has 1."""
+    layout = structs.replace(LAYOUT, layers=5, kv_heads=1)
+    content = np.arange(25, dtype=np.uint8)
+    with daemons(1, "512KiB", "64KiB") as cluster, cluster.connect(0, layout) as pool:
+        keys = pool.prefix(range(len(content) * layout.segment_tokens)).keys
+
+        def store_missing() -> bool:
+            codes = pool.store_all(keys, lambda index, slot: slot.fill(content[index]), patience=LIMIT_S)
+            return set(codes) == {Code.EXISTS}
+
+        wait_until(store_missing, "all segments are in memory")
+        for start in range(0, len(keys), 5):
+            with pool.match(keys[start : start + 5], MatchOptions(independent=True)) as lease:
+                assert lease.hits == len(keys[start : start + 5])
+                assert [array[-1] for array in lease.fetch()] == content[start : start + 5].tolist()
 
 
 def test_an_unknown_prompt_is_a_miss(pool: Pool) -> None:

@@ -19,6 +19,7 @@ from tokenlake.identity import TenantId
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind
 from tokenlake.store import store as store_module
+from tokenlake.store.region import PAGE
 from tokenlake.wire import Code, engine, peer
 
 ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
@@ -325,3 +326,117 @@ def test_one_region_is_taken_from_one_tenant(monkeypatch: pytest.MonkeyPatch) ->
     assert list(left.values()) == [SLOTS, SLOTS]
     store(cluster, newcomer, prompt("new", 1))
     assert match(cluster, newcomer, prompt("new", 1)).hits == 1
+
+
+class Alone:
+    """One node whose memory has 8 pages per region; its driver makes regions at once."""
+
+    def __init__(self, regions: int, **config: Any) -> None:
+        self.core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions, 8 * PAGE, **ROOMY, **config))
+        self.core.start(0.0)
+        self.now, self.last = 0.0, 1
+        self.making: list[MakeRegion] = []
+
+    def handle(self, event: events.Event) -> list[Any]:
+        out = self.core.handle(event, self.now)
+        self.making += [each for each in out if isinstance(each, MakeRegion)]
+        self.core.check_integrity()
+        return out
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        while (wake := self.core.next_wake()) is not None and wake <= self.now:
+            self.handle(events.Tick())
+
+    def make_all(self) -> None:
+        while self.making:
+            self.handle(events.RegionReady(self.making.pop(0).region))
+
+    def join(self, connection: int, slot_bytes: int, tenant: str = "red") -> None:
+        self.handle(events.Joined(connection, 1, tenant, slot_bytes, 1, 16, 0, 0))
+
+    def store(self, connection: int, name: str) -> int:
+        """Store a prompt of one segment; its code."""
+        self.last += 1
+        keys = prompt(name, 1)
+        out = self.handle(events.Requested(connection, engine.Prepare(self.last, keys[0], 0)))
+        (prepared,) = [each.message for each in out if isinstance(getattr(each, "message", None), engine.Prepared)]
+        if prepared.write:
+            self.handle(events.Requested(connection, engine.Commit(self.last, prepared.write, (0,), 1, bytes(8))))
+        self.tick(0.05)
+        self.make_all()
+        return int(prepared.codes[0])
+
+    def slots(self) -> dict[int, int]:
+        return {pool.slot_bytes: pool.slots for pool in self.core.store.pools()}
+
+
+def test_memory_is_made_some_regions_at_a_time() -> None:
+    """An engine that joins meanwhile gets one of the next regions, which are made of whole slots."""
+    node = Alone(4, makers=2, made=False)
+    node.tick()
+    assert [each.nbytes for each in node.making] == [8 * PAGE] * 2
+    node.join(1, 3 * PAGE)
+    assert node.store(1, "too early") == Code.NO_REGION
+    assert node.core.store.regions.unmade < 3 * PAGE
+    assert not node.core.store.regions.making
+    assert [node.store(1, f"in time {number}") for number in range(10)] == [Code.RESERVED] * 10
+    assert node.slots() == {3 * PAGE: 10}
+    assert node.core.store.unusable() == 2 * PAGE
+
+
+def test_nothing_is_evicted_while_memory_is_coming() -> None:
+    node = Alone(2, makers=1, made=False)
+    node.tick()
+    node.handle(events.RegionReady(node.making.pop().region))
+    node.join(1, 4 * PAGE)
+    making, node.making = node.making, []
+    assert [node.store(1, f"first {number}") for number in range(3)] == [Code.RESERVED] * 2 + [Code.NO_REGION]
+    node.making += making
+    node.make_all()
+    assert [node.store(1, f"later {number}") for number in range(2)] == [Code.RESERVED] * 2
+    assert len(list(node.core.store.segments())) == 4
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_slots_larger_than_a_region(made: bool) -> None:
+    node = Alone(8, made=made)
+    node.tick()
+    node.make_all()
+    node.join(1, 20 * PAGE)
+    for turn in range(40):
+        node.store(1, f"large {turn % 3}")
+    assert node.slots() == {20 * PAGE: 3}
+    assert len(list(node.core.store.segments())) == 3
+    assert node.core.store.unusable() == 4 * PAGE
+
+
+def test_models_of_other_sizes_follow_each_other() -> None:
+    """Engines of one model end, those of another one start. Each gets all memory but less than one slot."""
+    node = Alone(16)
+    for connection, pages in enumerate((1, 5, 3, 20, 7, 2), 1):
+        node.join(connection, pages * PAGE)
+        for turn in range(600):
+            node.store(connection, f"{pages} {turn % (128 // pages)}")
+            if node.slots().get(pages * PAGE) == 128 // pages:
+                break
+        assert node.slots() == {pages * PAGE: 128 // pages}
+        node.handle(events.ProcessGone(connection))
+
+
+def test_what_an_operator_evicts_is_free_for_others() -> None:
+    """The tenant's engine is connected and goes on reading what is left."""
+    node = Alone(8)
+    node.join(1, PAGE)
+    node.join(2, PAGE, "blue")
+    for turn in range(56):
+        node.store(1, f"red {turn}")
+    taken = {pool.tenant: pool.slots for pool in node.core.store.pools()}
+    assert taken == {"red": 56, "blue": 8}
+    node.handle(events.EvictRequested(9, "red", b""))
+    node.tick(1.0)
+    for turn in range(80):
+        node.store(1, "red again")
+        node.store(2, f"blue {turn}")
+    taken = {pool.tenant: pool.slots for pool in node.core.store.pools()}
+    assert taken["blue"] >= 40

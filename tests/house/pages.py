@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from click.testing import CliRunner
+
 import tokenlake_server.daemon
 import tokenlake_server.kv_events  # noqa: F401
 from tokenlake.config import ServerConfig
@@ -18,6 +20,7 @@ from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
+from tokenlake_server.config_command import config
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +73,14 @@ def connector_counts() -> str:
     return "\n".join(rows) + "\n"
 
 
+def sizes_of_models() -> str:
+    """What `tokenlake config models` prints with the default memory, as a block of a page."""
+    printed = CliRunner().invoke(config, ["models", "--memory", str(ServerConfig().memory)], catch_exceptions=False)
+    return f"```\n{printed.output}```\n"
+
+
 PARTS = (
+    Part("docs/operations.md", "sizes of models", sizes_of_models),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),

@@ -322,7 +322,7 @@ def ca_that_ends_soon(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node, ca_days=5)
 
 
-@plant("certificate-ca", "the CA that issued it")
+@plant("certificate-ca", "if the CA that issued it belongs to this cluster")
 def certificate_of_another_ca(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node)
     init_ca(node.directory / "other", "tokenlake")
@@ -363,6 +363,12 @@ def key_of_another_certificate(node: GivenNode, patch: pytest.MonkeyPatch) -> No
 
 
 # -- the members
+
+
+@plant("etcd-open", "etcd_password")
+def etcd_without_a_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings["etcd"] = ["192.0.2.1:2379"]
+    patch.setattr("tokenlake_operator.doctor.command.check_membership", lambda config, running: ())
 
 
 @plant("etcd", "endpoint health")

@@ -160,7 +160,7 @@ def test_the_paths_of_connected_peers_are_measured(plain: dict[str, Any]) -> Non
 # -- nodes with certificates
 
 ENCRYPTED = [
-    ("peer-certificate-ca", "z-ca", "into 'ca' of each"),
+    ("peer-certificate-ca", "z-ca", "ask first whether both nodes belong to this cluster"),
     ("peer-certificate-expired", "z-late", "renew"),
     ("peer-certificate-name", "z-name", "correct the address of that node"),
     ("peer-encryption", "z-plain", "'certificate', 'key' and 'ca' on all nodes"),

@@ -16,9 +16,11 @@ from pathlib import Path
 from tests.robustness.live import EngineProcess, daemons, wait_until
 from tokenlake_testing.cluster import Node
 
-__all__ = ["arena_bytes", "engines_of", "hand_overs", "restarts"]
+__all__ = ["HEADER_BYTES", "arena_bytes", "engines_of", "hand_overs", "restarts"]
 
 REGION_BYTES = 256 << 10
+HEADER_BYTES = 4096
+"""Bytes of the header of each region, which are allocated beside `memory`."""
 _ARENA = re.compile(r"/memfd:tokenlake-\d+")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+) *(.*)$")
 
@@ -68,7 +70,7 @@ def engines_of(node: Node, engines: Iterable[EngineProcess]) -> list[int]:
 
 def hand_overs(tenants: int, directory: Path) -> tuple[int, int, int]:
     """Let one engine of each tenant join and fill its fair share of the memory. Returns (regions that were handed over,
-    the setting `memory`, the largest size of the arena), in bytes."""
+    the setting `memory` and the headers of the regions, the largest size of the arena), in bytes."""
     config = directory / "tenants.toml"
     config.touch(0o600)
     config.write_text("".join(_TENANT.format(number=number) for number in range(tenants)))
@@ -100,13 +102,13 @@ def hand_overs(tenants: int, directory: Path) -> tuple[int, int, int]:
                 "the engine maps only the regions of its tenant",
             )
         largest = max(largest, arena_bytes(engines_of(node, engines)))
-    return moved, memory, largest
+    return moved, memory + regions * HEADER_BYTES, largest
 
 
 def restarts(rounds: int) -> tuple[int, int, int]:
     """End the daemon (SIGKILL and SIGTERM in turns) and start it again. One of two engines is stopped (SIGSTOP) while a
-    daemon ends by SIGTERM. Returns (the setting `memory`, the largest size of all arenas while a daemon runs, the
-    largest size that stays when it has ended), in bytes."""
+    daemon ends by SIGTERM. Returns (the setting `memory` and the headers of the regions, the largest size of all arenas
+    while a daemon runs, the largest size that stays when it has ended), in bytes."""
     memory, largest, left = 16 * REGION_BYTES, 0, 0
     with daemons(1, str(memory), str(REGION_BYTES)) as cluster:
         node = cluster.nodes[0]
@@ -132,7 +134,7 @@ def restarts(rounds: int) -> tuple[int, int, int]:
                 node.start()
                 cluster.wait_ready()
                 largest = max(largest, arena_bytes(engines_of(node, engines)))
-    return memory, largest, left
+    return memory + 16 * HEADER_BYTES, largest, left
 
 
 _TENANT = """

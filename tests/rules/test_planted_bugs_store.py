@@ -52,19 +52,6 @@ class GenerationNotBumped(SegmentStore):
         self._slots = self.Table()
 
 
-class GenerationForgotten(SegmentStore):
-    """A region's fresh memory starts again at generation 1."""
-
-    class Table(SlotTable):
-        def add_region(self, region: int, slots: int) -> None:
-            super().add_region(region, slots)
-            self._generations[region] = [0] * slots
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._slots = self.Table()
-
-
 class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
@@ -168,8 +155,7 @@ class TenantDropped(SegmentStore):
 
 
 PLANTED: dict[type[SegmentStore], str] = {
-    GenerationNotBumped: "generation of .* did not grow",
-    GenerationForgotten: "generation of .* did not grow",
+    GenerationNotBumped: "generation of .* did not grow|its slot has generation",
     LeaseIgnored: "must come to <Code.NO_SLOT",
     QuarantineFreedAtOnce: "quarantines counted|free slots of|handed out a slot of",
     QuarantineNeverFreed: "free slots of|quarantine is not empty",

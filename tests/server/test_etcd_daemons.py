@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.operator.scene import control_of, told
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, read, store, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_operator.members import drain
 from tokenlake_server.membership.keeper import LEASE_S
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.etcd import EtcdServers, etcd_version
@@ -119,10 +121,15 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
         # b leaves: what it owned is owned by others, and its daemon ends by itself.
         result = nodes.command("drain", "b")
         assert result.returncode == 0, result.stderr
-        assert "left the cluster" in result.stdout
+        assert "'b' left the cluster" in result.stdout
+        assert "it handed over" in result.stdout
+        assert "lost nothing" in result.stdout
         process = nodes.nodes["b"].process
         assert process is not None
         assert process.wait(30) == 0
+        account = result.stdout.partition(" s: ")[2].strip()
+        for name in "abc":
+            assert account in nodes.nodes[name].log.read_text()
         nodes.wait("a", "c")
         wait_until(lambda: all_found(a), "found after the drain")
         # c dies; its copies are lost, and its place is given away by an operator.
@@ -141,6 +148,23 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
     result = nodes.command("remove", "a")
     assert result.returncode == 0, result.stderr
     assert json.loads(nodes.command("members", "--json").stdout)["members"] == {}
+
+
+def test_the_account_of_a_drain(nodes: Nodes) -> None:
+    """Which node took how much, and what is lost, also from the node itself that drains, which ends."""
+    nodes.start("a", "b")
+    nodes.wait("a", "b")
+    with nodes.connect("b") as pool:
+        assert outcomes(store(pool, Prompt(7, 6))) == {Code.COMMITTED}
+    nbytes = LAYOUT.segment_bytes
+    for name, moved, lost in (("b", {"a": 6}, 0), ("a", {}, 6)):
+        account = told(drain, "--socket", control_of(nodes.nodes[name]))
+        assert account["left"]
+        assert account["moved"] == {to: {"segments": count, "bytes": count * nbytes} for to, count in moved.items()}
+        assert account["lost"] == {"segments": lost, "bytes": lost * nbytes}
+        process = nodes.nodes[name].process
+        assert process is not None
+        assert process.wait(30) == 0
 
 
 def test_sigterm_drains_where_the_settings_say_so(nodes: Nodes) -> None:

@@ -10,8 +10,9 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import pytest
 
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
@@ -19,7 +20,7 @@ from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.membership import Members, Membership, keeper, open_membership
+from tokenlake_server.membership import Account, Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any
 from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
@@ -38,6 +39,7 @@ from tokenlake_testing.ports import reserve_port
 T = TypeVar("T")
 LIMIT_S = 30.0
 CLUSTER = "test"
+ACCOUNT = Account((("c", 3, 3 << 20),), (1, 1 << 20))
 
 needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
 
@@ -67,12 +69,26 @@ def config_of(name: str, **settings: object) -> ServerConfig:
 
 
 class Node:
-    """A membership as a daemon has it, and the members that it reported."""
+    """A membership as a daemon has it, and the members that it reported. Its handshakes with other such nodes
+    succeed."""
 
-    def __init__(self, membership: Membership, address: Address) -> None:
+    running: ClassVar[list[Node]] = []
+
+    def __init__(self, membership: Membership, address: Address, incarnation: int) -> None:
         self.membership = membership
+        self.address = address
+        self.incarnation = incarnation
         self.reported: list[Members] = []
+        self.trusts = True
         membership.start(address, self.reported.append)
+
+    async def shake_hands(self) -> None:
+        while True:
+            for name, address in self.membership.members.unproven.items():
+                for other in self.running:
+                    if self.trusts and other.trusts and other.address == address:
+                        self.membership.proven(name, other.incarnation)
+            await asyncio.sleep(0.01)
 
     @property
     def record(self) -> RingRecord:
@@ -88,10 +104,16 @@ async def node(name: str, endpoints: str, port: int | None = None, **settings: o
     address = Address("127.0.0.1", port or reserve_port())
     config = config_of(name, etcd=endpoints, **settings)
     thread = AdminThread()
-    opened = open_membership(config, time.time_ns(), asyncio.get_running_loop(), thread)
+    incarnation = time.time_ns()
+    opened = open_membership(config, incarnation, asyncio.get_running_loop(), thread)
+    made = Node(opened, address, incarnation)
+    Node.running.append(made)
+    hands = asyncio.create_task(made.shake_hands())
     try:
-        yield Node(opened, address)
+        yield made
     finally:
+        Node.running.remove(made)
+        hands.cancel()
         await opened.close()
         await asyncio.to_thread(thread.close)
 
@@ -167,10 +189,10 @@ def test_each_membership_keeps_the_contract(kind: str, request: pytest.FixtureRe
         except MembershipRefused as error:
             assert "'etcd'" in str(error), "the error names the setting with which it works"
             with pytest.raises(MembershipRefused):
-                await membership.remove()
+                await membership.leave(ACCOUNT)
         else:
             await until(lambda: membership.members.record.members["a"].draining)
-            await membership.remove()
+            await membership.leave(ACCOUNT)
             await until(lambda: not membership.state.known)
             assert set(membership.members.record.members) == {"a"}, "it serves its engines alone"
         await membership.close()
@@ -200,9 +222,11 @@ def test_nodes_join_find_each_other_and_leave(etcd: EtcdServers) -> None:
             before = nodes[0].record.epoch
             await nodes[1].membership.drain()
             await until(lambda: all(each.record.members["b"].draining for each in nodes))
-            await nodes[1].membership.remove()
+            await nodes[1].membership.leave(ACCOUNT)
             await until(lambda: all(each.names == ["a", "c"] for each in (nodes[0], nodes[2])))
             assert nodes[0].record.epoch == before + 2
+            # All know what became of its segments, itself too.
+            await until(lambda: all(each.membership.members.drained == {"b": ACCOUNT} for each in nodes))
             # Each report has a higher epoch, or the same record with other addresses.
             for each in (nodes[0], nodes[2]):
                 for former, later in zip(each.reported, each.reported[1:], strict=False):
@@ -314,6 +338,71 @@ def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers) -> No
 
 @needs_etcd
 @pytest.mark.live
+def test_only_a_proven_node_joins(etcd: EtcdServers) -> None:
+    """Also where the record has its name already, and its friends stay out with it."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+            ring = a.record
+            async with node("b", etcd.endpoints) as b, node("c", etcd.endpoints) as c:
+                for each in (b, c):
+                    each.trusts = False
+                    await until(lambda each=each: a.membership.members.unproven.keys() == {"b", "c"})  # type: ignore[misc]
+                    await until(lambda each=each: each.membership.members.unproven == {"a": a.address})  # type: ignore[misc]
+                    assert "no member of the ring has proven it" in each.membership.state.problem
+                    assert not each.membership.state.known
+                assert (b.names, c.names) == (["b"], ["c"])
+                # A proof of another process of that name does not count.
+                a.membership.proven("c", c.incarnation - 1)
+                assert a.record == await stored_ring(etcd) == ring
+                # The name of an unproven node may be given away while its daemon runs.
+                await ask(etcd, lambda e: change(e, CLUSTER, removed(CLUSTER, "b", dead=True)))
+                await until(lambda: a.names == ["a"])
+                b.trusts = c.trusts = True
+                await until(lambda: a.names == b.names == c.names == ["a", "b", "c"])
+                assert a.record.epoch == ring.epoch + 3
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_two_founders_at_once_make_one_ring(etcd: EtcdServers) -> None:
+    async def main() -> None:
+        for empty in (False, True):
+            if empty:
+                await put(etcd, ring_key(CLUSTER), encode_ring(RingRecord(9, 524288.0, {})))
+            async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                assert a.record == b.record == await stored_ring(etcd)
+            await asyncio.to_thread(clear, etcd)
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_the_next_member_proves_where_the_first_does_not(etcd: EtcdServers) -> None:
+    """Members take turns; one that is cut off from a newcomer keeps it out for a moment only."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
+            await until(lambda: a.names == b.names == ["a", "b"])
+            for cut_off in (a, b):
+                cut_off.trusts = False
+                async with node("c", etcd.endpoints) as c:
+                    await until(lambda: c.membership.state.known)
+                    await c.membership.leave(ACCOUNT)
+                    await until(lambda: a.names == b.names == ["a", "b"])
+                cut_off.trusts = True
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
 def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
     async def main() -> None:
         async with node("a", etcd.endpoints) as a:
@@ -324,6 +413,40 @@ def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
             async with node("b", etcd.endpoints, memory="128MiB") as b:
                 await until(lambda: a.record.members["b"].weight == 128 << 20)
                 assert not a.record.members["b"].draining
+
+    asyncio.run(main())
+
+
+@needs_etcd
+@pytest.mark.live
+def test_unproven_registrations_change_nothing(etcd: EtcdServers) -> None:
+    """Neither the address of a member whose name they have, nor, with an impossible size, the record; and such a
+    member is not let drain."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == ["a", "b"] and bool(a.membership.members.addresses))
+                known = a.membership.members.addresses
+                assert known == {"b": b.address}
+            ring = await stored_ring(etcd)
+            sizes = {"b": 1 << 20, "c": 0, "d": 1 << 60}
+            for name, capacity in sizes.items():
+                posing = Registration("127.0.0.1:9", 7, capacity, "1")
+                await put(etcd, node_key(CLUSTER, name), msgspec.json.encode(posing))
+                if name != "b":
+                    a.membership.proven(name, 7)
+            await until(lambda: a.membership.members.unproven == {"b": Address("127.0.0.1", 9)})
+            assert a.membership.members.addresses == known
+            assert await stored_ring(etcd) == ring
+            with pytest.raises(MembershipRefused, match="no member has proven"):
+                await a.membership.drain("b")
+            for name in "cd":
+                a.membership.proven(name, 7)
+            a.membership.proven("b", 7)
+            await until(lambda: a.membership.members.addresses == {"b": Address("127.0.0.1", 9)})
+            assert a.names == ["a", "b"]
+            assert not a.membership.state.problem
 
     asyncio.run(main())
 
@@ -537,17 +660,41 @@ def test_a_slow_etcd_serves(etcd: EtcdServers) -> None:
     asyncio.run(main())
 
 
+def authenticate_users(servers: EtcdServers) -> None:
+    """Let etcd know the user root with the password r, and no others."""
+    for path, body in (
+        ("auth/user/add", {"name": "root", "password": "r"}),
+        ("auth/role/add", {"name": "root"}),
+        ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/enable", {}),
+    ):
+        post(servers, path, body)
+
+
+@needs_etcd
+@pytest.mark.live
+def test_the_end_of_a_token_of_etcd_is_no_problem(caplog: pytest.LogCaptureFixture) -> None:
+    """A token ends when no call was made for 5 minutes (here 1 s): the watch and the renewal of the lease are none."""
+    user: dict[str, Any] = {"etcd_user": "root", "etcd_password": "r"}
+
+    async def main(servers: EtcdServers) -> None:
+        await asyncio.to_thread(authenticate_users, servers)
+        async with node("a", servers.endpoints, **user) as a:
+            await until(lambda: a.membership.state.known)
+            await asyncio.sleep(4.0)
+            async with node("b", servers.endpoints, **user) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+    with EtcdServers(auth_token_ttl="1") as servers:
+        asyncio.run(main(servers))
+
+
 @needs_etcd
 @pytest.mark.live
 def test_users_of_etcd_are_authenticated() -> None:
     async def main(servers: EtcdServers) -> None:
-        for path, body in (
-            ("auth/user/add", {"name": "root", "password": "r"}),
-            ("auth/role/add", {"name": "root"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/enable", {}),
-        ):
-            await asyncio.to_thread(post, servers, path, body)
+        await asyncio.to_thread(authenticate_users, servers)
         async with node("a", servers.endpoints) as a:
             await until(lambda: "user name is empty" in a.membership.state.problem)
         wrong: dict[str, Any] = {"etcd_user": "root", "etcd_password": "other"}
@@ -579,7 +726,7 @@ def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
                 await until(lambda b=b: servers.endpoints in b.membership.state.problem)  # type: ignore[misc]
                 assert not b.membership.state.known
         missing = given | {"etcd_ca": str(tmp_path / "none.pem")}
-        async with node("b", servers.endpoints, **missing) as b:
+        async with node("a", servers.endpoints, **given), node("b", servers.endpoints, **missing) as b:
             await until(lambda: "'etcd_ca'" in b.membership.state.problem)
             # The files are read again at each attempt.
             (tmp_path / "none.pem").write_bytes(files.ca.read_bytes())
@@ -670,7 +817,8 @@ def test_a_node_keeps_its_ring_when_the_record_is_forged(etcd: EtcdServers) -> N
 @pytest.mark.live
 def test_fields_of_a_later_version_are_kept(etcd: EtcdServers) -> None:
     async def main() -> None:
-        text = '{"epoch": 4, "unit": 524288, "members": {"z": {"weight": 67108864, "rack": 3}}, "later": [1]}'
+        members = '{"a": {"weight": 1048576}, "z": {"weight": 67108864, "rack": 3}}'
+        text = f'{{"epoch": 4, "unit": 524288, "members": {members}, "later": [1]}}'
         await put(etcd, ring_key(CLUSTER), text.encode())
         await put(etcd, prefix_of(CLUSTER) + b"later/key", b"1")
         await put(etcd, node_key(CLUSTER, "z"), b"not a registration")

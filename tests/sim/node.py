@@ -11,6 +11,9 @@ from tests.sim.disk import Disk, Life
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
+from tokenlake.core.ownership.drain import LEFT_BEHIND
+from tokenlake.core.ownership.handover import HANDED_OVER
+from tokenlake.core.ownership.owner import DUPLICATES
 from tokenlake.disk import stride
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
@@ -52,6 +55,8 @@ class SimNode:
         self.incarnation = 0
         self.retired = False
         """It left the cluster and does not start again."""
+        self.account: instructions.Drained | None = None
+        """The account of its drain."""
         self.processes: dict[int, Process] = {}
         """By connection."""
         self.links: Mapping[str, Connection] = {}
@@ -206,6 +211,12 @@ class SimNode:
 
     def drained(self, order: instructions.Drained) -> None:
         """Leave the ring record, then end; see `tokenlake_testing.driver.Membership`."""
+        assert self.core is not None
+        counters, moved = self.core.counters, [segments for node, segments, _ in order.moved if node != self.name]
+        assert len(moved) == len(order.moved)
+        assert 0 < sum(moved) <= counters[HANDED_OVER] + counters[DUPLICATES] or not moved
+        assert order.lost_segments <= counters[LEFT_BEHIND]
+        self.account = order
         # Not within the event that led here.
         self.cluster.clock.after(0.0, self.cluster.leave, self.name)
 

@@ -58,9 +58,9 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             _SHARE,
             "limit of slots that are being written; above it a store is refused",
-            why="half of the memory stays for segments that are read; a prompt that takes a third of it is stored",
+            why="half of the memory stays for segments that are read; one engine may store two fifths of it",
         ),
-    ] = 0.50
+    ] = 0.45
     session_lease_share: Annotated[
         float,
         Setting(

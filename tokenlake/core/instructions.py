@@ -130,6 +130,12 @@ class Drained(_Instruction, frozen=True, tag=12):
     """This node, which drains, has handed over its primary copies, or all other nodes drain too, or `drain_s` has
     passed: this node may leave the record. Given once."""
 
+    moved: tuple[tuple[str, int, int], ...] = ()
+    """(node, segments, bytes) of the nodes that took segments over, the one with most segments first."""
+    lost_segments: int = 0
+    """Primary copies that no other node took."""
+    lost_bytes: int = 0
+
 
 class Located(_Instruction, frozen=True, tag=13):
     """Answers `LocateRequested`."""

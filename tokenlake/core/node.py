@@ -139,6 +139,7 @@ class NodeCore:
         self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._handover)
+        self._ownership.on_taken = self._drain.taken
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
         )

@@ -27,7 +27,7 @@ class Budgets(msgspec.Struct, frozen=True):
     cached: float = 0.10
     """Share of the slots up to which cached copies may displace primary copies. Beyond it they may only use free slots,
     or displace primary copies while all cached copies are pinned."""
-    dirty: float = 0.50
+    dirty: float = 0.45
     """Maximum share of the slots for segments that engines are writing."""
 
 

@@ -32,23 +32,19 @@ class SlotTable:
         """The segment in each slot, by region and slot; None where the slot is free."""
         self._generations: dict[int, list[int]] = {}
         """Generation of each slot, by region and slot: it grows by 1 with each segment."""
-        self._greatest = 0
-        """The greatest generation of the regions that belonged to a pool and do not any more."""
         self._regions: list[int] = []
         """Numbers of the regions that belong to a pool, in ascending order."""
 
     def add_region(self, region: int, slots: int) -> None:
-        """Add the free slots of a region that a pool got. Generations begin above those of all regions before it, so
-        that a reference to earlier memory of the same region fits no slot of the new one."""
-        self._generations[region] = [self._greatest] * slots
+        """Add the free slots of a region that a pool got; no earlier region had its number."""
+        self._generations[region] = [0] * slots
         self._segments[region] = [None] * slots
         insort(self._regions, region)
 
     def drop_region(self, region: int) -> None:
         """Remove an empty region, which belongs to no pool any more."""
-        del self._segments[region]
+        del self._segments[region], self._generations[region]
         self._regions.remove(region)
-        self._greatest = max(self._greatest, max(self._generations.pop(region)))
 
     def next_generation(self, region: int, slot: int) -> SlotRef:
         """Raise the generation of a free slot that gets a new segment. Returns the reference to the slot."""
@@ -103,4 +99,5 @@ class SlotTable:
         for region, segments in self._segments.items():
             generations = self._generations[region]
             for slot, segment in enumerate(segments):
-                assert segment is None or segment.place == (region, slot, generations[slot])
+                place = (region, slot, generations[slot])
+                assert segment is None or segment.place == place, f"{segment}: its slot has generation {place[2]}"

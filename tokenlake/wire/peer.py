@@ -105,9 +105,9 @@ MAX_PROBE_BYTES = 16 << 20
 ProbeBytes = Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
 
 DataPurpose = Literal["bulk", "query"]
-Purpose = Literal["control", "bulk", "query"]
-"""Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
-(`tokenlake.wire.query`)."""
+Purpose = Literal["control", "bulk", "query", "join"]
+"""Content of a connection after the handshake: messages, the bytes of segments, frames between query engines
+(`tokenlake.wire.query`), or nothing: the handshake itself is the purpose."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -169,9 +169,10 @@ class Control:
 
     # -- changes
 
-    def drain(self, node: str = "") -> None:
-        """Let a node leave; empty for the one that is asked."""
-        self._ask(self._admin.Drain, admin_pb2.DrainRequest(node=node), CHANGE_S)
+    def drain(self, node: str = "", *, wait: bool = False) -> None:
+        """Let a node leave; empty for the one that is asked. `wait`: the caller reads the account of the drain by
+        `cluster`, so that a node that is asked itself ends up to 2 s later."""
+        self._ask(self._admin.Drain, admin_pb2.DrainRequest(node=node, wait=wait), CHANGE_S)
 
     def remove(self, node: str) -> None:
         """Remove a node that is gone for good."""

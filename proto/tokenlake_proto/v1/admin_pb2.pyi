@@ -225,6 +225,7 @@ class Membership(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    UNPROVEN_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """`peers`, or the endpoints of etcd."""
     known: _builtins.bool
@@ -233,6 +234,12 @@ class Membership(_message.Message):
     problem: _builtins.str
     @_builtins.property
     def absent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def unproven(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """Nodes with which this one is to complete a handshake before one of the two joins: at a member, daemons that ask to
+        join; at a node that is no member, members.
+        """
+
     def __init__(
         self,
         *,
@@ -241,10 +248,11 @@ class Membership(_message.Message):
         epoch: _builtins.int = ...,
         problem: _builtins.str = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
+        unproven: _abc.Iterable[Global___Peer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "epoch", b"epoch", "known", b"known", "problem", b"problem", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "epoch", b"epoch", "known", b"known", "problem", b"problem", "source", b"source", "unproven", b"unproven"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,26 +482,93 @@ class Member(_message.Message):
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
+class Moved(_message.Message):
+    """Segments that a node took over from one that drained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    segments: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        segments: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "node", b"node", "segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015
+
+@_typing.final
+class Drained(_message.Message):
+    """The account of a node that drained and left the ring."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    LOST_SEGMENTS_FIELD_NUMBER: _builtins.int
+    LOST_BYTES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    lost_segments: _builtins.int
+    """Primary copies that no other node took."""
+    lost_bytes: _builtins.int
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Moved]:
+        """Those that took most come first."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        moved: _abc.Iterable[Global___Moved] | None = ...,
+        lost_segments: _builtins.int = ...,
+        lost_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_bytes", b"lost_bytes", "lost_segments", b"lost_segments", "moved", b"moved", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drained: _TypeAlias = Drained  # noqa: Y015
+
+@_typing.final
 class GetClusterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLUSTER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     epoch: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    @_builtins.property
+    def drained(self) -> _containers.RepeatedCompositeFieldContainer[Global___Drained]:
+        """The last 64 nodes that drained while this daemon ran, the newest last."""
+
     def __init__(
         self,
         *,
         cluster: _builtins.str = ...,
         epoch: _builtins.int = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
+        drained: _abc.Iterable[Global___Drained] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "members", b"members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drained", b"drained", "epoch", b"epoch", "members", b"members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1018,16 +1093,22 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Empty for the node that is asked."""
+    wait: _builtins.bool
+    """The caller waits for the account of the node, in GetClusterResponse: a node that is asked itself ends up to 2 s
+    later for it.
+    """
     def __init__(
         self,
         *,
         node: _builtins.str = ...,
+        wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

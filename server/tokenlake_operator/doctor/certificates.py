@@ -47,7 +47,10 @@ def check_certificates(config: ServerConfig, now: datetime.datetime) -> Iterator
     yield from _times("certificate", where, own, now, issue)
     if not signed(own, intermediates, authorities):
         problem = f"its issuer, {own.issuer.rfc4514_string()}, is not in {config.ca}: nodes with this 'ca' refuse it"
-        cure = "put the CA that issued it into 'ca' of all nodes, or issue a certificate of the CA that is there"
+        cure = (
+            "issue a certificate of the CA that is there; or, if the CA that issued it belongs to this cluster, put it "
+            "into 'ca' of all nodes"
+        )
         yield Finding("error", "certificate-ca", where, problem, cure)
     yield from _usages(own, where, issue)
     names = [str(each.value) for each in own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]

@@ -16,6 +16,10 @@ UNUSABLE_SHARE = 0.05
 """Share of the memory that holds no segment from which on it is a warning."""
 REFUSED_SHARE = 0.01
 """Share of the segments that engines wanted to store from which on refusals are a warning."""
+TRUST = (
+    "ask first whether both nodes belong to this cluster, because a CA in 'ca' lets all nodes in that it signs. "
+    "If they do, give both certificates of one CA, or put the CAs of all nodes into 'ca' of each"
+)
 _CURES = (
     ("cluster secret", "peer-secret", "set the same 'cluster_secret' on all nodes"),
     ("belongs to the cluster", "peer-cluster", "correct the address, or set the same 'cluster' on all nodes"),
@@ -26,8 +30,8 @@ _CURES = (
     ("not valid yet", "peer-certificate-early", "synchronise the clocks of both machines"),
     ("another node was dialled", "peer-certificate-name", "correct the address of that node in 'peers'"),
     ("certificate is for", "peer-certificate-name", "give that node a certificate for its name and this cluster"),
-    ("signed by a ca", "peer-certificate-ca", "put the CAs of all nodes into 'ca' of each"),
-    ("unknown ca", "peer-certificate-ca", "put the CAs of all nodes into 'ca' of each"),
+    ("signed by a ca", "peer-certificate-ca", TRUST),
+    ("unknown ca", "peer-certificate-ca", TRUST),
     ("plain", "peer-encryption", "set 'certificate', 'key' and 'ca' on all nodes, or on none"),
     ("without tls", "peer-encryption", "set 'certificate', 'key' and 'ca' on all nodes, or on none"),
     ("version", "peer-version", "install versions of TokenLake with a common protocol on all nodes"),
@@ -39,7 +43,7 @@ def check_node(node: Node) -> Iterator[Finding]:
     """Yield findings about the membership of the node, its connections with peers, its disks, engines that go without
     it, and counters that should be 0."""
     status = node.status
-    yield from _membership(node.name, status.membership)
+    yield from _membership(node.name, status)
     for peer in status.peers:
         yield from _peer(node.name, peer)
     for disk in status.disks:
@@ -67,14 +71,34 @@ def check_changed(node: Node, expected: dict[str, str], file: str) -> Iterator[F
         )
 
 
-def _membership(name: str, state: pb.Membership) -> Iterator[Finding]:
-    if state.problem or not state.known:
+def _membership(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
+    state, cluster = status.membership, status.cluster
+    kept_out = [peer for peer in state.unproven if peer.state != "connected"]
+    for peer in kept_out:
+        lasted = f"{peer.state} for {span(peer.for_s)}: {peer.reason}"
+        if state.known:
+            problem = f"'{peer.node}' asks to join and stays out: {lasted}"
+            asked = f"'{peer.node}' belongs to the cluster '{cluster}'. If not, stop it, and give etcd another password"
+        else:
+            problem = f"it serves its engines alone, because no member has proven it; '{peer.node}': {lasted}"
+            asked = f"this node belongs to the cluster '{cluster}' of its etcd. If not, correct 'cluster' or 'etcd'"
+        cure = f"ask first whether {asked}. If it does: {_check(peer)[1]}"
+        yield Finding("warning" if state.known else "error", "not-admitted", f"{name} - {peer.node}", problem, cure)
+    if (state.problem or not state.known) and (state.known or not kept_out):
+        cure = "start etcd, or let this node reach it; the node goes on by itself"
+        if "no member runs" in state.problem:
+            cure = "start a member, or remove the members that are gone for good (`tokenlake remove NAME`)"
+        elif "no member of the ring has proven it" in state.problem:
+            cure = (
+                "let the members reach this node at that address: correct 'advertise' or 'listen', or let the firewall "
+                "pass the port; `tokenlake status` of a member has the reason"
+            )
         yield Finding(
             "error",
             "membership",
             name,
             f"{'its members cannot be read' if state.known else 'it serves its engines alone'}: {state.problem}",
-            "start etcd, or let this node reach it; the node goes on by itself",
+            cure,
         )
     if state.absent:
         yield Finding(
@@ -87,27 +111,28 @@ def _membership(name: str, state: pb.Membership) -> Iterator[Finding]:
 
 
 def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
-    if peer.state == "connected":
-        return
-    where, lasted = f"{name} - {peer.node}", f"for {span(peer.for_s)}"
+    if peer.state != "connected":
+        check, cure = _check(peer)
+        problem = f"{peer.state} for {span(peer.for_s)}: {peer.reason}"
+        yield Finding("error", check, f"{name} - {peer.node}", problem, cure)
+
+
+def _check(peer: pb.Peer) -> tuple[str, str]:
+    """The name of the check that finds why a peer is not connected, and the cure."""
     if peer.state == "other ring":
-        cure = "set the same 'peers' with the same sizes on all nodes, and restart the daemons one at a time"
-        yield Finding("error", "other-ring", where, f"other ring {lasted}: {peer.reason}", cure)
-    elif peer.state == "refused":
+        return (
+            "other-ring",
+            "set the same 'peers' with the same sizes on all nodes, and restart the daemons one at a time",
+        )
+    if peer.state == "refused":
         text = peer.reason.lower()
-        check, cure = next(
-            ((check, cure) for part, check, cure in _CURES if part in text), ("peer-refused", "do as the reason says")
-        )
-        yield Finding("error", check, where, f"refused {lasted}: {peer.reason}", cure)
-    else:
-        one_sided = "it has not connected to this node" in peer.reason
-        cure = (
-            f"list this node in 'peers' of '{peer.node}', at an address that it reaches, and start that daemon"
-            if one_sided
-            else f"start the daemon of '{peer.node}', correct its address, or let the firewall pass its port"
-        )
-        check = "peer-one-sided" if one_sided else "peer-unreachable"
-        yield Finding("error", check, where, f"unreachable {lasted}: {peer.reason}", cure)
+        found = ((check, cure) for part, check, cure in _CURES if part in text)
+        return next(found, ("peer-refused", "do as the reason says"))
+    if "it has not connected to this node" in peer.reason:
+        cure = f"list this node in 'peers' of '{peer.node}', at an address that it reaches, and start that daemon"
+        return "peer-one-sided", cure
+    cure = f"start the daemon of '{peer.node}', correct its address, or let the firewall pass its port"
+    return "peer-unreachable", cure
 
 
 def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:

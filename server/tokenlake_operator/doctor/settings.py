@@ -40,6 +40,18 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "every machine on the way between nodes can read and change all caches",
             "give each node a certificate (`tokenlake ca init`, `tokenlake ca issue NODE`), and remove the setting",
         )
+    remote = ",".join(str(each) for each in config.etcd if not kinds.is_loopback(each.host))
+    lacking = [name for name in ("etcd_ca", "etcd_user") if not getattr(config, name)]
+    if config.etcd_certificate:
+        lacking = []  # etcd knows its clients by their certificates
+    if remote and lacking:
+        yield Finding(
+            "warning",
+            "etcd-open",
+            f"etcd = {remote}",
+            f"{' and '.join(lacking)} not set: a program that reaches etcd can read the password, or change the ring",
+            "give etcd TLS and a user, and set 'etcd_ca', 'etcd_user' and 'etcd_password'",
+        )
     own, listen = parse_address(config.advertise or config.listen), parse_address(config.listen)
     elsewhere = not config.peers or not all(kinds.is_loopback(peer.host) for peer in config.peers)
     if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host) and elsewhere:

@@ -29,6 +29,7 @@ from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peer_measurement import MAX_BYTES, MAX_S, PeerMeasurement
+from tokenlake_server.peer_states import PeerState
 
 __all__ = ["Admin"]
 
@@ -68,6 +69,10 @@ class Admin:
         self._origin = origin
         self._measurement = measurement
         self._started = time.monotonic()
+        self.awaited = False
+        """True once a caller has let this node drain, and waits for its account."""
+        self.account_read = asyncio.Event()
+        """Set once a caller has read the account of this node's drain."""
         self._status = Cached(self._read_status)
         self._cluster = Cached(self._read_cluster)
         self._recent = Cached(lambda: bridge.call(driver.core.recent_requests))
@@ -125,16 +130,14 @@ class Admin:
                 for pool in snapshot.pools
             ],
             counters={metric.name: value for metric, value in snapshot.counters.items()},
-            peers=[
-                pb.Peer(node=name, state=each.state, reason=each.reason, for_s=max(0.0, now - each.since))
-                for name, each in snapshot.peers.items()
-            ],
+            peers=_peers(snapshot.peers, now),
             membership=pb.Membership(
                 source=state.source,
                 known=state.known,
                 epoch=state.epoch,
                 problem=state.problem,
                 absent=state.absent,
+                unproven=_peers(snapshot.unproven, now),
             ),
             engines=snapshot.engines,
             processes=snapshot.processes,
@@ -159,12 +162,15 @@ class Admin:
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
         """The members of the cluster, as this node knows them."""
-        return await self._cluster.get()
+        cluster = await self._cluster.get()
+        if any(each.node == self._config.node for each in cluster.drained):
+            self.account_read.set()
+        return cluster
 
     async def _read_cluster(self) -> pb.GetClusterResponse:
         core, membership = self._driver.core, self._membership
-        record, states, addresses, controls = await self._bridge.call(
-            lambda: (core.record, core.members(), membership.members.addresses, self._controls())
+        record, states, known_members, controls = await self._bridge.call(
+            lambda: (core.record, core.members(), membership.members, self._controls())
         )
         known = {str(each.node): each for each in states}
         members = []
@@ -175,7 +181,7 @@ class Admin:
                     node=name,
                     weight=member.weight,
                     draining=member.draining,
-                    address=str(addresses.get(name, "")),
+                    address=str(known_members.addresses.get(name, "")),
                     control=controls.get(name, ""),
                     usable=each is not None and each.usable,
                     sent_bytes_per_s=0.0 if each is None else each.load,
@@ -183,7 +189,16 @@ class Admin:
                     location="" if each is None else shown_location(each.location),
                 )
             )
-        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members)
+        drained = [
+            pb.Drained(
+                node=name,
+                moved=[pb.Moved(node=to, segments=segments, bytes=nbytes) for to, segments, nbytes in account.moved],
+                lost_segments=account.lost[0],
+                lost_bytes=account.lost[1],
+            )
+            for name, account in known_members.drained.items()
+        ]
+        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members, drained=drained)
 
     async def get_config(self, caller: Caller, message: pb.GetConfigRequest) -> pb.GetConfigResponse:
         """Each setting, its value and its source; secrets are masked."""
@@ -258,6 +273,7 @@ class Admin:
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
         node = "" if message.node == self._config.node else message.node
+        self.awaited |= message.wait and not node
         with _logged(caller, f"the drain of node '{message.node or self._config.node}'"):
             await self._bridge.coroutine(lambda: self._membership.drain(node))
         return pb.DrainResponse()
@@ -341,6 +357,11 @@ def _logged(caller: Caller, change: str) -> Iterator[None]:
         log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
         raise
     log.info("'%s' asked for %s: accepted", caller.name, change)
+
+
+def _peers(states: Mapping[str, PeerState], now: float) -> Iterator[pb.Peer]:
+    for name, each in states.items():
+        yield pb.Peer(node=name, state=each.state, reason=each.reason, for_s=max(0.0, now - each.since))
 
 
 def _disks(snapshot: Snapshot) -> Iterator[pb.Disk]:

@@ -51,6 +51,8 @@ MAX_CALLS = 96
 MAX_CONNECTIONS = 256
 """Connections at a time on each port; further ones are closed."""
 MAX_CALLS_PER_CONNECTION = 96
+ACCOUNT_S = 2.0
+"""Seconds for which the end of a daemon that drained waits for the caller that wants to read its account."""
 GOODBYE_S = 0.5
 """Seconds for which the end of the daemon waits for calls."""
 START_S = 20.0
@@ -93,11 +95,10 @@ class ControlServer:
         self._bridge = Bridge(driver, loop)
         engines.on_other_answer = self._bridge.answered
         self._callers = Callers(config.cluster, tenants)
+        self._admin = Admin(self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement)
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
-            admin_pb2.DESCRIPTOR: Admin(
-                self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement
-            ).functions,
+            admin_pb2.DESCRIPTOR: self._admin.functions,
             events_pb2.DESCRIPTOR: Events(self._bridge, driver).functions,
         }
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -178,6 +179,14 @@ class ControlServer:
             await abort_with(context, error, "ServerReflectionInfo")
 
     # -- the end
+
+    async def account_read(self) -> None:
+        """Wait until the caller that let this node drain has read its account, if it wants to; at most
+        `ACCOUNT_S`."""
+        if self._admin.awaited:
+            reading = self._thread.submit(self._admin.account_read.wait())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(reading), ACCOUNT_S)
 
     async def close(self) -> None:
         """End all calls, and close the ports."""

@@ -15,7 +15,7 @@ from tokenlake.config import Address, ServerConfig
 from tokenlake.errors import TokenLakeError
 from tokenlake.ring_record import RingRecord
 from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.membership.base import Members, MembershipState, OnMembers, alone
+from tokenlake_server.membership.base import Account, Members, MembershipState, OnMembers, alone
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, on_any
 from tokenlake_server.membership.keeper import Keeper
@@ -74,18 +74,27 @@ class EtcdMembership:
         if self._keeper is not None and not self._closed:
             self._thread.call_soon(self._keeper.refresh)
 
+    def proven(self, node: str, incarnation: int) -> None:
+        """See `Membership`."""
+        if self._keeper is not None and not self._closed:
+            self._thread.call_soon(self._keeper.proven, node, incarnation)
+
     async def drain(self, node: str = "") -> None:
         """Mark this node, or another one, as draining. Raises `Unreachable`, and `MembershipRefused` for a node that is
         no member, or another one that is not registered."""
         await self._change(draining(self._cluster, node or self._node, alive=bool(node)))
 
-    async def remove(self, node: str = "") -> None:
-        """Take this node, or another one, out of the record. Raises `Unreachable`, and `MembershipRefused` for another
-        node that is no member or is registered; nothing happens if this node is no member."""
-        await self._change(removed(self._cluster, node or self._node, dead=bool(node)))
+    async def remove(self, node: str) -> None:
+        """Take another node out of the record. Raises `Unreachable`, and `MembershipRefused` for a node that is no
+        member, or whose daemon is registered and proven."""
+        await self._change(removed(self._cluster, node, dead=True))
 
-    async def _change(self, edit: Callable[[Stored], RingRecord]) -> None:
-        work = on_any(self._access, lambda etcd: change(etcd, self._cluster, edit), CHANGE_S)
+    async def leave(self, account: Account) -> None:
+        """Take this node out of the record, if it is there. Raises `Unreachable`."""
+        await self._change(removed(self._cluster, self._node), (self._node, account))
+
+    async def _change(self, edit: Callable[[Stored], RingRecord], account: tuple[str, Account] | None = None) -> None:
+        work = on_any(self._access, lambda etcd: change(etcd, self._cluster, edit, account), CHANGE_S)
         await asyncio.wrap_future(self._thread.submit(work), loop=self._loop)
 
     async def close(self) -> None:

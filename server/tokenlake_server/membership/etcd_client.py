@@ -100,10 +100,14 @@ class Etcd:
     async def __aenter__(self) -> Etcd:
         """Authenticate, if the settings name a user. The first call makes the connection."""
         if self._access.user:
-            request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password.decode())
-            reply = await self._call("Auth/Authenticate", request, pb.AuthenticateResponse)
-            self._metadata = (("token", reply.token),)
+            await self._authenticate()
         return self
+
+    async def _authenticate(self) -> None:
+        self._metadata = ()
+        request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password.decode())
+        reply = await self._call("Auth/Authenticate", request, pb.AuthenticateResponse)
+        self._metadata = (("token", reply.token),)
 
     async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
@@ -194,6 +198,13 @@ class Etcd:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=reply.FromString,  # type: ignore[attr-defined]
         )
+        try:
+            return await self._within(method(request, timeout=CALL_S, metadata=self._metadata))  # type: ignore[no-any-return]
+        except CredentialRefused:
+            if not self._metadata:
+                raise
+        # A token ends when no call was made for 5 minutes; the watch and the renewal of the lease are none.
+        await self._authenticate()
         return await self._within(method(request, timeout=CALL_S, metadata=self._metadata))  # type: ignore[no-any-return]
 
     async def _within(self, awaitable: Any) -> Any:

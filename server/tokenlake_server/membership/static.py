@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenlake.config import Address, ServerConfig
 from tokenlake.errors import MembershipRefused
 from tokenlake.ring_record import RingRecord
-from tokenlake_server.membership.base import Members, MembershipState, OnMembers
+from tokenlake_server.membership.base import Account, Members, MembershipState, OnMembers
 
 __all__ = ["StaticMembership", "static_members"]
 
@@ -37,11 +37,18 @@ class StaticMembership:
     def refresh(self) -> None:
         """Do nothing: a static list is never read again."""
 
+    def proven(self, node: str, incarnation: int) -> None:
+        """Do nothing: no node joins a static list."""
+
     async def drain(self, node: str = "") -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 
-    async def remove(self, node: str = "") -> None:
+    async def remove(self, node: str) -> None:
+        """Raises `MembershipRefused`."""
+        raise MembershipRefused(_NEEDS_ETCD)
+
+    async def leave(self, account: Account) -> None:
         """Raises `MembershipRefused`."""
         raise MembershipRefused(_NEEDS_ETCD)
 

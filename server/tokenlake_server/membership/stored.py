@@ -12,6 +12,7 @@ versions may share it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ import msgspec
 from tokenlake.config import Address, kinds, parse_address
 from tokenlake.errors import MembershipRefused
 from tokenlake.ring_record import RingRecord
+from tokenlake_server.membership.base import Account
 from tokenlake_server.membership.etcd_client import Etcd, Put, Read
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "node_key",
     "parse",
     "prefix_of",
+    "provers",
     "ring_key",
     "virtual_nodes",
 ]
@@ -49,7 +52,7 @@ CONFLICT_S = 0.05
 """Mean seconds until a change that conflicted with another one is tried again."""
 
 
-class Registration(msgspec.Struct, frozen=True):
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value of a key `nodes/NAME`."""
 
     address: str
@@ -58,6 +61,11 @@ class Registration(msgspec.Struct, frozen=True):
     """Bytes of the node's memory."""
     version: str
     """Version of the daemon's package."""
+    proven_by: str = ""
+    """The member that has proven this process by a handshake; its own name where no member ran. Empty: it asks to
+    join."""
+    drained: Account | None = None
+    """Set by a node that has drained, when it leaves the ring."""
 
     def at(self) -> Address:
         """Where the daemon listens. Raises ValueError."""
@@ -134,6 +142,16 @@ def decode_ring(key: bytes, text: bytes) -> RingRecord:
     return record
 
 
+def provers(stored: Stored, node: str) -> list[str]:
+    """The members that run and may prove `node`, in the order in which they try: another one for each node."""
+    able = [
+        name
+        for name in (stored.record.members if stored.record is not None else ())
+        if name != node and (found := stored.nodes.get(name)) and found.registration and found.registration.proven_by
+    ]
+    return sorted(able, key=lambda name: hashlib.blake2b(f"{node} {name}".encode()).digest())
+
+
 def virtual_nodes(record: RingRecord) -> int:
     """The number of virtual nodes of a record's members together."""
     return sum(max(1, round(member.weight / record.unit)) for member in record.members.values())
@@ -150,16 +168,25 @@ def encode_ring(record: RingRecord, previous: bytes = b"") -> bytes:
     return json.dumps(text, sort_keys=True).encode()
 
 
-async def change(etcd: Etcd, cluster: str, edit: Callable[[Stored], RingRecord]) -> RingRecord:
+async def change(
+    etcd: Etcd, cluster: str, edit: Callable[[Stored], RingRecord], account: tuple[str, Account] | None = None
+) -> RingRecord:
     """Write `edit(stored)` in place of the ring record, and read again if another writer came first. `edit` may raise;
-    nothing is written then, nor if it returns the stored record."""
+    nothing is written then, nor if it returns the stored record. `account`: name and account of a node that leaves,
+    which are written into its registration, if there is one."""
     while True:
         stored = parse(cluster, await etcd.read(prefix_of(cluster)))
         record = edit(stored)
         if record == stored.record:
             return record
-        put = Put(ring_key(cluster), encode_ring(record, stored.text))
-        if await etcd.write({put.key: stored.mod_revision}, [put]):
+        puts = [Put(ring_key(cluster), encode_ring(record, stored.text))]
+        unchanged = {puts[0].key: stored.mod_revision}
+        node = stored.nodes.get(account[0]) if account is not None else None
+        if account is not None and node is not None and node.registration is not None:
+            told = msgspec.structs.replace(node.registration, drained=account[1])
+            puts.append(Put(node_key(cluster, account[0]), msgspec.json.encode(told), node.lease))
+            unchanged[puts[1].key] = node.mod_revision
+        if await etcd.write(unchanged, puts):
             return record
         await asyncio.sleep(random.uniform(0, 2 * CONFLICT_S))
 
@@ -176,6 +203,8 @@ def _registration(text: bytes) -> Registration | None:
     try:
         found = msgspec.json.decode(text, type=Registration)
         found.at()
+        if found.capacity <= 0:
+            raise ValueError("no daemon writes this capacity")
     except _NO_VALUE:
         return None
     return found

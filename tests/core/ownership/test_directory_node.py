@@ -21,6 +21,8 @@ from tokenlake.wire.slots import join_keys
 
 MEMBERS = RingRecord.of(dict.fromkeys(("n0", "n1", "n2"), 1 << 16))
 SYNC_GRACE_S = 5.0
+SLOT = 512
+"""Bytes of a segment."""
 RING = (MEMBERS.epoch, MEMBERS.digest())
 
 
@@ -31,6 +33,8 @@ class Node:
         self.core = NodeCore(CoreConfig("n0", 1, record, 1, 1 << 13, sync_grace_s=SYNC_GRACE_S))
         self.core.start(0.0)
         self.now = 0.0
+        self.drained: list[instructions.Drained] = []
+        """The accounts of drains that the rules have given."""
         for name in list(record.members)[1:]:
             self.handle(events.PeerUp(name, 1))
             if not empty:
@@ -39,6 +43,7 @@ class Node:
     def handle(self, event: events.Event) -> list[tuple[str, Any]]:
         """Deliver one event. The messages to peers that it led to."""
         out = self.core.handle(event, self.now)
+        self.drained += [each for each in out if isinstance(each, instructions.Drained)]
         return [(each.node, each.message) for each in out if isinstance(each, instructions.SendToPeer)]
 
     def say(self, sender: str, message: peer.PeerMessage) -> list[Any]:
@@ -52,7 +57,7 @@ class Node:
 
     def own(self, key: SegmentKey, depth: int = 0) -> Segment:
         """n0 owns the segment; no node is told."""
-        segment = self.core.store.reserve(TenantId("red"), 512, key, Kind.PRIMARY, depth, self.now)
+        segment = self.core.store.reserve(TenantId("red"), SLOT, key, Kind.PRIMARY, depth, self.now)
         assert isinstance(segment, Segment)
         self.core.store.publish(segment, bytes(16), self.now)
         self.core.store.unpin(segment)

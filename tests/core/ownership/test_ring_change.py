@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.core.ownership.test_directory_node import MEMBERS, Node, keys_of, owned
+from tests.core.ownership.test_directory_node import MEMBERS, SLOT, Node, keys_of, owned
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
 from tokenlake.core.ownership import directory_node
@@ -274,6 +274,7 @@ def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
     sent = alive(node, node.core.config.drain_s + 1.0)
     assert any(isinstance(message, peer.Offer) for _, message in sent)
     assert node.core.counters[LEFT_BEHIND] == 3
+    assert node.drained == [instructions.Drained((), 3, 3 * SLOT)]
 
 
 @pytest.mark.parametrize("takes", ["n1", "n2"])
@@ -284,6 +285,19 @@ def test_a_node_that_refuses_keeps_no_segment_from_another(takes: str) -> None:
     follow(node, node.core.record.draining("n0"))
     alive(node, 10.0, takes)
     assert node.core.counters[HANDED_OVER] == 3
+    assert node.drained == [instructions.Drained(((takes, 3, 3 * SLOT),))]
+
+
+def test_a_segment_taken_after_the_deadline_counts_as_moved() -> None:
+    """Its reply came too late; the new owner says that it has the segment."""
+    node = Node()
+    key = prompt("late", 1)[0]
+    node.own(key)
+    follow(node, node.core.record.draining("n0"))
+    node.run_until(0.5)
+    node.say("n2", peer.Redundant("red", key, ("n2",)))
+    alive(node, 5.0)
+    assert node.drained == [instructions.Drained((("n2", 1, SLOT),))]
 
 
 def test_a_drain_ends_at_once_where_all_others_drain() -> None:
@@ -294,7 +308,7 @@ def test_a_drain_ends_at_once_where_all_others_drain() -> None:
     out: list[instructions.Instruction] = []
     while (wake := node.core.next_wake()) is not None and wake < 3.0:
         out += node.core.handle(events.Tick(), wake)
-    assert out.count(instructions.Drained()) == 1
+    assert out.count(instructions.Drained((), 1, SLOT)) == 1
     assert node.core.counters[LEFT_BEHIND] == 1
 
 

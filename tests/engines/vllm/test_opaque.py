@@ -16,6 +16,8 @@ from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tests.engines.vllm.forked import ForkedEngine, answers, refusals
 from tests.engines.vllm.spoiling import spoil_all, tracebacks
 from tests.engines.vllm.test_starts import DECLINED
+from tests.robustness.live import wait_until
+from tokenlake_server.models import ModelCache
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_hybrid, save_latent, save_mistral, save_sliding_window
@@ -137,6 +139,24 @@ def test_cold_and_warm(run: Run) -> None:
 
 def test_another_engine(run: Run) -> None:
     assert run.until_hit(run.second, 0) == run.case.cached
+
+
+@pytest.mark.parametrize("run", ["mixed"], indirect=True)
+def test_only_the_last_window_of_a_prompt_is_stored(run: Run) -> None:
+    """As the table of known models counts: whole segments of the one layer that sees all tokens, and the last window of
+    three groups of one layer each."""
+    tokens = 1024
+    model = ModelCache("mixed", layers=1, kv_heads=SIZES.kv_heads, head_dim=32, windows=3, window=512)
+    expected = tokens // model.layout().segment_tokens + model.prompt_segments
+
+    def stored() -> float:
+        return run.cluster.totals()["tokenlake_stored_segments_total"]
+
+    before = stored()
+    run.first.generate([prompt(tokens + 1, 90)])
+    run.first.call("flush")
+    wait_until(lambda: stored() - before >= expected, "the prompt is stored", TIMEOUT_S)
+    assert stored() - before == expected
 
 
 def test_corrupt_segments(run: Run) -> None:

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.instructions import Drained, Note
+from tokenlake.core.instructions import Drained
 from tokenlake.core.ownership.directory_node import WALKED_SLOTS
 from tokenlake.core.ownership.handover import MAX_OFFERS, Handover
 from tokenlake.core.peers import Peers
@@ -54,6 +54,7 @@ class Drain:
         self._context = context
         self._peers = peers
         self._handover = handover
+        handover.on_taken = self.taken
         self._end_timer: Timer | None = None
         """Ends the drain after `drain_s`; None while this node does not drain, or has drained."""
         self._again: Timer | None = None
@@ -68,16 +69,27 @@ class Drain:
         """Offers under way, by node."""
         self._refused: dict[NodeId, float] = {}
         """By node, the time in seconds at which it last took nothing of an offer."""
+        self._moved: Counter[NodeId] = Counter()
+        self._moved_bytes: Counter[NodeId] = Counter()
+        """Segments and bytes that other nodes took over since the drain began, by node."""
 
     def ring_changed(self) -> None:
         """The ring record has changed: begin or end to drain as it says."""
         draining = self._context.draining
         if draining and not self._draining:
+            self._moved.clear()
+            self._moved_bytes.clear()
             self._end_timer = self._context.after(self._context.config.drain_s, self._end)
             self._round()
         elif self._draining and not draining:
             self._stop()
         self._draining = draining
+
+    def taken(self, node: NodeId, segment: Segment) -> None:
+        """`node` owns a segment of which this one had the primary copy."""
+        if self._end_timer is not None:
+            self._moved[node] += 1
+            self._moved_bytes[node] += segment.slot_bytes
 
     # -- rounds
 
@@ -176,12 +188,12 @@ class Drain:
 
     def _end(self) -> None:
         """Nothing is left to hand over, or the time is up."""
-        left = sum(pool.counts[Kind.PRIMARY] for pool in self._context.store.pools())
+        left = [(pool.counts[Kind.PRIMARY], pool.slot_bytes) for pool in self._context.store.pools()]
+        count = sum(segments for segments, _ in left)
         self._stop()
-        self._context.counters.add(LEFT_BEHIND, left)
-        if left:
-            self._context.emit(Note(f"drained: {left} primary copies were taken by no other node"))
-        self._context.emit(Drained())
+        self._context.counters.add(LEFT_BEHIND, count)
+        moved = tuple((node, segments, self._moved_bytes[node]) for node, segments in self._moved.most_common())
+        self._context.emit(Drained(moved, count, sum(segments * size for segments, size in left)))
 
     def _stop(self) -> None:
         for timer in (self._end_timer, self._again):

@@ -73,6 +73,8 @@ class Handover:
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
+        self.on_taken: Callable[[NodeId, Segment], None] = lambda node, segment: None
+        """Called with each segment that another node took over, and that node."""
         self._offers = 0
         """Offers that are not answered yet."""
         self._comparing = False
@@ -161,6 +163,7 @@ class Handover:
                     segment.source = node
                     self._context.store.become(segment, Kind.CACHED, self._context.now)
                     self._context.counters.add(HANDED_OVER)
+                    self.on_taken(node, segment)
         done()
 
     # -- offers taken

@@ -50,6 +50,8 @@ class Ownership:
         self.forget_on_disk: Callable[[TenantId, Iterable[SegmentKey]], int] = lambda tenant, keys: 0
         """Drops the copies of these segments on the devices of this node, and returns how many there were. Set by
         `NodeCore`."""
+        self.on_taken: Callable[[NodeId, Segment], None] = lambda node, segment: None
+        """Called with each segment of which this node had the primary copy, and that another node owns."""
 
     def committed(self, tenant: TenantId, segments: list[Segment]) -> None:
         """Make this node the owner of READY segments, which are given in the order of their depth: those of one write,
@@ -75,6 +77,8 @@ class Ownership:
             if segment is not None and (segment.owned or (segment.kind is _CACHED and segment.source is None)):
                 # A cached copy without a source that is not READY is being read from disk: this node would own it from
                 # the end of the read on.
+                if segment.kind is _PRIMARY:
+                    self.on_taken(NodeId(owner), segment)
                 segment.source = NodeId(owner)
                 self._context.store.become(segment, _CACHED, self._context.now)
                 self._context.counters.add(DUPLICATES)
