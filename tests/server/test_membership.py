@@ -347,8 +347,8 @@ def test_only_a_proven_node_joins(etcd: EtcdServers) -> None:
                 await until(lambda: a.names == b.names == ["a", "b"])
             ring = a.record
             async with node("b", etcd.endpoints) as b, node("c", etcd.endpoints) as c:
+                b.trusts = c.trusts = False
                 for each in (b, c):
-                    each.trusts = False
                     await until(lambda each=each: a.membership.members.unproven.keys() == {"b", "c"})  # type: ignore[misc]
                     await until(lambda each=each: each.membership.members.unproven == {"a": a.address})  # type: ignore[misc]
                     assert "no member of the ring has proven it" in each.membership.state.problem
