@@ -51,9 +51,13 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     independent: bool = False
     """True: the segments are useful without those before them, and the match leases all that it finds. False: it leases
     the longest prefix. Only with an `in_flight_wait_s` of 0."""
+    counted_keys: int | None = None
+    """The number of keys, from the first on, whose segments stand for the tokens of the prompt, in order; None: all.
+    The others are of further cache groups of an opaque layout, whose segments stand for the same tokens."""
 
     def __post_init__(self) -> None:
         index("prompt_tokens", self.prompt_tokens)
+        index("counted_keys", self.counted_keys or 0)
         seconds("in_flight_wait_s", self.in_flight_wait_s)
         seconds("in_flight_wait_per_segment_s", self.in_flight_wait_per_segment_s)
         seconds("in_flight_expected_s", self.in_flight_expected_s)
@@ -181,11 +185,12 @@ class PendingMatch:
                 self._state.verify,
                 self._request,
                 options.hints,
-                options.prompt_tokens,
+                max(0, options.prompt_tokens - at * self._state.layout.segment_tokens),
                 wait_s if self._parts else options.in_flight_wait_s,
                 per_segment_s,
                 options.independent,
                 max(0.0, options.in_flight_expected_s - (self._passed_s() if self._parts else 0.0)),
+                MAX_KEYS if options.counted_keys is None else max(0, min(MAX_KEYS, options.counted_keys - at)),
             )
         )
 
