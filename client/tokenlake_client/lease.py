@@ -77,7 +77,7 @@ class Lease:
 
     It ends when its `with` block is left, or by `release`. The arrays of one `fetch` keep all their segments leased
     beyond that, for as long as any view of any of these arrays lives. The tokens of the segments that were read
-    (`fetch`, `copy_into`, `shipped`) then count as supplied by the pool, and the others as missed. Thread-safe.
+    (`fetch`, `copy_into`, `used`) then count as supplied by the pool, and the others as missed. Thread-safe.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Lease:
                 if not self._matches_checksum(start + at, array):
                     arrays = arrays[:at]
                     break
-        self._mark_read(start, start + len(arrays))
+        self.used(start, start + len(arrays))
         return arrays
 
     def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float | None = None) -> int:
@@ -235,12 +235,16 @@ class Lease:
         count = len(slots) if intact.all() else int(intact.argmin())
         if self._state.verify:
             count = next((at for at in range(count) if not self._matches_checksum(start + at, arrays[at])), count)
-        self._mark_read(start, start + count)
+        self.used(start, start + count)
         return count
 
-    def shipped(self, stop: int) -> None:
-        """Record that queries attended to the leased segments up to `stop` where they lie: they count as read."""
-        self._mark_read(0, stop)
+    def used(self, start: int, stop: int) -> None:
+        """Record that the leased segments `start` to `stop` were used although none of them was handed out: queries
+        attended to them where they lie, or the engine needs none of their bytes for these tokens. They count as
+        read."""
+        with self._grants.lock:
+            for hold, first, last in self._spans(start, stop):
+                hold.read[first:last] = True
 
     def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
         """Record which tokens of the prompt, whose first token is that of the first key, the engine takes from the
@@ -252,11 +256,6 @@ class Lease:
             first, last = (max(0, min(at, MOST_TOKENS) - number * size) for at in (start, max(start, stop)))
             share = (min(last, size) - min(first, size)) / max(1, stop - start)
             hold.took = first, last, saved_s * share
-
-    def _mark_read(self, start: int, stop: int) -> None:
-        with self._grants.lock:
-            for hold, first, last in self._spans(start, stop):
-                hold.read[first:last] = True
 
     def hint(self, hints: Hints) -> None:
         """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.

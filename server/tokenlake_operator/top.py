@@ -187,20 +187,7 @@ Rows = list[tuple[str, ...]]
 
 def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """(title, columns, rows) of each table."""
-    columns = (
-        "node",
-        "used",
-        "of",
-        "engines",
-        "matches/s",
-        "tokens/s",
-        *TOKENS,
-        "saved",
-        "read",
-        "written",
-        "received",
-        "sent",
-    )
+    columns = ("node", "used", "of", "engines", "matches/s", "tokens/s", *TOKENS, "saved")
     yield (
         time.strftime("%H:%M:%S"),
         (*columns, "read", "written", "received", "sent", "evicted/s", "refused/s"),

@@ -82,7 +82,7 @@ def copied(lease: Lease) -> None:
 
 
 def attended(lease: Lease) -> None:
-    lease.shipped(4)
+    lease.used(0, 4)
 
 
 @pytest.mark.parametrize("read", [fetched, copied, attended])
@@ -107,7 +107,7 @@ def test_tokens_of_other_nodes(cluster: Cluster) -> None:
     expected = {"asked": 8 * SIZE, "fetched": 2 * SIZE, "shipped": 4 * SIZE, "never_stored": 2 * SIZE}
     with cluster.connect(1, LAYOUT) as pool, counted(cluster, expected), asked(pool) as lease:
         assert len(lease.fetch(0, 2)) == 2
-        lease.shipped(6)
+        lease.used(0, 6)
 
 
 @pytest.mark.parametrize("had", [0, 3, 2 * SIZE, 5 * SIZE + 1, 6 * SIZE, 7 * SIZE + 2, 8 * SIZE + 1])

@@ -787,7 +787,8 @@ class Matches:
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
         size, tenant = session.segment_tokens, session.tenant
         counted = min(keys, request.counted) if size else 0
-        tail = request.tokens - counted * size if counted and (counted < keys or not request.independent) else 0
+        tokens = request.tokens if counted < keys or not request.independent else 0
+        tail = tokens - counted * size if counted and tokens else 0
         beyond, missed, unheard = Beyond(), _NO_KEYS, NO_NODES
         places = range(hits) if result.places is None else result.places
         if hits < keys:
@@ -801,7 +802,7 @@ class Matches:
                 beyond = Beyond(bytes([_UNKNOWN]) * len(codes), at, 0, MissReason.UNREPORTED)
         elif result.silent:
             unheard = unheard_nodes(self._peers, result.silent, b"")
-        tail = tail if 0 < tail < size else 0
+        tail = tail if -size < tail < size else 0
         return Account(tenant, size, session.slot_bytes, counted, tail, places, beyond), unheard, missed
 
     def _leave_trail(

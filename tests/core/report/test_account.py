@@ -47,7 +47,7 @@ def settle(account: Account, index: int, what: str) -> None:
 @given(
     keys=st.lists(st.sampled_from([*SENDS, Code.MISSING, Code.PENDING]), min_size=1, max_size=8),
     counted=st.integers(0, 8),
-    tail=st.integers(0, SIZE - 1),
+    tail=st.integers(1 - SIZE, SIZE - 1),
     took=st.none() | st.tuples(st.integers(0, 80), st.integers(0, 80)),
     known=st.integers(0, 8),
 )

@@ -47,7 +47,7 @@ ASKED = Metric(
 SUPPLIED = Metric(
     "tokenlake_supplied_tokens_total",
     "Tokens that engines read from the pool, by source: `local` from this node's memory, `fetched` from another node, "
-    "`disk` from this node's disk, `shipped` by queries to the node that has them",
+    "`disk` from this node's disk, `shipped` used at the node that has them, by queries",
     "tenant",
     "source",
 )
@@ -112,7 +112,7 @@ class Account:
     counted: int
     """Number of keys of the match, from the first on, whose segments stand for tokens of the prompt."""
     tail: int
-    """Number of tokens behind the last full segment."""
+    """Number of tokens behind the last full segment; negative: so many tokens are missing in the last one."""
     places: Sequence[int]
     """Index of the key of each item, ascending."""
     beyond: Beyond
@@ -200,9 +200,19 @@ class Account:
         end = bisect_left(places, self.counted)
         if not self.size:
             return 0, end, 0
-        whole, part = divmod(self.start, self.size)
+        whole, part = divmod(min(self.start, self.asked), self.size)
         first = min(end, bisect_left(places, whole))
         return first, end, part if first < end and places[first] == whole else 0
+
+    def short(self, places: Sequence[int]) -> int:
+        """Number of tokens that are missing in the last one of the keys at `places` that stand for tokens."""
+        end = bisect_left(places, self.counted)
+        return max(0, -self.tail) if end and places[end - 1] == self.counted - 1 else 0
+
+    @property
+    def too_short(self) -> int:
+        """Number of tokens behind the last full segment that the engine's own cache did not have."""
+        return max(0, self.asked - max(self.start, self.counted * self.size))
 
     def sums(self) -> Sums:
         """The tokens so far."""
@@ -229,10 +239,12 @@ class Account:
         if first == end:
             return
         size = self.size
+        if self.short(self.places):
+            yield self.fates[end - 1], 0, self.tail
         if part:
             yield self._item(first, part)
             first += 1
-        whole, left = divmod(self.stop, size)
+        whole, left = divmod(min(self.stop, self.asked), size)
         cut = max(first, min(end, bisect_left(self.places, whole)))
         for number, count in Counter(self.fates[first:cut]).items():
             yield number, count * size, 0
@@ -244,7 +256,7 @@ class Account:
 
     def _item(self, index: int, had: int) -> tuple[int, int, int]:
         low = self.places[index] * self.size
-        read = max(0, min(self.stop, low + self.size) - low - had)
+        read = max(0, min(self.stop, self.asked, low + self.size) - low - had)
         return self.fates[index], read, self.size - had - read
 
     def close(self, counters: Counters) -> None:
@@ -269,14 +281,12 @@ class Account:
         by_reason: Counter[MissReason] = Counter()
         for (reason, _), tokens in sums.lost.items():
             by_reason[reason] += tokens
-        tail = self.asked - max(self.start, self.counted * self.size)
-        if self.tail and tail > 0:
-            by_reason[MissReason.TOO_SHORT] += tail
-        for reason, tokens in by_reason.items():
+        by_reason[MissReason.TOO_SHORT] += self.too_short
+        for reason, tokens in (+by_reason).items():
             count_missed(counters, tenant, reason, tokens)
         beyond = self.beyond
         if beyond.codes:
-            count_beyond(counters, tenant, self.size, beyond, *self.part(beyond.places))
+            count_beyond(counters, tenant, self.size, beyond, *self.part(beyond.places), self.short(beyond.places))
         if self.saved_s:
             share = sums.supplied.total() / max(1, min(self.stop, sums.asked) - self.start)
             counters.add_for(SAVED, round(1000 * self.saved_s * share), tenant)

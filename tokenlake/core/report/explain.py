@@ -159,6 +159,7 @@ class _Weights:
     def __init__(self, trail: Trail) -> None:
         account = trail.account
         first, end, self._had = account.part(account.beyond.places)
+        self._short = account.short(account.beyond.places) if first < end else 0
         codes = account.beyond.codes
         self.codes = codes[first:end]
         """The `Code` of each segment with tokens that count."""
@@ -168,13 +169,20 @@ class _Weights:
 
     def of_code(self, code: int) -> int:
         """Number of tokens of the segments with this code."""
-        had = self._had if self.codes and self.codes[0] == code else 0
-        return self.codes.count(code) * self._size - had
+        tokens = self.codes.count(code) * self._size
+        if tokens:
+            tokens -= self._had if self.codes[0] == code else 0
+            tokens -= self._short if self.codes[-1] == code else 0
+        return tokens
 
     def of_keys(self, keys: Sequence[SegmentKey]) -> int:
         """Number of tokens of some of the `missing` segments."""
-        partial = bool(keys) and self.codes[0] == Code.MISSING and self.missing[0] in keys
-        return len(keys) * self._size - (self._had if partial else 0)
+        tokens = len(keys) * self._size
+        if keys:
+            tokens -= self._had if self.codes[0] == Code.MISSING and self.missing[0] in keys else 0
+            listed = self.codes.count(Code.MISSING) == len(self.missing)
+            tokens -= self._short if listed and self.codes[-1] == Code.MISSING and self.missing[-1] in keys else 0
+        return tokens
 
 
 class Explain:
@@ -295,9 +303,8 @@ class Explain:
         missed = [*self._not_usable(question, weights), *self._missing(question, weights)]
         missed += [(*lost, tokens) for lost, tokens in sums.lost.items()]
         reasons = [Missed(reason, tokens, detail) for reason, detail, tokens in missed if tokens]
-        tail = sums.asked - max(trail.account.start, trail.account.counted * size)
-        if trail.account.tail and tail > 0:
-            reasons.append(Missed(MissReason.TOO_SHORT, tail))
+        if trail.account.too_short:
+            reasons.append(Missed(MissReason.TOO_SHORT, trail.account.too_short))
         funnel = Funnel(
             trail.name,
             self._context.node,

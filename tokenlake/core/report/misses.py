@@ -131,10 +131,13 @@ def begin_tenant(counters: Counters, tenant: TenantId) -> None:
 
 
 def count_beyond(
-    counters: Counters, tenant: TenantId, tokens: int, beyond: Beyond, first: int, end: int, had: int
+    counters: Counters, tenant: TenantId, tokens: int, beyond: Beyond, first: int, end: int, had: int, short: int
 ) -> None:
     """Count the tokens that a match missed, by reason. `tokens`: number of tokens of a segment. `first`, `end`: the
-    range of the segments that count. `had`: number of tokens of the first of them that do not count."""
+    range of the segments that count. `had`, `short`: numbers of tokens of the first and of the last of them that do not
+    count."""
+    if first == end:
+        return
     codes, known = beyond.codes, beyond.known
     new = _OTHER_LAYOUT if beyond.other_layout else _NEVER_STORED
     cause = reason_of(codes[0], codes[0], beyond.unknown) if codes[0] != _MISSING else _EVICTED if known else new
@@ -145,10 +148,10 @@ def count_beyond(
         if code != _MISSING:
             reason = reason_of(code, codes[0], beyond.unknown)
             counted[reason] = counted.get(reason, 0) + codes.count(code, first, end) * tokens
-    if had:
-        code = codes[first]
-        reason = reason_of(code, codes[0], beyond.unknown) if code != _MISSING else _EVICTED if first < known else new
-        counted[reason] -= had
+    for at, less in ((first, had), (end - 1, short)):
+        code = codes[at]
+        reason = reason_of(code, codes[0], beyond.unknown) if code != _MISSING else _EVICTED if at < known else new
+        counted[reason] -= less
     for reason, missed in counted.items():
         if missed:
             count_missed(counters, tenant, reason, missed, cause if reason is MissReason.BEHIND_A_GAP else None)

@@ -52,9 +52,11 @@ class ChunkLookup:
         clock: Callable[[], float],
         *,
         verify: bool,
+        counted: int = 0,
     ) -> None:
         """`begin` sends the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in
-        the arena are fetched too, because `fetch` checks their bytes."""
+        the arena are fetched too, because `fetch` checks their bytes. `counted`: the number of keys, from the first on,
+        whose chunks stand for the tokens of the prompt."""
         self._begin = begin
         self._lock = threading.Lock()
         """Guards the next three fields."""
@@ -65,6 +67,7 @@ class ChunkLookup:
         self._deadline_s = deadline_s
         self._clock = clock
         self._verify = verify
+        self._counted = frozenset(asked[:counted])
         self.due = clock() + deadline_s
         """The time from which an answer counts as late."""
         self.lease: ChunkLease | None = None
@@ -76,6 +79,7 @@ class ChunkLookup:
         self._wanted: set[int] = set()
         self._taken: set[int] = set()
         """The segments that `take_wanted` has returned."""
+        self._took: tuple[int, int] | None = None
 
     def start(self) -> None:
         """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
@@ -114,6 +118,8 @@ class ChunkLookup:
         at_once = Found.PENDING if self._verify else Found.HIT
         self._found = [at_once if code == _LOCAL else Found.PENDING for _, code in leased]
         self.lease = lease
+        if self._took is not None:
+            lease.takes(*self._took)
         return True
 
     def find(self, key: bytes) -> Found:
@@ -157,11 +163,25 @@ class ChunkLookup:
             for index in wanted:
                 self._found[index] = Found.HIT if index in hits else Found.MISS
 
+    def takes(self, start: int, stop: int) -> None:
+        """Record the tokens that are loaded, as `ChunkLease.takes`. A later call replaces an earlier one."""
+        self._took = start, stop
+        if self.lease is not None:
+            self.lease.takes(start, stop)
+
+    def fails(self) -> None:
+        """Record that the load failed, and vLLM computes its tokens."""
+        if self._took is not None:
+            self.takes(self._took[0], self._took[0])
+
     def keep(self, keys: Iterable[bytes]) -> list[int]:
         """The index of the segment of each of `keys` in the lease; -1: it is not leased. All other segments are
         released."""
         indices = [self._segments.get(key, -1) for key in keys]
         if self.lease is not None:
+            # Of a group with a window only the last chunks are loaded, which supply the tokens before them too.
+            counted = (at for key, at in zip(keys, indices, strict=True) if key in self._counted)
+            self.lease.used(0, max(counted, default=-1) + 1)
             kept = set(indices)
             for start, stop in runs([at for at in range(len(self._found)) if at not in kept], len(self._found)):
                 self.lease.release(start, stop)
