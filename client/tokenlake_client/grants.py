@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, WriteId
 from tokenlake.wire import engine
+from tokenlake_client.channel import Pending
 from tokenlake_client.link import Link
 
 __all__ = ["Grants", "LeaseHold"]
@@ -37,7 +38,7 @@ class LeaseHold:
     """The items (segments) of a lease that one `Lease` object holds: each item until it is released and no array over
     it is alive. Guarded by the lock of `Grants`. This object must refer to nothing that keeps the pool alive."""
 
-    __slots__ = ("id", "link", "pins", "read", "took", "unreleased")
+    __slots__ = ("counted", "id", "link", "pins", "read", "took", "unreleased")
 
     def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
         self.id = lease
@@ -48,6 +49,8 @@ class LeaseHold:
         self.unreleased = np.ones(items, np.bool_)
         self.read = np.zeros(items, np.bool_)
         """Per segment of the lease: True once this process has read it."""
+        self.counted = True
+        """False: the tokens of the match do not count, because the engine asks again."""
         self.took: tuple[int, int, float] | None = None
         """The tokens that the engine takes, as in `engine.Release.took`; None: all that it has read."""
 
@@ -102,6 +105,10 @@ class Grants:
         """The ranges to give back, those that were read and the others."""
         self._took: dict[int, tuple[int, int, float]] = {}
         """By the number of a lease: `LeaseHold.took`, for the message with its next range."""
+        self._uncounted: set[int] = set()
+        """The numbers of leases whose tokens do not count, for the message with their next range."""
+        self._given_up: set[int] = set()
+        """The ids of the matches over the current link that were given up before their answer."""
         self._collected: deque[LeaseHold] = deque()
         """Holds without items whose `Lease` object was garbage-collected before its release."""
         self._aborts: list[int] = []
@@ -134,12 +141,14 @@ class Grants:
                 return
             self._return_orphans()
             self._attaching.clear()
+            self._given_up.clear()
             if link.life != self._link.life:
                 self._leases.clear()
                 self._writes.clear()
                 self._abort_when_free.clear()
                 self._releases = {False: [], True: []}
                 self._took.clear()
+                self._uncounted.clear()
                 self._aborts.clear()
                 self._pins = self._fillings = 0
             with contextlib.suppress(TokenLakeError):
@@ -227,6 +236,14 @@ class Grants:
         """Record that the `Lease` object of a hold without items is gone. For finalisers, as `note_unpin`."""
         self._collected.append(hold)
 
+    def give_up(self, link: Link, pending: Pending) -> None:
+        """Give up a match that is not answered: its lease is given back when the answer arrives, and its tokens do not
+        count."""
+        with self.lock:
+            number = link.channel.drop(pending)
+            if link is self._link and number:
+                self._given_up.add(number)
+
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
         """Release the segments [start, stop) of the lease `hold`. Segments over which no array is alive and that no
         other object holds are given back to the daemon at once, the others when their last array or hold is gone.
@@ -265,6 +282,8 @@ class Grants:
             self._releases[False].append((hold.id, 0, 0))
         if hold.took is not None:
             self._took[hold.id] = hold.took
+        if not hold.counted:
+            self._uncounted.add(hold.id)
 
     # -- writes
 
@@ -415,9 +434,11 @@ class Grants:
                     while ranges:
                         sent = tuple(ranges[: engine.MAX_RANGES])
                         took = [(lease, *self._took[lease]) for lease, _, _ in sent if lease in self._took]
-                        channel.tell(engine.Release(sent, read, tuple(dict.fromkeys(took))))
+                        uncounted = self._uncounted.intersection(lease for lease, _, _ in sent)
+                        channel.tell(engine.Release(sent, read, tuple(dict.fromkeys(took)), tuple(uncounted)))
                         for lease, *_ in took:
                             self._took.pop(lease, None)
+                        self._uncounted -= uncounted
                         del ranges[: engine.MAX_RANGES]
             except TokenLakeError as error:
                 log.debug("leases and writes could not be given back yet: %s", error)
@@ -440,6 +461,9 @@ class Grants:
             if attached is not None:
                 self._attached(*attached)
             elif isinstance(reply, engine.Matched) and reply.lease:
+                if reply.id in self._given_up:
+                    self._given_up.discard(reply.id)
+                    self._uncounted.add(reply.lease)
                 self._releases[False].append((reply.lease, 0, reply.hits))
             elif isinstance(reply, engine.Prepared) and reply.write:
                 self._aborts.append(reply.write)

@@ -264,9 +264,13 @@ class Lease:
             for hold, _, _ in self._spans(0, self.hits):
                 self._grants.current(self.link).channel.tell(Hint(b"", hints, hold.id))
 
-    def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Release the leased segments `start` to `stop` (default: all). Idempotent; never raises."""
+    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
+        """Release the leased segments `start` to `stop` (default: all). `counted`: False if the engine matches the same
+        tokens again, so that they do not count twice. Idempotent; never raises."""
         stop = self.hits if stop is None else stop
+        if not counted:
+            for hold in self._all:
+                hold.counted = False
         for hold, first, last in self._spans(start, stop):
             if hold.unreleased[first:last].any():
                 self._grants.release(hold, first, last)

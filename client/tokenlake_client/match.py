@@ -150,15 +150,17 @@ class PendingMatch:
         return self._lease
 
     def cancel(self) -> None:
-        """Give the match up: its lease is released now, or when the daemon's answer arrives."""
+        """Give the match up: its lease is released now, or when the daemon's answer arrives. The tokens of a match that
+        is not answered yet do not count as asked for."""
+        answered = self._lease is not None
         if self._lease is None:
-            self._link.channel.drop(self._pending)
+            self._state.grants.give_up(self._link, self._pending)
             if not self._parts:
                 return
             with contextlib.suppress(TokenLakeError):
                 self._lease = self._join()
         if self._lease is not None:
-            self._lease.release()
+            self._lease.release(counted=answered)
 
     def _passed_s(self) -> float:
         return time.monotonic() - self._began

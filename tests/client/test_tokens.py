@@ -148,6 +148,22 @@ def test_a_lease_without_segments_has_an_account(cluster: Cluster) -> None:
         wait_until(lambda: cluster.nodes[0].metrics()[leases] == 0, "the leases have ended")
 
 
+def test_a_match_that_is_given_up_or_repeated_does_not_count(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool:
+        expected = {"asked": 8 * SIZE, "local": 6 * SIZE, "never_stored": 2 * SIZE}
+        with counted(cluster, expected):
+            keys = pool.prefix(ASKED.tokens).keys
+            pool.begin_match(keys, deadline_s=PATIENT_S).cancel()
+            pool.begin_match(pool.prefix(Prompt(98, 2).tokens).keys, deadline_s=PATIENT_S).cancel()
+            first = asked(pool)
+            with asked(pool) as lease:
+                first.release(counted=False)
+                lease.fetch()
+            pool.match([]).release()
+        leases = 'tokenlake_map_entries{map="leases"}'
+        wait_until(lambda: cluster.nodes[0].metrics()[leases] == 0, "the leases have ended")
+
+
 def test_seconds_of_prefill_saved(cluster: Cluster) -> None:
     name = "tokenlake_saved_prefill_milliseconds_total"
     before = total(cluster.nodes[0], name)

@@ -785,6 +785,9 @@ class LeaseReads:
         for number, start, stop, saved_s in request.took:
             if LeaseId(number) in leases:
                 leases[LeaseId(number)].account.took(start, stop, saved_s)
+        for number in request.uncounted:
+            if LeaseId(number) in leases:
+                leases[LeaseId(number)].account.counted = leases[LeaseId(number)].account.tail = 0
         ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
         self._grants.release(process.session, process.connection, ranges, request.read)
 

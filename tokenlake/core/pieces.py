@@ -56,7 +56,7 @@ class Pieces:
             yield message
             return
         piece: list[tuple[int, int, int]] = []
-        room, took = PIECE, message.took
+        room, rest = PIECE, (message.took, message.uncounted)
         for lease, start, stop in message.ranges:
             keys = self._keys(connection, lease)
             if keys is None:
@@ -70,10 +70,10 @@ class Pieces:
                 room -= stop - first
                 stop, start = first, start if keys else 1
                 if not room or len(piece) == RANGES:
-                    yield engine.Release(tuple(piece), message.read, took)
-                    piece, room, took = [], PIECE, ()
+                    yield engine.Release(tuple(piece), message.read, *rest)
+                    piece, room, rest = [], PIECE, ((), ())
         if piece:
-            yield engine.Release(tuple(piece), message.read, took)
+            yield engine.Release(tuple(piece), message.read, *rest)
 
     def _hint(self, connection: ConnectionId, message: engine.Hint) -> Iterator[engine.EngineRequest]:
         leased = self._keys(connection, message.lease) or ()

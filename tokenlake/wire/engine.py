@@ -227,6 +227,8 @@ class Release(_Message, frozen=True, tag=9):
     """What the engine took of a match: (lease, start, stop, seconds). Its own cache had the prompt's tokens before
     `start`, and it computes those from `stop` on. `seconds`: the time in which it would have computed those between;
     0: it is not known. Without an entry it took all that it has read."""
+    uncounted: Annotated[tuple[int, ...], Meta(max_length=MAX_RANGES)] = ()
+    """Leases of matches that the engine has given up before their answer, or asks again: their tokens do not count."""
 
 
 class Prepare(_Message, frozen=True, tag=10):
