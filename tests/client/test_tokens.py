@@ -219,4 +219,4 @@ def test_keys_of_several_cache_groups(cluster: Cluster) -> None:
         with counted(cluster, expected), pool.match(keys, options, deadline_s=PATIENT_S) as lease:
             assert lease.hits == 8
             lease.fetch()
-            lease.takes(5, 5 * SIZE + 2)
+            lease.takes(5, 4 * SIZE)

@@ -162,11 +162,7 @@ class _Lease:
         self.codes = bytes(found.get(bytes(key), Code.MISSING) for key in keys)
         self.ids = (LeaseId(len(pools.leases) + 1),)
         self.took: tuple[int, int] | None = None
-        self.read = range(0)
         pools.leases[int(self.ids[0])] = self
-
-    def used(self, start: int, stop: int) -> None:
-        self.read = range(start, stop)
 
     def takes(self, start: int, stop: int) -> None:
         self.took = start, stop

@@ -63,6 +63,7 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
@@ -787,7 +788,7 @@ class Matches:
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
         size, tenant = session.segment_tokens, session.tenant
         counted = min(keys, request.counted) if size else 0
-        tokens = request.tokens if counted < keys or not request.independent else 0
+        tokens = request.tokens if request.counted < MAX_KEYS or not request.independent else 0
         tail = tokens - counted * size if counted and tokens else 0
         beyond, missed, unheard = Beyond(), _NO_KEYS, NO_NODES
         places = range(hits) if result.places is None else result.places
@@ -803,7 +804,8 @@ class Matches:
         elif result.silent:
             unheard = unheard_nodes(self._peers, result.silent, b"")
         tail = tail if -size < tail < size else 0
-        return Account(tenant, size, session.slot_bytes, counted, tail, places, beyond), unheard, missed
+        account = Account(tenant, size, session.slot_bytes, counted, tail, places, beyond, request.independent)
+        return account, unheard, missed
 
     def _leave_trail(
         self,

@@ -20,6 +20,7 @@ RED = TenantId("red")
 SIZE, SLOT_BYTES = 8, 800
 SENDS = ("local", "fetched", "disk", "shipped", "unread", "unread elsewhere", "lost", "dead", "hold")
 """What may happen to an item."""
+READ = ("local", "fetched", "disk", "shipped")
 FATES = {
     "unread": MissReason.SKIPPED,
     "unread elsewhere": MissReason.LIMIT,
@@ -50,9 +51,10 @@ def settle(account: Account, index: int, what: str) -> None:
     tail=st.integers(1 - SIZE, SIZE - 1),
     took=st.none() | st.tuples(st.integers(0, 80), st.integers(0, 80)),
     known=st.integers(0, 8),
+    independent=st.booleans(),
 )
 def test_each_token_is_counted_once(
-    keys: list[str | Code], counted: int, tail: int, took: tuple[int, int] | None, known: int
+    keys: list[str | Code], counted: int, tail: int, took: tuple[int, int] | None, known: int, independent: bool
 ) -> None:
     """Items and missing keys in any order, as those of independent keys."""
     counted = min(counted, len(keys))
@@ -61,13 +63,17 @@ def test_each_token_is_counted_once(
     others = [at for at in range(len(keys)) if at not in places]
     codes = bytes(key for key in keys if isinstance(key, Code))
     beyond = Beyond(codes, others, known)
-    account = Account(RED, SIZE, SLOT_BYTES, counted, tail, places, beyond)
+    account = Account(RED, SIZE, SLOT_BYTES, counted, tail, places, beyond, independent)
     for index, at in enumerate(places):
         settle(account, index, str(keys[at]))
     if took is not None:
         account.took(min(took), max(took), 0.5)
     start, stop = account.start, account.stop
+    read = [key for at, key in enumerate(keys) if key in READ and at * SIZE < stop]
+    last = str(read[-1]) if read and independent and took is not None else None
     expected: Counter[str] = Counter()
+    unread = 0
+    """Tokens that local segments supply without a read."""
     for token in range(counted * SIZE + tail):
         at = token // SIZE
         what = keys[at] if at < counted else "tail"
@@ -75,6 +81,9 @@ def test_each_token_is_counted_once(
             expected["had"] += 1
         elif what == "tail":
             expected[MissReason.TOO_SHORT] += 1
+        elif last is not None and token < stop:
+            expected[str(what) if what in READ else last] += 1
+            unread += what != "local" and last == "local" and what not in READ
         elif what in FATES:
             expected[FATES[str(what)]] += 1
         elif what == Code.MISSING:
@@ -95,7 +104,7 @@ def test_each_token_is_counted_once(
     reasons = {reason.value: expected[reason] for reason in MissReason if expected[reason]}
     assert missed(counters) == reasons
     beyond_counted = sum(keys[at] == "local" for at in places if at >= counted)
-    assert counters[READ_BYTES] == (expected["local"] + beyond_counted * SIZE) * SLOT_BYTES // SIZE
+    assert counters[READ_BYTES] == (expected["local"] - unread + beyond_counted * SIZE) * SLOT_BYTES // SIZE
 
 
 @pytest.mark.parametrize(("read", "saved_ms"), [(4, 4000), (2, 2000), (0, 0)])

@@ -38,7 +38,9 @@ def test_both_count_the_same_tokens(
     ]
     first, second = engines
     far, new = prompt(1000, 1), prompt(800, 2)
-    turns = [new[:600] + prompt(300, 3), new, far[:400] + prompt(500, 4), new[:700] + prompt(333, 5)]
+    # vLLM asks a connector of opaque segments for a prompt only while its own cache lacks a whole chunk of it.
+    again = [far, new] if family == "known layout" else []
+    turns = [new[:600] + prompt(300, 3), far[:400] + prompt(500, 4), new[:700] + prompt(333, 5)]
 
     def flush() -> None:
         for engine in engines:
@@ -52,7 +54,7 @@ def test_both_count_the_same_tokens(
         assert time.monotonic() < until, first.log.read_text()[-2000:]
         assert first.call("forget")
         flush()
-    for tokens in (new, far, new, *turns):
+    for tokens in (new, *again, *turns):
         first.generate([tokens])
         flush()
     # From this node, in part beside tokens of vLLM's own cache; several at a time.
@@ -74,8 +76,10 @@ def test_both_count_the_same_tokens(
         "asked": vllm("prefix_cache_queries"),
         "engine_had": vllm("prefix_cache_hits"),
         "supplied": vllm("external_prefix_cache_hits"),
-        "remote": int(sum(page['vllm:prompt_tokens_cached_by_source_total{source="p2p"}'] for page in pages)),
     }
+    if family == "known layout":
+        series = 'vllm:prompt_tokens_cached_by_source_total{source="p2p"}'
+        expected["remote"] = int(sum(page[series] for page in pages))
     assert min(expected.values()) > 0, expected
 
     def counted() -> dict[str, int]:
@@ -84,8 +88,9 @@ def test_both_count_the_same_tokens(
         asked, engine_had = tokens.pop("asked"), tokens.pop("engine_had")
         supplied = sum(sources.values())
         assert asked == engine_had + supplied + sum(tokens.values())
-        remote = sources["fetched"] + sources["shipped"]
-        return {"asked": asked, "engine_had": engine_had, "supplied": supplied, "remote": remote}
+        assert sources["fetched"] > 0
+        found = {"asked": asked, "engine_had": engine_had, "supplied": supplied, "remote": sources["fetched"]}
+        return {name: found[name] for name in expected}
 
     while counted() != expected and time.monotonic() < until:
         time.sleep(0.05)

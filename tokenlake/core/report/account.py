@@ -117,6 +117,9 @@ class Account:
     """Index of the key of each item, ascending."""
     beyond: Beyond
     """The other keys."""
+    independent: bool = False
+    """True: where the engine says which tokens it took, all of them are supplied as soon as it has read one of their
+    segments, because a group with a window needs the last ones only."""
     fates: bytearray = field(init=False)
     sources: bytearray = field(init=False)
     """For each item, the fate that a read of it in this node's arena has."""
@@ -194,13 +197,28 @@ class Account:
 
     # -- sums
 
-    def part(self, places: Sequence[int]) -> tuple[int, int, int]:
-        """For keys at ascending `places`: (index of the first one that the engine's own cache did not have whole, index
-        after the last one that stands for tokens, tokens of the first that the engine's own cache had)."""
+    def missed_part(self) -> tuple[int, int, int]:
+        """For the other keys: (index of the first one with tokens that were missed, index after the last one that
+        stands for tokens, tokens of the first that were not missed)."""
+        return self._part(self.beyond.places, self.start if self._supplies_all() is None else self.stop)
+
+    def _supplies_all(self) -> Source | None:
+        """The source of the last segment that was read, if all tokens that the engine took are supplied with it; else
+        None."""
+        if not self.independent or self.stop == ALL or not self.size:
+            return None
+        end = bisect_left(self.places, -(-self.stop // self.size))
+        read = (_KNOWN[fate] for fate in reversed(self.fates[:end]) if LOCAL <= fate <= SHIPPED)
+        source = next(read, None)
+        return source if isinstance(source, Source) else None
+
+    def _part(self, places: Sequence[int], token: int) -> tuple[int, int, int]:
+        """For keys at ascending `places`: (index of the first one with tokens from `token` on, index after the last one
+        that stands for tokens, tokens of the first before `token`)."""
         end = bisect_left(places, self.counted)
         if not self.size:
             return 0, end, 0
-        whole, part = divmod(min(self.start, self.asked), self.size)
+        whole, part = divmod(min(token, self.asked), self.size)
         first = min(end, bisect_left(places, whole))
         return first, end, part if first < end and places[first] == whole else 0
 
@@ -219,8 +237,16 @@ class Account:
         supplied: Counter[Source] = Counter()
         lost: Counter[Lost] = Counter()
         held = 0
+        source = self._supplies_all()
+        if source is not None:
+            # These are the tokens of the other keys; those of items are added below.
+            taken = min(self.stop, self.counted * self.size, self.asked) - self.start
+            supplied[source] = max(0, taken - sum(read for _, read, _ in self._tokens()))
         for number, read, left in self._tokens():
             fate = self._named(number)
+            if source is not None and not isinstance(fate, Source):
+                supplied[source] += read
+                read = 0
             if fate is None:
                 held += read + left
             elif isinstance(fate, Source):
@@ -235,7 +261,7 @@ class Account:
 
     def _tokens(self) -> Iterable[tuple[int, int, int]]:
         """Yields (fate, tokens before `stop`, tokens from there on) of the items, without those that the engine had."""
-        first, end, part = self.part(self.places)
+        first, end, part = self._part(self.places, self.start)
         if first == end:
             return
         size = self.size
@@ -265,7 +291,7 @@ class Account:
         nbytes = self.fates.count(LOCAL, end) * self.slot_bytes
         if self.asked:
             sums = self.sums()
-            local = sums.supplied[Source.LOCAL]
+            local = sum(read for fate, read, _ in self._tokens() if fate == LOCAL)
             nbytes += local * self.slot_bytes // self.size
             self._count(counters, sums)
         if nbytes:
@@ -286,7 +312,7 @@ class Account:
             count_missed(counters, tenant, reason, tokens)
         beyond = self.beyond
         if beyond.codes:
-            count_beyond(counters, tenant, self.size, beyond, *self.part(beyond.places), self.short(beyond.places))
+            count_beyond(counters, tenant, self.size, beyond, *self.missed_part(), self.short(beyond.places))
         if self.saved_s:
             share = sums.supplied.total() / max(1, min(self.stop, sums.asked) - self.start)
             counters.add_for(SAVED, round(1000 * self.saved_s * share), tenant)

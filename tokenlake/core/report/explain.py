@@ -158,7 +158,7 @@ class _Weights:
 
     def __init__(self, trail: Trail) -> None:
         account = trail.account
-        first, end, self._had = account.part(account.beyond.places)
+        first, end, self._had = account.missed_part()
         self._short = account.short(account.beyond.places) if first < end else 0
         codes = account.beyond.codes
         self.codes = codes[first:end]

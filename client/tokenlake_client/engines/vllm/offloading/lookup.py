@@ -52,11 +52,9 @@ class ChunkLookup:
         clock: Callable[[], float],
         *,
         verify: bool,
-        counted: int = 0,
     ) -> None:
         """`begin` sends the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in
-        the arena are fetched too, because `fetch` checks their bytes. `counted`: the number of keys, from the first on,
-        whose chunks stand for the tokens of the prompt."""
+        the arena are fetched too, because `fetch` checks their bytes."""
         self._begin = begin
         self._lock = threading.Lock()
         """Guards the next three fields."""
@@ -67,7 +65,6 @@ class ChunkLookup:
         self._deadline_s = deadline_s
         self._clock = clock
         self._verify = verify
-        self._counted = frozenset(asked[:counted])
         self.due = clock() + deadline_s
         """The time from which an answer counts as late."""
         self.lease: ChunkLease | None = None
@@ -179,9 +176,6 @@ class ChunkLookup:
         released."""
         indices = [self._segments.get(key, -1) for key in keys]
         if self.lease is not None:
-            # Of a group with a window only the last chunks are loaded, which supply the tokens before them too.
-            counted = (at for key, at in zip(keys, indices, strict=True) if key in self._counted)
-            self.lease.used(0, max(counted, default=-1) + 1)
             kept = set(indices)
             for start, stop in runs([at for at in range(len(self._found)) if at not in kept], len(self._found)):
                 self.lease.release(start, stop)

@@ -345,7 +345,6 @@ class ChunkManager:
             self._deadline_s,
             self._clock,
             verify=self._settings.verify,
-            counted=len(counted),
         )
         if not self._starts.submit(state.lookup):
             state.lookup.start()

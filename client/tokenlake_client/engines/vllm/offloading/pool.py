@@ -45,10 +45,6 @@ class ChunkLease(Protocol):
         first one that was lost or does not match its checksum."""
         ...
 
-    def used(self, start: int, stop: int) -> None:
-        """Record that the leased segments [start, stop) were used, whether their bytes were needed or not."""
-        ...
-
     def takes(self, start: int, stop: int) -> None:
         """Record that vLLM's own cache has the prompt's tokens before `start`, and that vLLM computes those from `stop`
         on."""
