@@ -160,6 +160,17 @@ class Lease:
         """Number of this lease's segments that were in this node's arena when the lease was granted or last fetched."""
         return self._item_codes.count(Code.LOCAL)
 
+    @property
+    def unreleased(self) -> int:
+        """Number of leased segments, from the first on, that are not released."""
+        count = 0
+        for hold in self._holds:
+            left = hold.unreleased
+            count += len(left) if left.all() else int(left.argmin())
+            if not left.all():
+                break
+        return count
+
     def code(self, index: int) -> Code:
         """The latest state of the leased segment `index` that this process knows: LOCAL, REMOTE, or why the last fetch
         of it failed. A segment with a wrong checksum, in a pool that verifies, is LOCAL."""
@@ -274,7 +285,7 @@ class Lease:
         for hold, first, last in self._spans(start, stop):
             if hold.unreleased[first:last].any():
                 self._grants.release(hold, first, last)
-        while stop >= self.hits and self._empty:
+        while start <= 0 and stop >= self.hits and self._empty:
             self._grants.release(self._empty.pop(), 0, 0)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[LeaseHold, int, int]]:

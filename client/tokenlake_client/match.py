@@ -179,6 +179,8 @@ class PendingMatch:
             # The daemon counts the missing keys of this request only. If it misses all of them, it waits for as long as
             # if it had been asked for all keys that are left.
             per_segment_s *= (len(self._keys) - at) / MAX_KEYS
+        last = at + MAX_KEYS >= len(self._keys)
+        tokens = max(0, options.prompt_tokens - at * self._state.layout.segment_tokens) if last else 0
         self._pending = self._link.channel.begin(
             lambda number: Match(
                 number,
@@ -187,7 +189,7 @@ class PendingMatch:
                 self._state.verify,
                 self._request,
                 options.hints,
-                max(0, options.prompt_tokens - at * self._state.layout.segment_tokens),
+                tokens,
                 wait_s if self._parts else options.in_flight_wait_s,
                 per_segment_s,
                 options.independent,

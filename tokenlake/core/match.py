@@ -803,7 +803,7 @@ class Matches:
                 beyond = Beyond(bytes([_UNKNOWN]) * len(codes), at, 0, MissReason.UNREPORTED)
         elif result.silent:
             unheard = unheard_nodes(self._peers, result.silent, b"")
-        tail = tail if -size < tail < size else 0
+        tail = tail if tail > -size else 0
         account = Account(tenant, size, session.slot_bytes, counted, tail, places, beyond, request.independent)
         return account, unheard, missed
 

@@ -52,7 +52,7 @@ class MissReason(StrEnum):
     """The segments were found by the match, but gone or damaged when they were fetched."""
     SKIPPED = "skipped"
     """The segments were found by the match, but the engine released them unread: computing was cheaper, or the request
-    ended."""
+    ended. Or the engine did not ask for them."""
     UNREPORTED = "unreported"
     """The segments were found by the match, but the engine ended before it said whether it had read them."""
 

@@ -112,7 +112,8 @@ class Account:
     counted: int
     """Number of keys of the match, from the first on, whose segments stand for tokens of the prompt."""
     tail: int
-    """Number of tokens behind the last full segment; negative: so many tokens are missing in the last one."""
+    """Number of tokens of the prompt behind the segments of the keys; negative: so many are missing in the last
+    segment."""
     places: Sequence[int]
     """Index of the key of each item, ascending."""
     beyond: Beyond
@@ -228,9 +229,11 @@ class Account:
         return max(0, -self.tail) if end and places[end - 1] == self.counted - 1 else 0
 
     @property
-    def too_short(self) -> int:
-        """Number of tokens behind the last full segment that the engine's own cache did not have."""
-        return max(0, self.asked - max(self.start, self.counted * self.size))
+    def not_asked(self) -> tuple[MissReason, int]:
+        """The tokens behind the segments of the keys that the engine's own cache did not have: (reason, number). Those
+        of more than a segment could have been asked for."""
+        reason = MissReason.TOO_SHORT if self.tail <= self.size else MissReason.SKIPPED
+        return reason, max(0, self.asked - max(self.start, self.counted * self.size))
 
     def sums(self) -> Sums:
         """The tokens so far."""
@@ -307,7 +310,8 @@ class Account:
         by_reason: Counter[MissReason] = Counter()
         for (reason, _), tokens in sums.lost.items():
             by_reason[reason] += tokens
-        by_reason[MissReason.TOO_SHORT] += self.too_short
+        reason, tokens = self.not_asked
+        by_reason[reason] += tokens
         for reason, tokens in (+by_reason).items():
             count_missed(counters, tenant, reason, tokens)
         beyond = self.beyond

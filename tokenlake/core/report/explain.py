@@ -302,9 +302,8 @@ class Explain:
         sums, weights = trail.account.sums(), _Weights(trail)
         missed = [*self._not_usable(question, weights), *self._missing(question, weights)]
         missed += [(*lost, tokens) for lost, tokens in sums.lost.items()]
+        missed.append((trail.account.not_asked[0], "", trail.account.not_asked[1]))
         reasons = [Missed(reason, tokens, detail) for reason, detail, tokens in missed if tokens]
-        if trail.account.too_short:
-            reasons.append(Missed(MissReason.TOO_SHORT, trail.account.too_short))
         funnel = Funnel(
             trail.name,
             self._context.node,
