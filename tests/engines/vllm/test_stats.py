@@ -193,9 +193,9 @@ def test_the_page_of_an_engine(start: Callable[..., Engine], plain: Engine, clus
     assert page["vllm:external_prefix_cache_hits_total"] == 1024
     # So do the daemons. The engine on the other node has asked for the first prompt.
     until = time.monotonic() + 20
-    while (tokens := cluster.tokens())["asked"] < 700 + 700 + 3 * 600 and time.monotonic() < until:
+    while (counted := cluster.tokens())["asked"] < 700 + 700 + 3 * 600 and time.monotonic() < until:
         time.sleep(0.02)
-    assert {name: tokens[name] for name in ("asked", "local", "fetched", "engine_had")} == {
+    assert {name: counted[name] for name in ("asked", "local", "fetched", "engine_had")} == {
         "asked": 700 + 700 + 3 * 600,
         "local": 512,
         "fetched": 512,
