@@ -44,7 +44,7 @@ DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 360
 """Those settings of a daemon that are durations, with the largest value that each may have."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
-DISK_TOKENS = "tokenlake_disk_tokens_total"
+DISK_TOKENS = 'tokenlake_supplied_tokens_total{source="disk",tenant="default"}'
 DISK_WRITTEN_BYTES = "tokenlake_disk_written_bytes_total"
 DAY_S = 86_400.0
 FLASH_WINDOWS = 2

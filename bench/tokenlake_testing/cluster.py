@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -257,6 +258,19 @@ class Cluster:
                 for name, value in node.metrics().items():
                     total[name] = total.get(name, 0.0) + value
         return total
+
+    def tokens(self) -> dict[str, int]:
+        """The tokens of all matches whose leases have ended, over the running nodes: `asked`, and by what became of
+        them: `engine_had`, the source of those supplied, the reason of those missed. Without the zeros."""
+        counted: dict[str, int] = {}
+        labels = {"asked": "", "engine_had": "", "supplied": "source", "missed": "reason"}
+        for series, value in self.totals().items():
+            for kind, label in labels.items():
+                if series.startswith(f"tokenlake_{kind}_tokens_total{{") and value:
+                    found = re.search(f'{label}="([^"]*)"', series)
+                    name = found[1] if label and found else kind
+                    counted[name] = counted.get(name, 0) + int(value)
+        return counted
 
     def close(self) -> None:
         """End all daemons of the cluster at once, and remove their files."""

@@ -119,14 +119,19 @@ class Channel(SharedSocket[EngineReply, Pending]):
         """The daemon's reply if it arrives within `wait_s` seconds, else None."""
         return self._result(pending) if self._await(pending, wait_s) else None
 
-    def drop(self, pending: Pending) -> None:
+    def drop(self, pending: Pending) -> int:
         """Give up the request `pending`: its reply becomes an orphan (a reply that no caller waits for), also when it
-        has arrived already."""
+        has arrived already. Returns the id of the reply; 0 if none will come."""
+        dropped = 0
         with self._changed:
             for number in [number for number, other in self._waiting.items() if other is pending]:
                 del self._waiting[number]
+                assert isinstance(number, int)
+                dropped = number
             if pending.reply is not None:
+                dropped = pending.reply.id
                 self.orphans.append(pending.reply)
+        return dropped
 
     # -- inside
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, WriteId
 from tokenlake.wire import engine
+from tokenlake_client.channel import Pending
 from tokenlake_client.link import Link
 
 __all__ = ["Grants", "LeaseHold"]
@@ -37,7 +38,7 @@ class LeaseHold:
     """The items (segments) of a lease that one `Lease` object holds: each item until it is released and no array over
     it is alive. Guarded by the lock of `Grants`. This object must refer to nothing that keeps the pool alive."""
 
-    __slots__ = ("id", "link", "pins", "unreleased")
+    __slots__ = ("counted", "id", "link", "pins", "read", "took", "unreleased")
 
     def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
         self.id = lease
@@ -46,6 +47,12 @@ class LeaseHold:
         self.pins = np.zeros(items, np.uint32)
         """Per segment of the lease: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
         self.unreleased = np.ones(items, np.bool_)
+        self.read = np.zeros(items, np.bool_)
+        """Per segment of the lease: True once this process has read it."""
+        self.counted = True
+        """False: the tokens of the match do not count, because the engine asks again."""
+        self.took: tuple[int, int, float] | None = None
+        """The tokens that the engine takes, as in `engine.Release.took`; None: all that it has read."""
 
     def held(self) -> NDArray[np.bool_]:
         """Per segment of the lease: True while the `Lease` object has not released it, or an array over it is alive."""
@@ -94,7 +101,16 @@ class Grants:
         self._attaching: dict[int, tuple[int, bool]] = {}
         """The `Attach` requests over the current link whose reply may still arrive: by the number of the request, the
         number of the lease or write, and whether it is a write."""
-        self._releases: list[tuple[int, int, int]] = []
+        self._releases: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+        """The ranges to give back, those that were read and the others."""
+        self._took: dict[int, tuple[int, int, float]] = {}
+        """By the number of a lease: `LeaseHold.took`, for the message with its next range."""
+        self._uncounted: set[int] = set()
+        """The numbers of leases whose tokens do not count, for the message with their next range."""
+        self._given_up: set[int] = set()
+        """The ids of the matches over the current link that were given up before their answer."""
+        self._collected: deque[LeaseHold] = deque()
+        """Holds without items whose `Lease` object was garbage-collected before its release."""
         self._aborts: list[int] = []
 
     @property
@@ -125,11 +141,14 @@ class Grants:
                 return
             self._return_orphans()
             self._attaching.clear()
+            self._given_up.clear()
             if link.life != self._link.life:
                 self._leases.clear()
                 self._writes.clear()
                 self._abort_when_free.clear()
-                self._releases.clear()
+                self._releases = {False: [], True: []}
+                self._took.clear()
+                self._uncounted.clear()
                 self._aborts.clear()
                 self._pins = self._fillings = 0
             with contextlib.suppress(TokenLakeError):
@@ -213,6 +232,18 @@ class Grants:
         may run in the middle of any code: this takes no lock, and `sweep` unpins the segments later."""
         self._ended_pins.append((hold, start, stop))
 
+    def note_collected(self, hold: LeaseHold) -> None:
+        """Record that the `Lease` object of a hold without items is gone. For finalisers, as `note_unpin`."""
+        self._collected.append(hold)
+
+    def give_up(self, link: Link, pending: Pending) -> None:
+        """Give up a match that is not answered: its lease is given back when the answer arrives, and its tokens do not
+        count."""
+        with self.lock:
+            number = link.channel.drop(pending)
+            if link is self._link and number:
+                self._given_up.add(number)
+
     def release(self, hold: LeaseHold, start: int, stop: int) -> None:
         """Release the segments [start, stop) of the lease `hold`. Segments over which no array is alive and that no
         other object holds are given back to the daemon at once, the others when their last array or hold is gone.
@@ -238,7 +269,21 @@ class Grants:
         for other in others:
             if other is not hold:
                 free = free & ~other.held()[start : start + len(free)]
-        self._releases += [(hold.id, *span) for span in _ranges(start, free)]
+                other.read |= hold.read
+                other.took = other.took or hold.took
+        self._queue(hold, start, free, hold.read[start : start + len(free)])
+
+    def _queue(self, hold: LeaseHold, start: int, free: NDArray[np.bool_], read: NDArray[np.bool_]) -> None:
+        """Queue the release of the items that `free` marks. A lease without items has one range, which ends it."""
+        for was_read in (False, True):
+            spans = _ranges(start, free & read if was_read else free & ~read)
+            self._releases[was_read] += [(hold.id, *span) for span in spans]
+        if not len(hold.pins):
+            self._releases[False].append((hold.id, 0, 0))
+        if hold.took is not None:
+            self._took[hold.id] = hold.took
+        if not hold.counted:
+            self._uncounted.add(hold.id)
 
     # -- writes
 
@@ -314,7 +359,8 @@ class Grants:
                 self._attaching[request] = (grant, write)
                 # Messages that give back earlier holds of this grant are dropped: sent after the `Attach`, they would
                 # give back the new hold.
-                self._releases = [release for release in self._releases if release[0] != grant]
+                for ranges in self._releases.values():
+                    ranges[:] = [each for each in ranges if each[0] != grant]
                 self._aborts = [other for other in self._aborts if other != grant]
             number = request
             return engine.Attach(request, grant)
@@ -357,10 +403,10 @@ class Grants:
     def _release_unheld(self, lease: int) -> None:
         holds = self._leases.get(lease)
         if not holds:
-            self._releases.append((lease, 0, END))
-            return
-        free = ~np.logical_or.reduce([hold.held() for hold in holds])
-        self._releases += [(lease, *span) for span in _ranges(0, free)]
+            self._releases[False].append((lease, 0, END))
+        elif len(holds[0].pins):
+            free = ~np.logical_or.reduce([hold.held() for hold in holds])
+            self._queue(holds[0], 0, free, np.logical_or.reduce([hold.read for hold in holds]))
 
     def _is_attaching(self, grant: int) -> bool:
         return bool(self._attaching) and any(grant == other for other, _ in self._attaching.values())
@@ -374,15 +420,26 @@ class Grants:
             if self._closed:
                 return
             self._unpin_ended()
+            while self._collected:
+                hold = self._collected.popleft()
+                self._give_back(hold, 0, hold.release(0, 0))
             self._return_orphans()
             channel = self._link.channel
             try:
                 while self._aborts:
                     channel.tell(engine.Abort(self._aborts[-1]))
                     self._aborts.pop()
-                while self._releases:
-                    channel.tell(engine.Release(tuple(self._releases[: engine.MAX_RANGES])))
-                    del self._releases[: engine.MAX_RANGES]
+                # The items that were not read are mostly the deepest ones, which are given back first.
+                for read, ranges in self._releases.items():
+                    while ranges:
+                        sent = tuple(ranges[: engine.MAX_RANGES])
+                        took = [(lease, *self._took[lease]) for lease, _, _ in sent if lease in self._took]
+                        uncounted = self._uncounted.intersection(lease for lease, _, _ in sent)
+                        channel.tell(engine.Release(sent, read, tuple(dict.fromkeys(took)), tuple(uncounted)))
+                        for lease, *_ in took:
+                            self._took.pop(lease, None)
+                        self._uncounted -= uncounted
+                        del ranges[: engine.MAX_RANGES]
             except TokenLakeError as error:
                 log.debug("leases and writes could not be given back yet: %s", error)
 
@@ -404,7 +461,10 @@ class Grants:
             if attached is not None:
                 self._attached(*attached)
             elif isinstance(reply, engine.Matched) and reply.lease:
-                self._releases.append((reply.lease, 0, reply.hits))
+                if reply.id in self._given_up:
+                    self._given_up.discard(reply.id)
+                    self._uncounted.add(reply.lease)
+                self._releases[False].append((reply.lease, 0, reply.hits))
             elif isinstance(reply, engine.Prepared) and reply.write:
                 self._aborts.append(reply.write)
             elif isinstance(reply, engine.RegionClosed):

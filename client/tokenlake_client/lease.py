@@ -21,7 +21,6 @@ from tokenlake.wire.engine import (
     HERE,
     MAX_FETCHED,
     MAX_KEYS,
-    AttendedInPlace,
     Corrupt,
     EngineReply,
     Fetch,
@@ -45,6 +44,7 @@ __all__ = ["Lease", "PendingNodes"]
 
 COPY_BYTES = 4 << 20
 """Bytes of each piece of a copy that two threads share."""
+MOST_TOKENS = (1 << 32) - 1
 LEAST_S = 0.001
 """Least deadline in seconds of a part of a fetch."""
 _LOCAL = bytes([Code.LOCAL])
@@ -76,7 +76,8 @@ class Lease:
         segments  0 ............... hits - 1
 
     It ends when its `with` block is left, or by `release`. The arrays of one `fetch` keep all their segments leased
-    beyond that, for as long as any view of any of these arrays lives. Thread-safe.
+    beyond that, for as long as any view of any of these arrays lives. The tokens of the segments that were read
+    (`fetch`, `copy_into`, `used`) then count as supplied by the pool, and the others as missed. Thread-safe.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Lease:
             codes = bytes([codes[index] for index in leased])
         else:
             self.keys = keys[:hits]
+        holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
         parts = [part for part in parts if part.hits] or parts[:1]
         self.ids = tuple(LeaseId(part.lease) for part in parts)
         """The numbers of the lease's parts, by which another process of the session attaches to it (`Pool.attach`)."""
@@ -122,18 +124,30 @@ class Lease:
         self._checksums = bytearray().join(part.checksums for part in parts)
         """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies its
         reads."""
-        self._holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
-        self._ends = list(itertools.accumulate(part.hits for part in parts))
-        """The end of each part of the lease: the index of the segment after its last one."""
+        self._all = holds
+        """The hold of each part."""
+        self._holds = [hold for hold in holds if len(hold.pins)]
+        """The holds of the parts with segments."""
+        self._ends = list(itertools.accumulate(len(hold.pins) for hold in self._holds))
+        """The end of each of these parts: the index of the segment after its last one."""
+        self._empty: list[LeaseHold] = []
+        """The holds of the parts without segments that are not released."""
         with self._grants.lock:
-            for hold in self._holds:
+            for hold in holds:
                 self._grants.hold_lease(hold)
+                if not len(hold.pins):
+                    self._empty.append(hold)
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        # Parts without segments hold nothing, and many callers release only a lease with hits.
+        for hold in getattr(self, "_empty", ()):
+            self._grants.note_collected(hold)
 
     @property
     def incarnation(self) -> int:
@@ -145,6 +159,17 @@ class Lease:
     def local_hits(self) -> int:
         """Number of this lease's segments that were in this node's arena when the lease was granted or last fetched."""
         return self._item_codes.count(Code.LOCAL)
+
+    @property
+    def unreleased(self) -> int:
+        """Number of leased segments, from the first on, that are not released."""
+        count = 0
+        for hold in self._holds:
+            left = hold.unreleased
+            count += len(left) if left.all() else int(left.argmin())
+            if not left.all():
+                break
+        return count
 
     def code(self, index: int) -> Code:
         """The latest state of the leased segment `index` that this process knows: LOCAL, REMOTE, or why the last fetch
@@ -188,7 +213,9 @@ class Lease:
         if self._state.verify:
             for at, array in enumerate(arrays):
                 if not self._matches_checksum(start + at, array):
-                    return arrays[:at]
+                    arrays = arrays[:at]
+                    break
+        self.used(start, start + len(arrays))
         return arrays
 
     def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float | None = None) -> int:
@@ -218,17 +245,28 @@ class Lease:
             intact[rows] = mapping.generations[places["slot"][rows]] == places["generation"][rows]
         count = len(slots) if intact.all() else int(intact.argmin())
         if self._state.verify:
-            for at in range(count):
-                if not self._matches_checksum(start + at, arrays[at]):
-                    return at
+            count = next((at for at in range(count) if not self._matches_checksum(start + at, arrays[at])), count)
+        self.used(start, start + count)
         return count
 
-    def shipped(self, stop: int) -> None:
-        """Tell the daemon that queries attended to the leased segments up to `stop` where they lie, so that its metrics
-        count them. Never raises."""
-        with contextlib.suppress(TokenLakeError):
-            for hold, _, end in self._spans(0, stop):
-                self._grants.current(self.link).channel.tell(AttendedInPlace(hold.id, end))
+    def used(self, start: int, stop: int) -> None:
+        """Record that the leased segments `start` to `stop` were used although none of them was handed out: queries
+        attended to them where they lie, or the engine needs none of their bytes for these tokens. They count as
+        read."""
+        with self._grants.lock:
+            for hold, first, last in self._spans(start, stop):
+                hold.read[first:last] = True
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record which tokens of the prompt, whose first token is that of the first key, the engine takes from the
+        pool: its own cache has those before `start`, whether the pool has them or not, and it computes those from
+        `stop` on. Only tokens between count as supplied, also of a segment that it reads whole. `saved_s`: the seconds
+        in which it would compute them; 0: unknown. A later call replaces an earlier one; call it before the release."""
+        size = self._state.layout.segment_tokens * MAX_KEYS
+        for number, hold in enumerate(self._all):
+            first, last = (max(0, min(at, MOST_TOKENS) - number * size) for at in (start, max(start, stop)))
+            share = (min(last, size) - min(first, size)) / max(1, stop - start)
+            hold.took = first, last, saved_s * share
 
     def hint(self, hints: Hints) -> None:
         """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.
@@ -237,11 +275,18 @@ class Lease:
             for hold, _, _ in self._spans(0, self.hits):
                 self._grants.current(self.link).channel.tell(Hint(b"", hints, hold.id))
 
-    def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Release the leased segments `start` to `stop` (default: all). Idempotent; never raises."""
-        for hold, first, last in self._spans(start, self.hits if stop is None else stop):
+    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
+        """Release the leased segments `start` to `stop` (default: all). `counted`: False if the engine matches the same
+        tokens again, so that they do not count twice. Idempotent; never raises."""
+        stop = self.hits if stop is None else stop
+        if not counted:
+            for hold in self._all:
+                hold.counted = False
+        for hold, first, last in self._spans(start, stop):
             if hold.unreleased[first:last].any():
                 self._grants.release(hold, first, last)
+        while start <= 0 and stop >= self.hits and self._empty:
+            self._grants.release(self._empty.pop(), 0, 0)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[LeaseHold, int, int]]:
         """The segments `start` to `stop` by the part of the lease that they belong to: (part, first, last), where the

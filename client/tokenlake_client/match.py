@@ -51,9 +51,13 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     independent: bool = False
     """True: the segments are useful without those before them, and the match leases all that it finds. False: it leases
     the longest prefix. Only with an `in_flight_wait_s` of 0."""
+    counted_keys: int | None = None
+    """The number of keys, from the first on, whose segments stand for the tokens of the prompt, in order; None: all.
+    The others are of further cache groups of an opaque layout, whose segments stand for the same tokens."""
 
     def __post_init__(self) -> None:
         index("prompt_tokens", self.prompt_tokens)
+        index("counted_keys", self.counted_keys or 0)
         seconds("in_flight_wait_s", self.in_flight_wait_s)
         seconds("in_flight_wait_per_segment_s", self.in_flight_wait_per_segment_s)
         seconds("in_flight_expected_s", self.in_flight_expected_s)
@@ -146,15 +150,17 @@ class PendingMatch:
         return self._lease
 
     def cancel(self) -> None:
-        """Give the match up: its lease is released now, or when the daemon's answer arrives."""
+        """Give the match up: its lease is released now, or when the daemon's answer arrives. The tokens of a match that
+        is not answered yet do not count as asked for."""
+        answered = self._lease is not None
         if self._lease is None:
-            self._link.channel.drop(self._pending)
+            self._state.grants.give_up(self._link, self._pending)
             if not self._parts:
                 return
             with contextlib.suppress(TokenLakeError):
                 self._lease = self._join()
         if self._lease is not None:
-            self._lease.release()
+            self._lease.release(counted=answered)
 
     def _passed_s(self) -> float:
         return time.monotonic() - self._began
@@ -173,6 +179,8 @@ class PendingMatch:
             # The daemon counts the missing keys of this request only. If it misses all of them, it waits for as long as
             # if it had been asked for all keys that are left.
             per_segment_s *= (len(self._keys) - at) / MAX_KEYS
+        last = at + MAX_KEYS >= len(self._keys)
+        tokens = max(0, options.prompt_tokens - at * self._state.layout.segment_tokens) if last else 0
         self._pending = self._link.channel.begin(
             lambda number: Match(
                 number,
@@ -181,11 +189,12 @@ class PendingMatch:
                 self._state.verify,
                 self._request,
                 options.hints,
-                options.prompt_tokens,
+                tokens,
                 wait_s if self._parts else options.in_flight_wait_s,
                 per_segment_s,
                 options.independent,
                 max(0.0, options.in_flight_expected_s - (self._passed_s() if self._parts else 0.0)),
+                MAX_KEYS if options.counted_keys is None else max(0, min(MAX_KEYS, options.counted_keys - at)),
             )
         )
 

@@ -105,7 +105,7 @@ class View:
             self._open = False
             _tell(self.link, wire.CloseView((self.number,)))
             if self.queried:
-                self.lease.shipped(self.hits)
+                self.lease.used(0, self.hits)
             self.lease.release()
 
     def __enter__(self) -> Self:

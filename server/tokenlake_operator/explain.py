@@ -97,7 +97,8 @@ def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
     yield "ideal", funnel.ideal, f"segments of {funnel.segment_tokens}"
     yield "indexed", indexed, ", ".join(places)
     yield "fetched", funnel.fetched, ""
-    yield "useful", funnel.useful, f"{funnel.held:,} more are leased still" if funnel.held else ""
+    yield "engine had", funnel.engine_had, ""
+    yield "supplied", funnel.supplied, f"{funnel.held:,} more are leased still" if funnel.held else ""
     yield "missed", sum(missed.tokens for missed in funnel.missed), ""
     for missed in funnel.missed:
         yield f"  {missed.reason.replace('_', ' ')}", missed.tokens, missed.detail
@@ -116,7 +117,7 @@ name. Raises `TokenLakeError`."""
 )
 @partial(operates, socket_help="Path of the socket of engines; with --tenant that of the control socket.")
 def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
-    """Show how many tokens of a request were found, and why the others were missed.
+    """Show how many tokens of a request the pool supplied, and why the others were missed.
 
     REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
     return a shorter id than the engine uses: that beginning is enough. Ask the node whose daemon the engine used. Only
@@ -173,7 +174,8 @@ def _explained(answer: admin_pb2.ExplainResponse) -> Explanation:
             found.here,
             tuple(found.elsewhere.items()),
             found.fetched,
-            found.useful,
+            found.engine_had,
+            found.supplied,
             found.held,
             tuple(Missed(each.reason, each.tokens, each.detail) for each in found.missed),
         ),

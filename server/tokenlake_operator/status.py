@@ -17,21 +17,22 @@ from tokenlake_operator.words import amount, share, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.tables import print_rows
 
-__all__ = ["hit_tokens", "memory_used", "status"]
+__all__ = ["ASKED", "SAVED", "TOKENS", "memory_used", "status"]
 
-_HITS = (
-    "tokenlake_local_tokens_total",
-    "tokenlake_fetched_tokens_total",
-    "tokenlake_disk_tokens_total",
-    "tokenlake_shipped_tokens_total",
-)
 ASKED = "tokenlake_asked_tokens_total"
+TOKENS = {
+    "supplied": "tokenlake_supplied_tokens_total",
+    "engine had": "tokenlake_engine_had_tokens_total",
+    "missed": "tokenlake_missed_tokens_total",
+}
+"""By the name of a column, the counter of a part of the asked tokens."""
+SAVED = "tokenlake_saved_prefill_milliseconds_total"
 
 
 @click.command()
 @operates
 def status(target: Target, as_json: bool) -> None:
-    """Show the nodes of the cluster, their memory and hits, and problems with their cures.
+    """Show the nodes of the cluster, their memory, the tokens that they supplied, and problems with their cures.
 
     Other nodes are asked too, where they can be reached from here: over their control sockets on this machine, or with
     a certificate at their setting `control`. Exit status 0: no error was found, 1: see the problems.
@@ -72,8 +73,9 @@ COLUMNS = (
     "used",
     "unusable",
     "segments",
-    "hits",
     "asked tokens",
+    *TOKENS,
+    "prefill saved",
     "engines",
     "processes",
     "up",
@@ -100,8 +102,7 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
         found = asked.get(member.node)
         if found is None:
             used = f"{100 * (1 - member.free_share):.0f} %" if member.usable else ""
-            known = member.node, state, member.location, "", used
-            yield (*known, *[""] * (len(COLUMNS) - len(known)))
+            yield member.node, state, member.location, "", used, *[""] * (len(COLUMNS) - 5)
             continue
         tokens = found.counters[ASKED]
         segments = sum(sum(pool.segments.values()) for pool in found.pools)
@@ -113,18 +114,14 @@ def _rows(nodes: Iterable[Node], members: Iterable[pb.Member]) -> Iterable[tuple
             share(memory_used(found), found.memory_bytes),
             share(found.unusable_bytes, found.memory_bytes),
             f"{segments:,}",
-            share(hit_tokens(found), tokens),
             f"{tokens:,}",
+            *(share(found.counters[name], tokens) for name in TOKENS.values()),
+            span(found.counters[SAVED] / 1e3) if found.counters[SAVED] else "",
             str(found.engines),
             str(found.processes),
             span(found.uptime_s),
             found.version,
         )
-
-
-def hit_tokens(found: pb.GetStatusResponse) -> int:
-    """Tokens that engines of the node asked for and the pool had."""
-    return sum(found.counters[name] for name in _HITS)
 
 
 def memory_used(found: pb.GetStatusResponse) -> int:

@@ -16,7 +16,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake_operator.nodes import Node, reach_all
 from tokenlake_operator.plain import plain
 from tokenlake_operator.reaching import Target, one_line, operates
-from tokenlake_operator.status import ASKED, hit_tokens, memory_used
+from tokenlake_operator.status import ASKED, SAVED, TOKENS, memory_used
 from tokenlake_operator.words import amount, per_second, share, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.tables import made_table, print_rows
@@ -30,6 +30,7 @@ READ, WRITTEN = "tokenlake_read_bytes_total", "tokenlake_written_bytes_total"
 RATES = {
     "matches_per_s": "tokenlake_match_requests_total",
     "asked_tokens_per_s": ASKED,
+    "saved_prefill_ms_per_s": SAVED,
     "read_bytes_per_s": READ,
     "written_bytes_per_s": WRITTEN,
     "received_bytes_per_s": "tokenlake_received_bytes_total",
@@ -120,7 +121,12 @@ def _node_rates(
                 "used_bytes": memory_used(state),
                 "engines": state.engines,
                 "processes": state.processes,
-                "hit_share": (hit_tokens(state) - hit_tokens(earlier)) / asked if asked and seconds else None,
+                **{
+                    f"{name.replace(' ', '_')}_share": (state.counters[counter] - earlier.counters[counter]) / asked
+                    if asked and seconds
+                    else None
+                    for name, counter in TOKENS.items()
+                },
                 **{
                     rate: (state.counters[counter] - earlier.counters[counter]) / seconds if seconds else 0.0
                     for rate, counter in RATES.items()
@@ -168,7 +174,7 @@ def _newest(activity: Mapping[str, pb.GetActivityResponse]) -> tuple[list[dict[s
         for prefix in each.prefixes:
             known = prefixes.setdefault((prefix.tenant, prefix.key), {**plain(prefix), "nodes": []})
             if known["nodes"]:
-                for field in ("requests", "asked_tokens", "hit_tokens"):
+                for field in ("requests", "asked_tokens", "supplied_tokens", "engine_had_tokens"):
                     known[field] += getattr(prefix, field)
             known["nodes"].append(name)
         calls += [{"node": name, **plain(call)} for call in each.calls]
@@ -182,10 +188,10 @@ Rows = list[tuple[str, ...]]
 
 def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """(title, columns, rows) of each table."""
-    columns = ("node", "used", "of", "engines", "processes", "matches/s", "hits", "tokens/s", "read", "written")
+    columns = ("node", "used", "of", "engines", "processes", "matches/s", "tokens/s", *TOKENS, "saved")
     yield (
         time.strftime("%H:%M:%S"),
-        (*columns, "received", "sent", "evicted/s", "refused/s"),
+        (*columns, "read", "written", "received", "sent", "evicted/s", "refused/s"),
         [
             (
                 each["node"],
@@ -194,8 +200,12 @@ def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
                 str(each["engines"]),
                 str(each["processes"]),
                 f"{each['matches_per_s']:.1f}",
-                "-" if each["hit_share"] is None else share(each["hit_share"], 1),
                 f"{each['asked_tokens_per_s']:,.0f}",
+                *(
+                    "-" if each[name] is None else share(each[name], 1)
+                    for name in ("supplied_share", "engine_had_share", "missed_share")
+                ),
+                f"{each['saved_prefill_ms_per_s'] / 1e3:.1f} s/s",
                 *(per_second(each[f"{name}_bytes_per_s"]) for name in ("read", "written", "received", "sent")),
                 f"{each['evicted_per_s']:.1f}",
                 f"{each['refused_per_s']:.1f}",
@@ -219,14 +229,15 @@ def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     )
     yield (
         "hot prefixes: newest requests that begin with the same segment",
-        ("first segment", "tenant", "requests", "tokens", "hits", "newest request", "nodes"),
+        ("first segment", "tenant", "requests", "tokens", "supplied", "engine had", "newest request", "nodes"),
         [
             (
                 each["key"][:KEY_DIGITS],
                 each["tenant"],
                 str(each["requests"]),
                 f"{each['asked_tokens']:,}",
-                share(each["hit_tokens"], each["asked_tokens"]),
+                share(each["supplied_tokens"], each["asked_tokens"]),
+                share(each["engine_had_tokens"], each["asked_tokens"]),
                 each["newest"],
                 ", ".join(each["nodes"]),
             )

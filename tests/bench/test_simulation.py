@@ -7,8 +7,7 @@ import random
 import msgspec
 import pytest
 
-from tokenlake.core.fetch import FETCHED
-from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.report.account import ASKED, SUPPLIED, Source
 from tokenlake.core.report.misses import MISSED
 from tokenlake.core.serve import SENT, SENT_BYTES, SENT_TO_READERS
 from tokenlake.core.write import STORED
@@ -85,9 +84,9 @@ def test_hit_tokens_equal_the_nodes_counters() -> None:
     simulation = simulate(accesses, options(4))
     asked = sum(len(prompt.chain) for prompt in accesses.prompts) * TOKENS
     assert counted(simulation, ASKED) == asked
-    assert asked == sum(counted(simulation, metric) for metric in (LOCAL, FETCHED, MISSED))
+    assert asked == sum(counted(simulation, metric) for metric in (SUPPLIED, MISSED))
     hits = hit_tokens(simulation, accesses)
-    assert 0 < hits == counted(simulation, LOCAL) + counted(simulation, FETCHED)
+    assert 0 < hits == counted(simulation, SUPPLIED)
     assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0
 
 
@@ -161,8 +160,9 @@ def test_a_slow_link_slows_what_comes_over_it() -> None:
 def test_a_match_on_a_slow_network_finds_local_segments() -> None:
     accesses = conversations(60, gap_s=2.0)
     simulation = simulate(accesses, options(2, network=NetworkShape(usual=Link(latency_s=0.03))))
-    assert counted(simulation, FETCHED) == 0
-    assert counted(simulation, LOCAL) > 0
+    by_source = [node.core.counters.by_labels(SUPPLIED) for node in simulation.cluster.nodes]
+    sources = {source for each in by_source for (_, source), tokens in each.items() if tokens}
+    assert sources == {Source.LOCAL}
 
 
 def test_requests_wait_for_segments_being_computed() -> None:

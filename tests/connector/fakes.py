@@ -37,9 +37,15 @@ class FakeLease:
     disk_s: list[float] = field(default_factory=list)
     released_from: int | None = None
     answers: bool = True
+    took: tuple[int, int, float] | None = None
 
     def begin_nodes(self) -> FakeNodes:
         return FakeNodes(self)
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        # Once the lease has ended, it is too late.
+        if not self.released:
+            self.took = start, stop, saved_s
 
     def release(self, start: int = 0) -> None:
         self.released_from = start if self.released_from is None else min(start, self.released_from)

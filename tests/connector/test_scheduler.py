@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.connector.fakes import FakePool, FakeRequest
-from tests.connector.side import Bench, blocks_of, request
+from tests.connector.side import DEAR, TOKEN_S, Bench, blocks_of, know, load, prefill, request
 from tokenlake.errors import Unreachable
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
@@ -39,6 +39,50 @@ def test_one_token_is_left_and_local_blocks_are_not_loaded(tokens: int, local: i
     bench, asked = Bench(), request(tokens)
     bench.know(asked.all_token_ids)
     assert bench.place(asked, local) == external
+
+
+@pytest.mark.parametrize(
+    ("tokens", "known", "local", "took"),
+    [(29, 16, 0, (0, 16)), (29, 16, 4, (4, 16)), (17, 16, 4, (4, 16)), (16, 16, 4, (4, 12)), (29, 16, 20, (20, 20))],
+)
+def test_the_lease_knows_which_tokens_are_loaded(tokens: int, known: int, local: int, took: tuple[int, int]) -> None:
+    bench, asked = Bench(), request(tokens)
+    bench.know(asked.all_token_ids[:known])
+    bench.place(asked, local)
+    assert bench.pool.leases[0].took == (*took, 0.0)
+    assert bench.reported == []
+
+
+def test_tokens_that_are_computed_by_cost_are_not_taken() -> None:
+    bench, one = Bench(), request(29)
+    prefill(bench)
+    load(bench, DEAR)
+    know(bench, one, ["here", "here"])
+    assert bench.place(one, 4) == 0
+    assert bench.pool.leases[-1].took == (4, 4, 0.0)
+
+
+def test_the_seconds_that_a_load_saves() -> None:
+    bench, one = Bench(), request(29)
+    prefill(bench)
+    know(bench, one, ["here", "here"])
+    assert bench.place(one, 4) == 12
+    took = bench.pool.leases[-1].took
+    assert took is not None
+    assert took[:2] == (4, 16)
+    assert took[2] == pytest.approx(12 * TOKEN_S, rel=0.1)
+
+
+def test_a_late_answer_is_told_what_vllm_had() -> None:
+    bench, asked = Bench(), request(29)
+    bench.know(asked.all_token_ids[:16])
+    bench.pool.answers = False
+    bench.side.new_request(asked)
+    bench.now = 1.0
+    assert bench.side.matched(asked, 8) == 0
+    bench.pool.answers = True
+    bench.place(request(29, "later", 500))
+    assert (bench.pool.leases[0].took, bench.pool.leases[0].released) == ((8, 8, 0.0), True)
 
 
 def test_matched_is_none_until_the_answer_or_the_deadline() -> None:

@@ -13,6 +13,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
+from tokenlake.core.report.account import SUPPLIED, Source
 from tokenlake.core.report.misses import MISSED
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Counters
@@ -143,6 +144,13 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
 def kinds(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Kind]:
     """The kinds of the copies of a segment, by node."""
     return {index: segment.kind for index, segment in copies(cluster, key, tenant).items()}
+
+
+def supplied(counters: Counters, *sources: Source) -> int:
+    """The tokens that engines read from these sources; without `sources` from all."""
+    return sum(
+        tokens for (_, source), tokens in counters.by_labels(SUPPLIED).items() if source in (sources or [*Source])
+    )
 
 
 def missed(counters: Counters, tenant: str = "red") -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, ask, calm, copies, fetch, match, missed, placed, prepare, said, store
+from tests.core.scenes import answer, ask, calm, copies, fetch, match, missed, placed, prepare, said, store, supplied
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -14,8 +14,9 @@ from tests.sim.engine import Engine, Reading
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.disk import KEPT, WRITTEN
-from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
+from tokenlake.core.fetch import DAMAGED, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
+from tokenlake.core.report.account import Source
 from tokenlake.disk.reads import READS
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
@@ -88,7 +89,7 @@ def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], node: int
         if code == Code.LOCAL:
             assert tuple(arena.read(slot, shard) for shard in range(SHARDS)) == content("red", key)
     answer(cluster, reader.processes[0], engine.Heartbeat)
-    reader.processes[0].tell(engine.Release(((matched.lease, 0, matched.hits),)))
+    reader.processes[0].tell(engine.Release(((matched.lease, 0, matched.hits),), True))
     cluster.run_for(0.1)
     cluster.check()
     return bytes(fetched.codes)
@@ -107,7 +108,7 @@ def test_a_segment_that_memory_evicted_is_read_back_from_disk() -> None:
     assert set(located.nodes) == {"n0"}
     assert read(cluster, writer, gone[0], 0) == bytes([Code.LOCAL]) * 4
     assert count(cluster, 0, READ) == 4
-    assert count(cluster, 0, FROM_DISK) > 0
+    assert supplied(cluster.core(0).counters, Source.DISK) > 0
     written = count(cluster, 0, WRITTEN)
     fill(cluster, writer, 5)
     again = [order for order in said(cluster, 0, DiskWrite) if gone[0][0] in split_keys(order.keys)]
@@ -343,11 +344,11 @@ def test_explain_names_the_disk_of_this_node_and_of_another() -> None:
     for asker, keys, place in ((writer, first, "the disk of n0"), (reader, second, "n0, in part from its disk,")):
         found = named(cluster, asker, keys, "r")
         fetch(cluster, asker, found.lease, found.hits)
-        asker.processes[0].tell(engine.Release(((found.lease, 0, found.hits),)))
+        asker.processes[0].tell(engine.Release(((found.lease, 0, found.hits),), True))
         cluster.run_for(0.1)
         funnel = explained(cluster, asker, "r")
         assert [name for name, _ in funnel.elsewhere] == [place]
-        assert (funnel.fetched, funnel.useful, funnel.missed) == (funnel.ideal, funnel.ideal, ())
+        assert (funnel.fetched, funnel.supplied, funnel.missed) == (funnel.ideal, funnel.ideal, ())
 
 
 def test_explain_says_why_a_segment_was_not_read_from_disk() -> None:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, match, missed, prepare, store, tell
+from tests.core.scenes import answer, calm, match, missed, prepare, store, supplied, tell
 from tests.sim.prompts import prompt
 from tokenlake.core import grants
 from tokenlake.core.access import Touches
 from tokenlake.core.context import Context, CoreConfig
-from tokenlake.core.grants import SHIPPED, Grants, Lease, SessionGrants, Write
+from tokenlake.core.grants import Grants, Lease, SessionGrants, Write
 from tokenlake.core.instructions import SendToPeer
 from tokenlake.core.peers import Peers
+from tokenlake.core.report.account import Account, Source
+from tokenlake.core.report.misses import Beyond
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.ring_record import RingRecord
@@ -62,7 +64,8 @@ class Scene:
                 self.context.store.publish(segment, b"", 0.0)
         keys = [key(number) for number in range(len(places))]
         remote_leases = [(OTHER, 4711)] if OTHER in places else []
-        lease = Lease(LeaseId(9), keys, ONE, NO_HINTS, segments, places, remote_leases)
+        account = Account(RED, TOKENS, SLOT_BYTES, len(keys), 0, range(len(keys)), Beyond())
+        lease = Lease(LeaseId(9), keys, ONE, NO_HINTS, account, segments, places, remote_leases)
         self.grants.add_lease(self.session, lease)
         return lease
 
@@ -81,13 +84,13 @@ def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
     scene = Scene()
     lease = scene.lease([None, None])
     assert scene.grants.attach_lease(scene.session, lease, TWO)
-    scene.grants.release(scene.session, ONE, [(lease, 0, 2)])
+    scene.grants.release(scene.session, ONE, [(lease, 0, 2)], False)
     scene.check()
     assert (scene.session.leased, scene.session.pinned) == (2, 2)
-    scene.grants.release(scene.session, TWO, [(lease, 1, 2), (lease, 1, 9)])
+    scene.grants.release(scene.session, TWO, [(lease, 1, 2), (lease, 1, 9)], False)
     scene.check()
     assert [lease.code(0), lease.code(1)] == [Code.LOCAL, Code.LOST]
-    scene.grants.release(scene.session, TWO, [(lease, 0, 1), (lease, 0, 2)])
+    scene.grants.release(scene.session, TWO, [(lease, 0, 1), (lease, 0, 2)], False)
     assert not scene.session.leases
     scene.check()
 
@@ -100,11 +103,11 @@ def test_a_beginning_given_back_first(processes: int) -> None:
     segments = [segment for segment in lease.segments if segment is not None]
     if processes == 2:
         assert scene.grants.attach_lease(scene.session, lease, TWO)
-        scene.grants.release(scene.session, TWO, [(lease, 0, 2)])
+        scene.grants.release(scene.session, TWO, [(lease, 0, 2)], False)
     scene.context.now = 1.0
-    scene.grants.release(scene.session, ONE, [(lease, 0, 1)])
+    scene.grants.release(scene.session, ONE, [(lease, 0, 1)], False)
     scene.context.now = 2.0
-    scene.grants.release(scene.session, ONE, [(lease, 1, 2)])
+    scene.grants.release(scene.session, ONE, [(lease, 1, 2)], False)
     assert [segment.touched for segment in segments] == [2.0, 2.0]
     scene.check()
 
@@ -118,7 +121,7 @@ def test_a_beginning_of_two_processes() -> None:
     for now, start in ((1.0, 1), (2.0, 0)):
         scene.context.now = now
         for connection in (ONE, TWO):
-            scene.grants.release(scene.session, connection, [(lease, start, start + 1)])
+            scene.grants.release(scene.session, connection, [(lease, start, start + 1)], False)
     assert [segment.touched for segment in segments] == [2.0, 1.0]
     scene.check()
 
@@ -126,12 +129,13 @@ def test_a_beginning_of_two_processes() -> None:
 def test_the_end_of_a_lease_releases_the_leases_at_other_nodes() -> None:
     scene = Scene()
     lease = scene.lease([None, OTHER, OTHER])
-    lease.mark_shipped(2)
-    scene.grants.release(scene.session, ONE, [(lease, 0, 2)])
+    scene.grants.release(scene.session, ONE, [(lease, 0, 2)], True)
     assert scene.released() == []
-    scene.grants.release(scene.session, ONE, [(lease, 2, 3)])
+    scene.grants.release(scene.session, ONE, [(lease, 2, 3)], False)
     assert scene.released() == [(4711,)]
-    assert (scene.context.counters[SHIPPED], missed(scene.context.counters)) == (TOKENS, {"skipped": TOKENS})
+    counters = scene.context.counters
+    assert (supplied(counters, Source.LOCAL), supplied(counters, Source.SHIPPED)) == (TOKENS, TOKENS)
+    assert missed(counters) == {"skipped": TOKENS}
 
 
 def test_a_fetched_item_counts_as_one_slot() -> None:

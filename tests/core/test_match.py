@@ -17,14 +17,14 @@ from tests.core.scenes import (
     prepare,
     said,
     store,
+    supplied,
     tell,
 )
 from tests.sim.arena import content
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
-from tokenlake.core.fetch import FETCHED
-from tokenlake.core.match import ASKED, LOCAL
+from tokenlake.core.report.account import ASKED, Source
 from tokenlake.core.serve import REDIRECTED
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
@@ -242,9 +242,10 @@ def test_every_token_is_counted_once() -> None:
     store(cluster, writer, keys[:3])
     reply = match(cluster, reader, keys)
     fetch(cluster, reader, reply.lease, 2)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),), True))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 2, 3),)))
     counters = cluster.core(2).counters
-    assert [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED)] == [4, 0, 2]
+    assert (counters[ASKED], supplied(counters, Source.FETCHED), supplied(counters)) == (4 * 16, 2 * 16, 2 * 16)
     assert missed(counters) == {"skipped": 16, "never_stored": 16}
 
 
@@ -447,9 +448,10 @@ def test_every_token_of_independent_keys_is_counted_once() -> None:
     cluster.run_for(0.01)
     reply = match_independent(cluster, reader, keys)
     fetch(cluster, reader, reply.lease, 2)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),), True))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 2, 3),)))
     counters = cluster.core(2).counters
-    assert [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED)] == [6, 0, 2]
+    assert (counters[ASKED], supplied(counters, Source.FETCHED), supplied(counters)) == (6 * 16, 2 * 16, 2 * 16)
     assert sum(missed(counters).values()) == 4 * 16
     assert missed(counters)["pending"] == missed(counters)["skipped"] == 16
 

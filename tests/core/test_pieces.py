@@ -128,10 +128,10 @@ def test_pieces_of_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
     core, given = cluster.core(0), []
     release = core._grants.release
 
-    def counted(session, connection, ranges):  # type: ignore[no-untyped-def]
+    def counted(session, connection, ranges, read):  # type: ignore[no-untyped-def]
         ranges = list(ranges)
         given.append(sum(stop - start for _, start, stop in ranges))
-        release(session, connection, ranges)
+        release(session, connection, ranges, read)
 
     monkeypatch.setattr(core._grants, "release", counted)
     reader.die()

@@ -161,7 +161,11 @@ class _Lease:
         found = {key: Code.REMOTE if key in pools.remote else Code.LOCAL for key in held}
         self.codes = bytes(found.get(bytes(key), Code.MISSING) for key in keys)
         self.ids = (LeaseId(len(pools.leases) + 1),)
+        self.took: tuple[int, int] | None = None
         pools.leases[int(self.ids[0])] = self
+
+    def takes(self, start: int, stop: int) -> None:
+        self.took = start, stop
 
     def fetch(self, start: int, stop: int) -> list[Segment]:
         self._pools.fetching.release()

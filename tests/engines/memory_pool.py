@@ -143,7 +143,15 @@ class MemoryLease:
             view.flags.writeable = False
         return views
 
-    def release(self, start: int = 0, stop: int | None = None) -> None:
+    @property
+    def unreleased(self) -> int:
+        return next((at for at in range(self.hits) if at not in self.held), self.hits)
+
+    def used(self, start: int, stop: int) -> None: ...
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None: ...
+
+    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
         self.pool.fail("release")
         self.held -= set(range(start, self.hits if stop is None else stop))
 

@@ -91,6 +91,30 @@ def test_all_chunks_are_asked_for_at_once() -> None:
     assert made.pools.matches[0].request == "r"
 
 
+def test_the_manager_says_which_tokens_are_loaded() -> None:
+    """The chunks of one group stand for the tokens."""
+    made = Made()
+    made.manager.counted_group = 1
+    made.manager.with_tokens("r", lambda: 99)
+    windowed = [key(number, 1) for number in range(4)]
+    asked = [*KEYS[:2], *windowed, *KEYS[2:]]
+    made.store(*asked)
+    made.manager.lookup("r", windowed[0], lambda: asked)
+    assert made.manager.flush(TIMEOUT_S)
+    assert [made.manager.lookup("r", each, lambda: asked) for each in asked] == [HIT] * 8
+    (options,) = made.pools.matches
+    assert (options.prompt_tokens, options.counted_keys) == (99, 4)
+    (lease,) = made.pools.leases.values()
+    made.manager.takes("r", 5, 5)
+    assert lease.took == (5, 5)
+    made.manager.prepare_load("r", windowed[2:3])
+    assert [at for at, held in enumerate(lease.held) if held] == [2]
+    made.manager.takes("r", 5, 96)
+    assert lease.took == (5, 96)
+    made.manager.load_failed("r")
+    assert lease.took == (5, 5)
+
+
 def test_the_answer_is_not_awaited() -> None:
     made = Made()
     made.store(*KEYS)

@@ -147,7 +147,8 @@ def test_top_shows_rates_prefixes_and_slow_calls(two: Cluster) -> None:
             number = 0
             while not stop.is_set():
                 keys = pool.prefix(shared.tokens).keys
-                pool.match(keys, MatchOptions(request=f"chat-{number}")).release()
+                with pool.match(keys, MatchOptions(request=f"chat-{number}")) as lease:
+                    lease.fetch()
                 number += 1
                 time.sleep(0.01)
 
@@ -163,7 +164,7 @@ def test_top_shows_rates_prefixes_and_slow_calls(two: Cluster) -> None:
     node0, node1 = screen["nodes"]
     assert (node0["node"], node1["node"]) == ("node0", "node1")
     assert node0["matches_per_s"] > 1
-    assert node0["hit_share"] == 1.0
+    assert (node0["supplied_share"], node0["engine_had_share"], node0["missed_share"]) == (1.0, 0.0, 0.0)
     assert node0["asked_tokens_per_s"] >= 3 * SEGMENT_TOKENS
     assert node1["matches_per_s"] == 0
     (tenant,) = screen["tenants"]
@@ -174,7 +175,7 @@ def test_top_shows_rates_prefixes_and_slow_calls(two: Cluster) -> None:
     hot = screen["prefixes"][0]
     assert (hot["key"], hot["nodes"]) == (first, ["node0"])
     assert hot["requests"] > 1
-    assert hot["hit_tokens"] > 0
+    assert hot["supplied_tokens"] > 0
     assert hot["newest"].startswith("chat-")
     assert all(call["call"] in ("match", "fetch") and call["seconds"] >= 0 for call in screen["calls"])
     assert "hot prefixes" in lines

@@ -27,6 +27,7 @@ UNITS = {
     "lookups",
     "markers",
     "messages",
+    "milliseconds",
     "misses",
     "peers",
     "promotions",

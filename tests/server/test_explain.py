@@ -84,6 +84,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             arrays = lease.fetch(deadline_s=LIMIT_S)
             assert (len(arrays), prompt.wrong(arrays)) == (prompt.segments, 0)
             del arrays
+            lease.takes(3, len(longer.tokens))
         other.match([]).release()
         answered = command(reader, "a name", "--json", token=RED)
         assert answered.returncode == 0, answered.stderr
@@ -92,14 +93,14 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         assert (funnel["request"], funnel["node"], funnel["ideal"]) == ("a name", "node1", hits + missing + 7)
         assert funnel["here"] == here * SEGMENT_TOKENS
         assert sum(funnel["elsewhere"].values()) == funnel["fetched"] == hits - here * SEGMENT_TOKENS
-        assert (funnel["useful"], funnel["held"]) == (hits, 0)
+        assert (funnel["supplied"], funnel["engine_had"], funnel["held"]) == (hits - 3, 3, 0)
         assert {each["reason"]: each["tokens"] for each in funnel["missed"]} == {
             MissReason.NEVER_STORED: missing,
             MissReason.TOO_SHORT: 7,
         }
         table = command(reader, "a name", token=RED)
         assert table.returncode == 0
-        for shown in ("a name", "ideal", "indexed", "useful", f"{hits:,}", "never stored", "too short"):
+        for shown in ("a name", "ideal", "indexed", "engine had", "supplied", f"{hits:,}", "never stored", "too short"):
             assert shown in table.stdout
         # No output holds a key, a token or a secret.
         for output in (answered.stdout, table.stdout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from tokenlake.wire.slots import join_keys, unpack_slots
 __all__ = ["SEGMENT_TOKENS", "Engine", "Reading", "SimProcess", "Storing"]
 
 SEGMENT_TOKENS = 16
+Took = tuple[tuple[int, int, int, float], ...]
 
 
 class SimProcess:
@@ -106,6 +108,8 @@ class Reading:
     hold_s: float = 0.01
     split: int = 0
     """The range is fetched and released in two parts, cut here."""
+    took: tuple[int, int, float] | None = None
+    """The tokens that the engine takes, as in `engine.Release.took`; None: it does not say so."""
     verify: bool = False
     """Report wrong bytes, and do not read them."""
     in_flight_wait_s: float = 0.0
@@ -187,6 +191,7 @@ class Engine:
             else:
                 assert len(found) == reply.hits, f"{len(found)} keys were found, {reply.hits} are leased"
             if not reply.hits:
+                first.tell(engine.Release(((reply.lease, 0, 0),), took=_took(how, reply.lease)))
                 return
             leased = [keys[at] for at in found[: reply.hits]]
             codes = bytes(reply.codes[at] for at in found[: reply.hits])
@@ -197,7 +202,8 @@ class Engine:
             if how.fetch:
                 self._fetch(first, reply.lease, leased, range(0, cut), verify=how.verify)
                 self._fetch(first, reply.lease, leased, range(cut, reply.hits), verify=how.verify)
-            self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
+            took = _took(how, reply.lease)
+            self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut), took))
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
         def match(number: int) -> engine.Match:
@@ -246,16 +252,22 @@ class Engine:
                 else:
                     process.views[lease, first + offset] = view
 
-    def _release(self, process: SimProcess, lease: int, items: range) -> None:
+    def _release(self, process: SimProcess, lease: int, items: range, took: Took = ()) -> None:
         if not items:
             return
         if process is self.processes[0]:
             self._dropped.add((lease, items.start))
+        read: list[bool] = []
         for index in items:
             view = process.views.pop((lease, index), None)
             if view is not None:
                 self.node.cluster.remember(view)
-        process.tell(engine.Release(((lease, items.start, items.stop),)))
+            read.append(view is not None)
+        stop = items.stop
+        for was_read, run in itertools.groupby(reversed(read)):
+            start = stop - len(list(run))
+            process.tell(engine.Release(((lease, start, stop),), was_read, took))
+            stop = start
 
     # -- storing
 
@@ -322,3 +334,7 @@ class Engine:
             assert all(code in known for code in reply.codes)
 
         process.request(lambda number: engine.Commit(number, write, tuple(indices), mask, checksums), committed)
+
+
+def _took(how: Reading, lease: int) -> Took:
+    return () if how.took is None else ((lease, *how.took),)

@@ -38,7 +38,6 @@ NEVER_MALFORMED = (
         engine.Attach,
         engine.Fetch,
         engine.Locate,
-        engine.AttendedInPlace,
         engine.Abort,
         engine.Heartbeat,
         engine.ReconcileGrants,

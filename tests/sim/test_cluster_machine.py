@@ -28,11 +28,11 @@ from tests.sim.malformed import malformed
 from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
-from tokenlake.core.fetch import FETCHED
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.ownership.handover import HANDED_OVER
 from tokenlake.core.ownership.owner import DUPLICATES
+from tokenlake.core.report.account import ENGINE_HAD, SUPPLIED
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.store import State
 from tokenlake.wire import Code, peer
@@ -40,7 +40,7 @@ from tokenlake.wire.slots import join_keys
 
 NODES = 3
 MAX_ENGINES = 8
-SEEN = dict.fromkeys((FETCHED, HANDED_OVER, DUPLICATES), 0)
+SEEN = dict.fromkeys((SUPPLIED, ENGINE_HAD, HANDED_OVER, DUPLICATES), 0)
 """Counts over all examples: each of these must have happened."""
 PAUSES = st.sampled_from((0.0, 0.001, 0.004, 0.02, 0.06))
 
@@ -52,6 +52,7 @@ readings = st.builds(
     split=st.integers(0, 3),
     verify=st.booleans(),
     independent=st.integers(0, 3).map(lambda number: number == 3),
+    took=st.none() | st.tuples(st.integers(0, 40), st.integers(40, 90), st.just(0.01)),
 )
 storings = st.builds(
     Storing,
@@ -127,7 +128,9 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.cluster.join(random.randrange(NODES), processes=random.randrange(1, 3))
             else:
                 hold_s, independent = random.choice((0.001, 0.004, 0.02, 0.1)), random.random() < 0.25
-                engine.read(prompt, Reading(hold_s=hold_s, independent=independent))
+                had = min(random.randrange(64), random.randrange(64))
+                took = (had, had + random.randrange(64), 0.01) if random.random() < 0.5 else None
+                engine.read(prompt, Reading(hold_s=hold_s, independent=independent, took=took))
                 start = random.randrange(4)
                 ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))

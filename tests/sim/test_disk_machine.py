@@ -17,9 +17,9 @@ from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, readings, which
 from tokenlake.core import events
 from tokenlake.core.disk import EVICTED, KEPT, WRITTEN
-from tokenlake.core.fetch import DAMAGED, FROM_DISK, READ
+from tokenlake.core.fetch import DAMAGED, READ
 
-SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, READ, FROM_DISK, DAMAGED), 0)
+SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, READ, DAMAGED), 0)
 """Counts over all examples: each of these must have happened."""
 
 

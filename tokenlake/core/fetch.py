@@ -36,7 +36,6 @@ from tokenlake.core.context import Context
 from tokenlake.core.grants import PIECE, Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, DiskRead, Note, StartFetch
 from tokenlake.core.peers import Peers
-from tokenlake.core.report.misses import count_missed
 from tokenlake.core.sessions import Process
 from tokenlake.disk import NO_ENTRY, Place, pack_places
 from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
@@ -51,10 +50,10 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES, MAX_SECONDS
+from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = [
-    "FETCHED",
     "MAX_DEADLINE_S",
     "BackgroundLimit",
     "CopiesOf",
@@ -64,8 +63,6 @@ __all__ = [
     "deadline_s",
 ]
 
-FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
-FROM_DISK = Metric("tokenlake_disk_tokens_total", "Tokens read back from disk for engines of this node")
 FETCH_SECONDS = Metric(
     "tokenlake_fetch_seconds",
     "Time from a fetch request to its answer, of fetches of segments at other nodes or on disk",
@@ -710,8 +707,8 @@ class _Fetch:
 
 
 class LeaseReads:
-    """Handles the requests of local engines about the segments that they lease: Attach, Locate, AttendedInPlace, Hint,
-    Release and Fetch."""
+    """Handles the requests of local engines about the segments that they lease: Attach, Locate, Hint, Release and
+    Fetch."""
 
     def __init__(
         self,
@@ -769,13 +766,6 @@ class LeaseReads:
         located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
         self._context.emit(Answer(process.connection, located))
 
-    def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
-        """Record that attention over the first items of a lease was computed at their owners, so that they count as
-        used when they are released without a fetch."""
-        lease = process.session.leases.get(LeaseId(request.lease))
-        if lease is not None:
-            lease.mark_shipped(request.stop)
-
     def hint(self, process: Process, request: engine.Hint) -> None:
         """Apply hints that an engine gave after the match to the segments that it names, and to the segments of a lease
         that is still held."""
@@ -790,10 +780,16 @@ class LeaseReads:
                 self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
-        """Give back items of leases that a process does not read any more."""
+        """Give back items of leases that a process does not read any more, and note what the engine took."""
         leases = process.session.leases
+        for number, start, stop, saved_s in request.took:
+            if LeaseId(number) in leases:
+                leases[LeaseId(number)].account.took(start, stop, saved_s)
+        for number in request.uncounted:
+            if LeaseId(number) in leases:
+                leases[LeaseId(number)].account.counted = leases[LeaseId(number)].account.tail = 0
         ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
-        self._grants.release(process.session, process.connection, ranges)
+        self._grants.release(process.session, process.connection, ranges, request.read)
 
     # -- fetches
 
@@ -898,9 +894,7 @@ class LeaseReads:
         self._grants.item_settled(session, lease, index)
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
-            self._grants.item_arrived(session, lease, index, segment)
-            counted = FROM_DISK if node == self._context.node else FETCHED
-            self._context.counters.add(counted, session.segment_tokens)
+            self._grants.item_arrived(session, lease, index, segment, from_disk=node == self._context.node)
             if lease.trail is not None:
                 lease.trail.fetched += 1
         elif segment is not None:
@@ -925,14 +919,13 @@ class LeaseReads:
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
         """Record that an item leased at `node` cannot be fetched from any node."""
-        self._grants.item_lost(fetch.lease, index)
+        reason, detail = MissReason.LOST, ""
         if fetch.lease.trail is not None:
             late = fetch.answered or not self._peers.bulk_alive(node)
-            session = fetch.process.session
-            gone = self._context.removals.get(session.tenant, fetch.lease.keys[index])
+            gone = self._context.removals.get(fetch.process.session.tenant, fetch.lease.keys[index])
             rule = gone.rule if gone is not None and node == self._context.node else ""
-            reason = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong, rule=rule)
-            count_missed(self._context.counters, session.tenant, reason, session.segment_tokens)
+            reason, detail = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong, rule=rule)
+        self._grants.item_lost(fetch.lease, index, reason, detail)
 
     def _ask_other_copies(self, fetch: _Fetch) -> None:
         """Request each item that did not come from the next node that may have a copy and can send it before the

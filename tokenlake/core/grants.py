@@ -14,11 +14,10 @@ from typing import TypeVar
 from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
+from tokenlake.core.report.account import Account
 from tokenlake.core.report.explain import Trail
-from tokenlake.core.report.misses import count_missed
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
-from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, peer
@@ -31,12 +30,11 @@ __all__ = ["PIECE", "Grants", "Lease", "SessionGrants", "Write", "pack"]
 
 T = TypeVar("T")
 
-SHIPPED = Metric("tokenlake_shipped_tokens_total", "Tokens found at another node and attended to there")
-
 PIECE = 128
 """Maximum number of segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
-GRANT_BYTES, ITEM_BYTES = 2048, 96
-"""Bytes that are charged for a lease or a write, and for each segment of it."""
+GRANT_BYTES, ITEM_BYTES = 4096, 96
+"""Bytes that are charged for a lease or a write, and for each segment of it. A lease keeps the codes of the keys of its
+match that are no hits, at most `MAX_KEYS`."""
 PROCESS_BYTES, HELD_BYTES = 256, 2
 """Bytes that are charged for each further process that holds a lease, and for each segment of it."""
 WRITER_BYTES = 96
@@ -50,6 +48,7 @@ in equal parts."""
 
 class Lease:
     """The lease that one match gave. An item of it is a segment that is pinned on this node, or leased at another node.
+    A lease may have no items: it ends, like any other, when the engine has said what it took of the match.
 
     Each process that holds the lease gives back its items by range. The pin of an item ends when the last process has
     given it back.
@@ -61,6 +60,7 @@ class Lease:
         keys: list[SegmentKey],
         connection: ConnectionId,
         hints: Hints,
+        account: Account,
         segments: Sequence[Segment | None],
         remotes: Sequence[NodeId | None] = (),
         remote_leases: Iterable[tuple[NodeId, int]] = (),
@@ -69,6 +69,8 @@ class Lease:
         node, or None; empty if every item is local."""
         self.id = lease
         self.keys = keys
+        self.account = account
+        """The tokens of the match; they are counted when the lease ends."""
         self.nbytes = GRANT_BYTES + ITEM_BYTES * len(keys)
         """The bytes that are charged for the lease."""
         self.segments = list(segments)
@@ -87,8 +89,6 @@ class Lease:
         """The record of the request for `Explain`; None for a request without a name."""
         self.returned_from = len(keys)
         """Index from which on every process has given all items back, if they were given back deepest first."""
-        self.shipped = 0
-        """Number of items, from the first on, over which an engine computed attention on the nodes where they are."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
         """For each process, one byte per item: 1 while the process holds the item, else 0."""
 
@@ -98,10 +98,6 @@ class Lease:
         for flags in self.held.values():
             held |= int.from_bytes(flags, "big")
         self.held[connection] = bytearray(held.to_bytes(len(self.keys), "big"))
-
-    def mark_shipped(self, stop: int) -> None:
-        """Record that an engine computed attention over the items before `stop` on the nodes where they are."""
-        self.shipped = max(self.shipped, stop)
 
     def add_hints(self, hints: Hints) -> None:
         """Merge newer hints of the request over the hints of the lease."""
@@ -253,7 +249,7 @@ class Grants:
         counts at once.
         """
         items = (self._room_bytes(session) - GRANT_BYTES) // ITEM_BYTES
-        if len(session.leases) >= MAX_GRANTS or items <= 0:
+        if not self.may_add_lease(session) or items <= 0:
             return 0
         found = found[:items]
         share = self._share(session, self._context.config.session_lease_share)
@@ -266,6 +262,10 @@ class Grants:
             return limit
         here = (index for index, segment in enumerate(found) if segment is not None)
         return next(itertools.islice(here, room, None))
+
+    def may_add_lease(self, session: SessionGrants) -> bool:
+        """Returns True if the session may have one more lease, possibly without items."""
+        return len(session.leases) < MAX_GRANTS and self._room_bytes(session) >= GRANT_BYTES
 
     def reserve_room(self, session: SessionGrants) -> int:
         """Returns how many more slots the session may reserve for writes."""
@@ -313,31 +313,48 @@ class Grants:
             del lease.coming[index]
             session.coming -= 1
 
-    def item_arrived(self, session: SessionGrants, lease: Lease, index: int, segment: Segment) -> None:
-        """Make the item at `index` local, because its segment arrived. The lease takes over the caller's pin of the
-        segment."""
+    def item_arrived(
+        self, session: SessionGrants, lease: Lease, index: int, segment: Segment, *, from_disk: bool = False
+    ) -> None:
+        """Make the item at `index` local, because its segment arrived, from another node or from this node's disk. The
+        lease takes over the caller's pin of the segment."""
+        lease.account.arrived(index, from_disk=from_disk)
         lease.segments[index] = segment
         lease.remotes[index] = None
         session.pinned += 1
 
-    def item_lost(self, lease: Lease, index: int) -> None:
+    def item_lost(self, lease: Lease, index: int, reason: MissReason, detail: str) -> None:
         """Mark a remote item as lost: it cannot be fetched from any node."""
+        lease.account.lose(index, reason, detail)
         lease.remotes[index] = None
 
     def release(
-        self, session: SessionGrants, connection: ConnectionId, ranges: Iterable[tuple[Lease, int, int]]
+        self,
+        session: SessionGrants,
+        connection: ConnectionId,
+        ranges: Iterable[tuple[Lease, int, int]],
+        read: bool | None,
     ) -> None:
-        """Give back the items that a process holds in each range (lease, start, stop)."""
+        """Give back the items that a process holds in each range (lease, start, stop). `read`: whether it has read
+        them; None: it has ended, or has lost the lease, and did not say so."""
         ended: dict[NodeId, list[int]] = {}
         for lease, start, stop in ranges:
-            if self._release(session, connection, lease, start, stop):
+            if self._release(session, connection, lease, start, stop, read):
                 for node, number in lease.remote_leases:
                     ended.setdefault(node, []).append(number)
         for node, numbers in ended.items():
             for start in range(0, len(numbers), peer.MAX_KEYS):
                 self._peers.tell(node, peer.ReleaseLease(tuple(numbers[start : start + peer.MAX_KEYS])))
 
-    def _release(self, session: SessionGrants, connection: ConnectionId, lease: Lease, start: int, stop: int) -> bool:
+    def _release(
+        self,
+        session: SessionGrants,
+        connection: ConnectionId,
+        lease: Lease,
+        start: int,
+        stop: int,
+        read: bool | None,
+    ) -> bool:
         """Give back the items of one range that a process holds. Returns True if no process holds any item of the lease
         any more, so that it ends."""
         flags = lease.held.get(connection)
@@ -347,13 +364,16 @@ class Grants:
         start = min(start, stop)
         given = flags[start:stop]
         flags[start:stop] = bytes(stop - start)
+        if read:
+            lease.account.mark_read(start, bytes(given))
+        reported = read is not None
         if len(lease.held) == 1:
             # This is the only process with the lease, so no process holds the other items of the range.
-            self._drop(session, lease, start, stop, given.count(1))
+            self._drop(session, lease, start, stop, given.count(1), reported=reported)
         else:
             for index in range(stop - 1, start - 1, -1):
                 if given[index - start] and not lease.is_held(index):
-                    self._drop(session, lease, index, index + 1, 1)
+                    self._drop(session, lease, index, index + 1, 1, reported=reported)
         if 1 not in flags:
             del lease.held[connection]
             if lease.held:
@@ -364,37 +384,35 @@ class Grants:
             return False
         del session.leases[lease.id]
         self._charge(session, -lease.nbytes)
-        if lease.returned_from:
+        lease.account.close(self._context.counters)
+        if lease.keys and lease.returned_from:
             # The process may have given back the beginning of the prompt first: count the read of the beginning once
             # more, so that it is evicted last.
             found = self._context.ready(session.tenant, lease.keys[:PIECE])
             self._touches.read([segment for segment in found if segment is not None], lease.hints)
         return True
 
-    def _drop(self, session: SessionGrants, lease: Lease, start: int, stop: int, count: int) -> None:
-        """Unpin the `count` items in a range that no process holds any more, and count them as read, attended to in
-        place, or skipped."""
+    def _drop(self, session: SessionGrants, lease: Lease, start: int, stop: int, count: int, *, reported: bool) -> None:
+        """Unpin the `count` items in a range that no process holds any more, and settle them in the account of the
+        match. `reported`: the last process said whether it has read them."""
         if start < lease.returned_from <= stop:
             lease.returned_from = start
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         session.pinned -= len(dropped)
-        boundary = max(start, min(stop, lease.shipped))
-        shipped = boundary - start - lease.remotes[start:boundary].count(None)
-        unfetched = [node for node in lease.remotes[boundary:stop] if node is not None]
-        if shipped:
-            self._context.counters.add(SHIPPED, shipped * session.segment_tokens)
-        if lease.trail is not None:
-            reasons = lease.trail.given_back(len(dropped), shipped, unfetched)
-        else:
-            reasons = [MissReason.SKIPPED] * len(unfetched)
-        for reason in dict.fromkeys(reasons):
-            missed = reasons.count(reason) * session.segment_tokens
-            count_missed(self._context.counters, session.tenant, reason, missed)
+        account = lease.account
+        if len(dropped) < stop - start or not account.settle_all(start, stop):
+            for index in range(start, stop):
+                here, node = lease.segments[index] is not None, lease.remotes[index]
+                if not account.settle(index, here=here, shipped=node is not None, reported=reported):
+                    skipped = MissReason.SKIPPED, ""
+                    unread = lease.trail.not_fetched(node) if lease.trail is not None and node is not None else skipped
+                    account.lose(index, *unread)
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
         # The segments could not be evicted while they were pinned, so for the eviction policy their age begins now.
+        # They count as used also where the engine had them itself: the prompt goes on.
         self._touches.read(dropped, lease.hints)
 
     # -- writes

@@ -38,6 +38,7 @@ were found, and such a match does not wait for a segment in flight.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,15 +52,9 @@ from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.report.account import Account
 from tokenlake.core.report.explain import Explain, Trail
-from tokenlake.core.report.misses import (
-    NO_NODES,
-    UnheardNodes,
-    count_beyond,
-    count_missed,
-    only_other_layouts,
-    unheard_nodes,
-)
+from tokenlake.core.report.misses import NO_NODES, Beyond, UnheardNodes, only_other_layouts, unheard_nodes
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
@@ -68,21 +63,12 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["ASKED", "LOCAL", "Matches"]
+__all__ = ["Matches"]
 
-ASKED = Metric(
-    "tokenlake_asked_tokens_total",
-    "Tokens that engines asked for: those of full segments and, where the engine gives the length of the prompt, those "
-    "behind the last full segment",
-    "tenant",
-)
-LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
-READ_BYTES = Metric(
-    "tokenlake_read_bytes_total", "Bytes of segments that engines of this node read from its arena", "tenant"
-)
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 MATCH_SECONDS = Metric(
     "tokenlake_match_seconds",
@@ -135,8 +121,12 @@ class MatchResult(NamedTuple):
         """Returns the codes of those of the match's `keys` that it does not lease, and these keys."""
         if self.places is None:
             return self.codes[self.hits :], keys[self.hits :]
-        missed = sorted(set(range(len(keys))).difference(self.places))
+        missed = self.places_missed(len(keys))
         return bytes(self.codes[index] for index in missed), [keys[index] for index in missed]
+
+    def places_missed(self, keys: int) -> Sequence[int]:
+        """Returns the index of each of the `keys` independent keys that the match does not lease, ascending."""
+        return array("H", sorted(set(range(keys)).difference(self.places or ())))
 
 
 class _Found:
@@ -687,20 +677,20 @@ class Matches:
         process, session, hits = match.process, match.process.session, result.hits
         if hits < len(match.keys):
             session.recent.add(match.request.keys, result.access, independent=match.request.independent)
+        account, unheard, missed = self._account(match, result)
         lease: Lease | None = None
-        if hits:
+        if hits or (match.keys and process.alive and self._grants.may_add_lease(session)):
             number, hints = LeaseId(self._context.next_id()), with_access(match.request.hints, result.access)
             keys = match.keys[:hits] if result.places is None else [match.keys[index] for index in result.places]
             places = result.segments, result.owners, result.leases
-            lease = Lease(number, keys, process.connection, hints, *places)
+            lease = Lease(number, keys, process.connection, hints, account, *places)
             lease.disk_s = match.found.disk_s
             self._grants.add_lease(session, lease)
+        else:
+            account.close(self._context.counters)
         (self._wait_seconds if match.waited else self._match_seconds).add(self._context.now - match.began)
-        local = hits - result.segments.count(None) if result.owners else hits
-        self._context.counters.add_for(READ_BYTES, local * session.slot_bytes, session.tenant)
-        if session.segment_tokens:
-            self._context.counters.add(LOCAL, local * session.segment_tokens)
-            self._count(match, result, lease)
+        if match.request.request or result.owners:
+            self._leave_trail(match, result, lease, account, unheard, missed)
         if process.alive:
             packed = pack(result.segments, session.shards, checksums=match.request.checksums)
             lease_id = lease.id if lease is not None else 0
@@ -792,41 +782,43 @@ class Matches:
             else:
                 self._peers.tell(directory_node, wire.Unfound(search.tenant, join_keys(keys), owner))
 
-    def _count(self, match: _Match, result: MatchResult, lease: Lease | None) -> None:
-        """Count the tokens that the engine asked for, and those that the match missed, and leave its trail. Tokens
-        leased at other nodes are counted later: when they are fetched, attended to in place, or released unread."""
+    def _account(self, match: _Match, result: MatchResult) -> tuple[Account, UnheardNodes, list[SegmentKey]]:
+        """Returns the account of the tokens that the engine asked for, the nodes because of which the match does not
+        know where segments are, and the keys of the segments that are no hits."""
         session, request, hits, keys = match.process.session, match.request, result.hits, len(match.keys)
-        counters, size, tenant = self._context.counters, session.segment_tokens, session.tenant
-        asked, beyond, missed, unheard = keys * size, b"", _NO_KEYS, NO_NODES
-        if 0 < request.tokens - asked < size and not request.independent:
-            count_missed(counters, tenant, MissReason.TOO_SHORT, request.tokens - asked)
-            asked = request.tokens
-        counters.add_for(ASKED, asked, tenant)
-        if hits < keys and not match.process.alive:
-            count_missed(counters, tenant, MissReason.SKIPPED, (keys - hits) * size)
-        elif hits < keys:
-            beyond, missed = result.missed(match.keys)
-            unheard = unheard_nodes(self._peers, result.silent, beyond)
+        size, tenant = session.segment_tokens, session.tenant
+        counted = min(keys, request.counted) if size else 0
+        tokens = request.tokens if request.counted < MAX_KEYS or not request.independent else 0
+        tail = tokens - counted * size if counted and tokens else 0
+        beyond, missed, unheard = Beyond(), _NO_KEYS, NO_NODES
+        places = range(hits) if result.places is None else result.places
+        if hits < keys:
+            codes, missed = result.missed(match.keys)
+            unheard = unheard_nodes(self._peers, result.silent, codes)
             known = result.access.known - hits
-            other_layout = known < len(beyond) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
-            count_beyond(counters, tenant, size, beyond, known, unheard.reason, other_layout)
+            other_layout = known < len(codes) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
+            at = range(hits, keys) if result.places is None else result.places_missed(keys)
+            beyond = Beyond(codes, at, known, unheard.reason, other_layout)
+            if not match.process.alive:
+                beyond = Beyond(bytes([_UNKNOWN]) * len(codes), at, 0, MissReason.UNREPORTED)
         elif result.silent:
-            unheard = unheard_nodes(self._peers, result.silent, beyond)
-        if request.request or result.owners:
-            self._leave_trail(match, result, lease, unheard, beyond, missed)
+            unheard = unheard_nodes(self._peers, result.silent, b"")
+        tail = tail if tail > -size else 0
+        account = Account(tenant, size, session.slot_bytes, counted, tail, places, beyond, request.independent)
+        return account, unheard, missed
 
     def _leave_trail(
         self,
         match: _Match,
         result: MatchResult,
         lease: Lease | None,
+        account: Account,
         unheard: UnheardNodes,
-        beyond: bytes,
         missed: list[SegmentKey],
     ) -> None:
         """Leave a record of the match for `explain`, and for the reasons of misses where hits are at other nodes."""
         session = match.process.session
-        trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
+        trail = Trail(self._context.now, match.request, account)
         trail.match_s = self._context.now - match.began
         trail.hits = result.hits
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
@@ -839,7 +831,7 @@ class Matches:
         if lease is not None:
             lease.trail = trail
         if match.request.request:
-            self._explain.begin(session.tenant, trail, beyond, missed)
+            self._explain.begin(session.tenant, trail, missed)
 
     @property
     def matching(self) -> int:

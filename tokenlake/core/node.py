@@ -31,8 +31,8 @@ from tokenlake.core.ownership.ring_change import RingChange
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
+from tokenlake.core.report import account, misses
 from tokenlake.core.report.explain import Explain, RecentRequest
-from tokenlake.core.report.misses import begin_tenant
 from tokenlake.core.report.refusals import Refusals
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
@@ -190,7 +190,6 @@ class NodeCore:
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
             engine.Locate: self._reads.where,
-            engine.AttendedInPlace: self._reads.shipped,
             engine.Hint: self._reads.hint,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
@@ -387,7 +386,8 @@ class NodeCore:
         if isinstance(joined, Session):
             if resumed is not None and not resumed.alive:
                 self._markers.move(resumed.connection, ConnectionId(event.connection))
-            begin_tenant(self._context.counters, joined.tenant)
+            for part in (account, misses):
+                part.begin_tenant(self._context.counters, joined.tenant)
             self._refusals.begin_tenant(joined.tenant)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
             self._regions.look()
@@ -521,7 +521,8 @@ class NodeCore:
         return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the slots, pins or counts of this node contradict each other. Slow; for tests.
+        """Raises AssertionError when the slots, pins, tokens or counts of this node contradict each other. Slow; for
+        tests.
 
         Pins are conserved: those of a segment are exactly the pins that leases, writes, matches, fetches, leases of
         peers, sends and checks hold.
@@ -537,6 +538,7 @@ class NodeCore:
         self._directory_node.check_integrity()
         self._ring_change.check_integrity()
         self._disk.check_integrity()
+        account.check_integrity(self.counters)
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"

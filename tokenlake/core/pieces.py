@@ -45,34 +45,38 @@ class Pieces:
             case engine.ReconcileGrants():
                 yield from self._reconcile(connection, message)
 
-    def _keys(self, connection: ConnectionId, lease: int) -> Sequence[SegmentKey]:
-        """The keys of a lease of the session of `connection`; none where there is no such lease."""
+    def _keys(self, connection: ConnectionId, lease: int) -> Sequence[SegmentKey] | None:
+        """The keys of a lease of the session of `connection`; None where there is no such lease."""
         process = self._sessions.process(connection)
         held = process.session.leases.get(LeaseId(lease)) if process is not None else None
-        return held.keys if held is not None else ()
+        return held.keys if held is not None else None
 
     def _release(self, connection: ConnectionId, message: engine.Release) -> Iterator[engine.EngineRequest]:
         if any(start > stop for _, start, stop in message.ranges):
             yield message
             return
         piece: list[tuple[int, int, int]] = []
-        room = PIECE
+        room, rest = PIECE, (message.took, message.uncounted)
         for lease, start, stop in message.ranges:
-            stop = min(stop, len(self._keys(connection, lease)))
-            # The deepest items first: the eviction policy then keeps the beginning of the prompt longest.
-            while start < stop:
+            keys = self._keys(connection, lease)
+            if keys is None:
+                continue
+            stop = min(stop, len(keys))
+            # The deepest items first: the eviction policy then keeps the beginning of the prompt longest. A lease
+            # without items has one range, with which it ends.
+            while start < stop or not (keys or start):
                 first = max(start, stop - room)
                 piece.append((lease, first, stop))
                 room -= stop - first
-                stop = first
+                stop, start = first, start if keys else 1
                 if not room or len(piece) == RANGES:
-                    yield engine.Release(tuple(piece))
-                    piece, room = [], PIECE
+                    yield engine.Release(tuple(piece), message.read, *rest)
+                    piece, room, rest = [], PIECE, ((), ())
         if piece:
-            yield engine.Release(tuple(piece))
+            yield engine.Release(tuple(piece), message.read, *rest)
 
     def _hint(self, connection: ConnectionId, message: engine.Hint) -> Iterator[engine.EngineRequest]:
-        leased = self._keys(connection, message.lease)
+        leased = self._keys(connection, message.lease) or ()
         if len(message.keys) % KEY_BYTES or len(message.keys) // KEY_BYTES + len(leased) <= PIECE:
             yield message
             return

@@ -148,7 +148,7 @@ class Sessions:
                 if not start:
                     leases.pop()
                     stop = None
-            self._grants.release(session, connection, released)
+            self._grants.release(session, connection, released, None)
             while writes and room > 0:
                 write = writes.pop()
                 room -= len(write.open)
@@ -168,7 +168,7 @@ class Sessions:
         session, connection = process.session, process.connection
         known = {*leases, *writes}
         unknown = [lease for lease in session.leases.values() if lease.id not in known]
-        self._grants.release(session, connection, [(lease, 0, len(lease.keys)) for lease in unknown])
+        self._grants.release(session, connection, [(lease, 0, len(lease.keys)) for lease in unknown], False)
         for write in [write for write in session.writes.values() if write.id not in known]:
             self._grants.give_back(session, write, connection)
 

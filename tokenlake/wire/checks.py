@@ -112,6 +112,9 @@ def _release(message: engine.Release) -> None:
     for lease, start, stop in message.ranges:
         if start > stop:
             raise ValueError(f"a Release of lease {lease} begins at {start} and ends at {stop}")
+    for lease, start, stop, _ in message.took:
+        if start > stop:
+            raise ValueError(f"a Release says that of lease {lease} tokens from {start} to {stop} were taken")
 
 
 _REQUESTS: dict[type, Callable[[Any], None]] = {
@@ -120,7 +123,6 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Fetch: _nothing,
     engine.Release: _release,
     engine.Locate: _nothing,
-    engine.AttendedInPlace: _nothing,
     engine.Hint: _keys,
     engine.Corrupt: _nothing,
     engine.Prepare: _prepare,

@@ -55,7 +55,6 @@ __all__ = [
     "Region",
     "RegionClosed",
     "Release",
-    "AttendedInPlace",
     "Welcome",
     "Locate",
     "reply_decoder",
@@ -149,7 +148,7 @@ class Match(_Message, frozen=True, tag=4):
     hints: Hints | None = None
     """Hints about the request; they apply to every read of the lease."""
     tokens: Index = 0
-    """Number of tokens of the prompt, for `Explain`; 0: as many as the segments of `keys` have."""
+    """Number of tokens of the prompt; 0: as many as the segments of `keys` have."""
     in_flight_wait_s: Seconds = 0.0
     """Maximum time to wait while another engine computes the first missing segment. If no engine does, the in-flight
     marker of that segment is set for this caller and for this time, and matches of other engines wait for the
@@ -161,10 +160,14 @@ class Match(_Message, frozen=True, tag=4):
     in_flight_expected_s: Seconds = 0.0
     """For this part of `in_flight_wait_s`, from its beginning on, a missing segment counts as in flight also without an
     in-flight marker, because another engine has said that it stores it: the marker may arrive after the match."""
+    counted: Index = MAX_KEYS
+    """Number of keys, from the first on, whose segments stand for the tokens of the prompt, in order. The others are of
+    further cache groups of an opaque layout, whose segments stand for the same tokens."""
 
 
 class Matched(_Message, frozen=True, tag=5):
-    """Answers `Match` and `Attach`. `lease` is 0 when nothing was found."""
+    """Answers `Match` and `Attach`. A lease also stands for the account of the match, so that one without segments is
+    to be released too. `lease` is 0 where there were no keys, or a limit of the session is reached."""
 
     id: int
     lease: int
@@ -221,6 +224,14 @@ class Release(_Message, frozen=True, tag=9):
     """This process no longer reads these segments: (lease, start, stop) each. Not answered."""
 
     ranges: Annotated[tuple[tuple[int, Index, Index], ...], Meta(max_length=MAX_RANGES)]
+    read: bool = False
+    """Has it read them, here or by queries to the nodes where they are?"""
+    took: Annotated[tuple[tuple[int, Index, Index, Seconds], ...], Meta(max_length=MAX_RANGES)] = ()
+    """What the engine took of a match: (lease, start, stop, seconds). Its own cache had the prompt's tokens before
+    `start`, and it computes those from `stop` on. `seconds`: the time in which it would have computed those between;
+    0: it is not known. Without an entry it took all that it has read."""
+    uncounted: Annotated[tuple[int, ...], Meta(max_length=MAX_RANGES)] = ()
+    """Leases of matches that the engine has given up before their answer, or asks again: their tokens do not count."""
 
 
 class Prepare(_Message, frozen=True, tag=10):
@@ -328,14 +339,6 @@ class Locate(_Message, frozen=True, tag=20):
     lease: int
 
 
-class AttendedInPlace(_Message, frozen=True, tag=25):
-    """The engine computed attention over the first `stop` segments of a lease on the nodes where they are, without
-    fetching them. Not answered."""
-
-    lease: int
-    stop: Index
-
-
 class Located(_Message, frozen=True, tag=21):
     """Answers `Locate`, one byte per segment: an index into `nodes`, or `HERE` for this node's arena. It ends before
     the first lost segment, and is empty for a lease that has ended."""
@@ -428,7 +431,6 @@ EngineRequest = (
     | Heartbeat
     | OpenRegion
     | Locate
-    | AttendedInPlace
     | OpenQuery
     | ReconcileGrants
     | Hint

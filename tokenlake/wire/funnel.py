@@ -3,9 +3,10 @@
 ::
 
     ideal             all tokens of the prompt
+      engine had        tokens that the engine's own cache had
       here, elsewhere   tokens that the match found, on this node and on others
         fetched           tokens that came here from other nodes
-        useful            tokens that the engine read here, or computed attention over in place
+        supplied          tokens that the engine read here, or computed attention over in place
     missed            all others, with the reason
 """
 
@@ -51,7 +52,9 @@ class MissReason(StrEnum):
     """The segments were found by the match, but gone or damaged when they were fetched."""
     SKIPPED = "skipped"
     """The segments were found by the match, but the engine released them unread: computing was cheaper, or the request
-    ended."""
+    ended. Or the engine did not ask for them."""
+    UNREPORTED = "unreported"
+    """The segments were found by the match, but the engine ended before it said whether it had read them."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -67,7 +70,8 @@ class Missed(_Struct, frozen=True):
 
 
 class Funnel(_Struct, frozen=True):
-    """How one request used the pool, in tokens. `ideal` = `useful` + `held` + the sum of `missed`."""
+    """How one request used the pool, in tokens. `ideal` = `engine_had` + `supplied` + `held` + the sum of
+    `missed`."""
 
     request: str
     node: str
@@ -80,7 +84,8 @@ class Funnel(_Struct, frozen=True):
     """Tokens that the match found at other nodes, or on the disk of this one: (place, number of tokens) each. A place
     names the disk where segments are read from one."""
     fetched: Index
-    useful: Index
+    engine_had: Index
+    supplied: Index
     held: Index
     """Tokens of segments that are leased and neither read nor released yet."""
     missed: tuple[Missed, ...]

@@ -29,6 +29,7 @@ LONGEST_RETRY_S = 0.05
 """Seconds between two attempts of a store that the daemon refuses because too many segments are being written:
 `RETRY_S`, doubled after each refusal up to `LONGEST_RETRY_S`, as in the client."""
 TENANT = "default"
+MOST_TOKENS = (1 << 32) - 1
 _Step = engine.EngineRequest | float
 """One action of a simulated request: a request to the daemon, or seconds to wait."""
 Steps = Generator[_Step, engine.EngineReply | None, None]
@@ -134,8 +135,9 @@ class SimulatedEngine:
             served.cut_by = Code(matched.codes[matched.hits])
         served.found = matched.hits
         served.hits = min(served.engine, matched.hits)
-        if served.hits:
-            self._send(engine.Release(((matched.lease, 0, served.hits),)))
+        if served.hits or not matched.hits:
+            took = (matched.lease, served.engine * self._options.segment_tokens, MOST_TOKENS, 0.0)
+            self._send(engine.Release(((matched.lease, 0, served.hits),), took=(took,)))
         while served.hits < matched.hits:
             start, stop = served.hits, min(served.hits + self._window, matched.hits)
             codes = matched_codes = matched.codes[start:stop]
@@ -148,11 +150,11 @@ class SimulatedEngine:
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
             if load_s := self._load_s(arrived):
                 yield load_s
-            self._send(engine.Release(((matched.lease, start, stop),)))
+            if arrived:
+                self._send(engine.Release(((matched.lease, start, served.hits),), read=True))
             if served.hits < stop:
                 served.cut_by = Code.LOST
-                if stop < matched.hits:
-                    self._send(engine.Release(((matched.lease, stop, matched.hits),)))
+                self._send(engine.Release(((matched.lease, served.hits, matched.hits),)))
                 break
         served.hits = max(served.hits, served.engine)
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from tokenlake.core.fetch import FROM_DISK
+from tokenlake.core.report.account import SUPPLIED, Source
 from tokenlake.identity import SegmentKey
+from tokenlake.metrics import Counters
 from tokenlake.store import State
 from tokenlake.store.store import EVICTED as MEMORY_EVICTED
 from tokenlake.wire import Code
@@ -102,7 +103,7 @@ class Simulation:
     def remote_share(self) -> float:
         """Share of the hits that came from other nodes. A segment that lies on disk is fetched like one of another
         node, from the node itself."""
-        own = sum(node.core.counters[FROM_DISK] for node in self.cluster.nodes) / self.options.segment_tokens
+        own = sum(_from_disk(node.core.counters) for node in self.cluster.nodes) / self.options.segment_tokens
         return max(0.0, self._remote - own) / max(1, self._hits)
 
     def read_s(self, quantile: float) -> float:
@@ -120,7 +121,7 @@ class Simulation:
         evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.segment_layout.segment_bytes
         per_day = written * 86_400 / max(seconds, 1e-9)
         return DiskUse(
-            tokens=sum(each[FROM_DISK] for each in counters),
+            tokens=sum(map(_from_disk, counters)),
             written_bytes=written,
             written_bytes_per_day=per_day,
             writes_per_day=per_day / sum(disk.capacity for disk in disks),
@@ -176,3 +177,8 @@ def _copies_per_segment(cluster: SimulatedCluster) -> float:
     for node in cluster.nodes:
         copies.update(segment.key for segment in node.store.segments() if segment.state is State.READY)
     return copies.total() / len(copies) if copies else 0.0
+
+
+def _from_disk(counters: Counters) -> int:
+    """The tokens that a node's engines read from its disk."""
+    return sum(tokens for (_, source), tokens in counters.by_labels(SUPPLIED).items() if source == Source.DISK)

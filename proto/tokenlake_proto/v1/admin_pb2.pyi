@@ -746,9 +746,10 @@ class Funnel(_message.Message):
     HERE_FIELD_NUMBER: _builtins.int
     ELSEWHERE_FIELD_NUMBER: _builtins.int
     FETCHED_FIELD_NUMBER: _builtins.int
-    USEFUL_FIELD_NUMBER: _builtins.int
+    SUPPLIED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
+    ENGINE_HAD_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     node: _builtins.str
     age_s: _builtins.float
@@ -756,8 +757,9 @@ class Funnel(_message.Message):
     ideal: _builtins.int
     here: _builtins.int
     fetched: _builtins.int
-    useful: _builtins.int
+    supplied: _builtins.int
     held: _builtins.int
+    engine_had: _builtins.int
     @_builtins.property
     def elsewhere(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -773,13 +775,14 @@ class Funnel(_message.Message):
         here: _builtins.int = ...,
         elsewhere: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         fetched: _builtins.int = ...,
-        useful: _builtins.int = ...,
+        supplied: _builtins.int = ...,
         held: _builtins.int = ...,
         missed: _abc.Iterable[Global___Missed] | None = ...,
+        engine_had: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "elsewhere", b"elsewhere", "fetched", b"fetched", "held", b"held", "here", b"here", "ideal", b"ideal", "missed", b"missed", "node", b"node", "request", b"request", "segment_tokens", b"segment_tokens", "useful", b"useful"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "elsewhere", b"elsewhere", "engine_had", b"engine_had", "fetched", b"fetched", "held", b"held", "here", b"here", "ideal", b"ideal", "missed", b"missed", "node", b"node", "request", b"request", "segment_tokens", b"segment_tokens", "supplied", b"supplied"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -909,15 +912,17 @@ class HotPrefix(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     ASKED_TOKENS_FIELD_NUMBER: _builtins.int
-    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    SUPPLIED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_HAD_TOKENS_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     key: _builtins.bytes
     """Key of that segment."""
     requests: _builtins.int
     asked_tokens: _builtins.int
-    """Tokens of these requests in full segments, and those of them that the pool had."""
-    hit_tokens: _builtins.int
+    """Tokens of these requests, those of them that the engines read from the pool, and those that they had themselves."""
+    supplied_tokens: _builtins.int
+    engine_had_tokens: _builtins.int
     newest: _builtins.str
     """Name of the newest of the requests."""
     def __init__(
@@ -927,12 +932,13 @@ class HotPrefix(_message.Message):
         key: _builtins.bytes = ...,
         requests: _builtins.int = ...,
         asked_tokens: _builtins.int = ...,
-        hit_tokens: _builtins.int = ...,
+        supplied_tokens: _builtins.int = ...,
+        engine_had_tokens: _builtins.int = ...,
         newest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_tokens", b"asked_tokens", "hit_tokens", b"hit_tokens", "key", b"key", "newest", b"newest", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_tokens", b"asked_tokens", "engine_had_tokens", b"engine_had_tokens", "key", b"key", "newest", b"newest", "requests", b"requests", "supplied_tokens", b"supplied_tokens", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,10 +82,11 @@ def activity_message(recent: Sequence[RecentRequest], count: int) -> admin_pb2.G
             prefix = prefixes.setdefault((each.tenant, each.first), made)
             prefix.requests += 1
             prefix.asked_tokens += each.asked
-            prefix.hit_tokens += each.hits
+            prefix.supplied_tokens += each.supplied
+            prefix.engine_had_tokens += each.engine_had
             prefix.newest = each.name
         calls += [(each.match_s, "match", each), (each.fetch_s, "fetch", each)]
-    hot = sorted(prefixes.values(), key=lambda prefix: (-prefix.requests, -prefix.hit_tokens, prefix.key))
+    hot = sorted(prefixes.values(), key=lambda prefix: (-prefix.requests, -prefix.supplied_tokens, prefix.key))
     calls.sort(key=lambda call: -call[0])
     slow = [
         admin_pb2.SlowCall(tenant=each.tenant, request=each.name, call=call, seconds=seconds, age_s=each.age_s)

@@ -225,7 +225,8 @@ class Admin:
                 here=funnel.here,
                 elsewhere=dict(funnel.elsewhere),
                 fetched=funnel.fetched,
-                useful=funnel.useful,
+                engine_had=funnel.engine_had,
+                supplied=funnel.supplied,
                 held=funnel.held,
                 missed=[
                     pb.Missed(reason=each.reason, tokens=each.tokens, detail=each.detail) for each in funnel.missed

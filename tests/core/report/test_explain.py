@@ -6,12 +6,26 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, match_independent, placed, prepare, store, tell
+from tests.core.scenes import (
+    answer,
+    calm,
+    copies,
+    fetch,
+    kinds,
+    match_independent,
+    missed,
+    placed,
+    prepare,
+    store,
+    supplied,
+    tell,
+)
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tests.sim.prompts import prompt
 from tokenlake.core.report import explain
+from tokenlake.core.report.account import ENGINE_HAD
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.removals import MAX_REMOVALS, Removal, RemovalLog
@@ -35,7 +49,7 @@ def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str
     reply = ask(cluster, reader, keys, name, tokens)
     if reply.hits:
         fetch(cluster, reader, reply.lease, reply.hits)
-        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),), True))
     return reply
 
 
@@ -43,22 +57,24 @@ def explained(cluster: Cluster, asker: Engine, name: str) -> Funnel:
     """The funnel of a known request, whose tokens add up."""
     funnel = answer(cluster, asker.processes[0], engine.Explain, name).funnel
     assert isinstance(funnel, Funnel)
-    assert funnel.ideal == funnel.useful + funnel.held + sum(missed.tokens for missed in funnel.missed)
+    assert funnel.ideal == funnel.engine_had + funnel.supplied + funnel.held + sum(
+        missed.tokens for missed in funnel.missed
+    )
     cluster.check()
     return funnel
 
 
 def why(funnel: Funnel) -> dict[str, int]:
     """Tokens by reason."""
-    assert len({missed.reason for missed in funnel.missed}) == len(funnel.missed)
-    return {missed.reason: missed.tokens for missed in funnel.missed}
+    assert len({each.reason for each in funnel.missed}) == len(funnel.missed)
+    return {each.reason: each.tokens for each in funnel.missed}
 
 
 def detail(funnel: Funnel, reason: MissReason) -> str:
-    return next(missed.detail for missed in funnel.missed if missed.reason == reason)
+    return next(each.detail for each in funnel.missed if each.reason == reason)
 
 
-def test_local_and_fetched_segments_are_useful() -> None:
+def test_local_and_fetched_segments_are_supplied() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -69,10 +85,10 @@ def test_local_and_fetched_segments_are_useful() -> None:
     assert (held.here, sum(dict(held.elsewhere).values()), held.held) == (SIZE, 2 * SIZE, 3 * SIZE)
     assert set(dict(held.elsewhere)) <= {"n0", "n1"}
     fetch(cluster, reader, reply.lease, 3)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),), True))
     funnel = explained(cluster, reader, "r")
     assert (funnel.request, funnel.node, funnel.segment_tokens) == ("r", "n2", SIZE)
-    assert (funnel.ideal, funnel.here, funnel.fetched, funnel.useful) == (3 * SIZE + 5, SIZE, 2 * SIZE, 3 * SIZE)
+    assert (funnel.ideal, funnel.here, funnel.fetched, funnel.supplied) == (3 * SIZE + 5, SIZE, 2 * SIZE, 3 * SIZE)
     assert why(funnel) == {MissReason.TOO_SHORT: 5}
 
 
@@ -96,10 +112,10 @@ def test_shipped_segments_are_useful_and_released_ones_skipped() -> None:
     keys = placed(cluster, 0, 1, 3)
     store(cluster, writer, keys)
     reply = ask(cluster, reader, keys, "r")
-    tell(cluster, reader.processes[0], engine.AttendedInPlace(reply.lease, 2))
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),), True))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 2, 3),)))
     funnel = explained(cluster, reader, "r")
-    assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {MissReason.SKIPPED: SIZE})
+    assert (funnel.supplied, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {MissReason.SKIPPED: SIZE})
 
 
 def test_never_stored_names_the_directory_node() -> None:
@@ -123,6 +139,31 @@ def test_segments_behind_a_gap_have_their_own_reason() -> None:
     assert why(explained(cluster, reader, "r")) == {MissReason.BEHIND_A_GAP: SIZE, MissReason.NEVER_STORED: SIZE}
 
 
+@pytest.mark.parametrize("had", [0, 5, SIZE, 2 * SIZE, 2 * SIZE + 3, 3 * SIZE + 1, 4 * SIZE, 4 * SIZE + 2, 1000])
+def test_tokens_that_the_engine_had(had: int) -> None:
+    """They count neither as supplied nor as missed, whether the pool has them or not."""
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    keys = prompt("p", 4)
+    store(cluster, reader, keys[:2])
+    reply = ask(cluster, reader, keys, "r", 4 * SIZE + 5)
+    # The engine read both segments although it needed none of the tokens that it had.
+    tell(
+        cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),), True, ((reply.lease, had, 1 << 20, 0.0),))
+    )
+    funnel = explained(cluster, reader, "r")
+    expected = {
+        MissReason.NEVER_STORED: 4 * SIZE - max(had, 2 * SIZE),
+        MissReason.TOO_SHORT: 5 - max(0, had - 4 * SIZE),
+    }
+    assert (funnel.ideal, funnel.held, funnel.engine_had) == (4 * SIZE + 5, 0, min(had, 4 * SIZE + 5))
+    assert funnel.supplied == max(0, 2 * SIZE - had)
+    assert why(funnel) == {reason: tokens for reason, tokens in expected.items() if tokens > 0}
+    counters = cluster.core(0).counters
+    assert missed(counters) == why(funnel)
+    assert (counters[ENGINE_HAD], supplied(counters)) == (funnel.engine_had, funnel.supplied)
+
+
 def test_independent_segments_behind_gaps_are_hits() -> None:
     """The tokens of the prompt are not compared with those of the segments."""
     cluster = calm()
@@ -132,9 +173,9 @@ def test_independent_segments_behind_gaps_are_hits() -> None:
     prepare(cluster, writer, keys[5:6])
     cluster.run_for(0.01)
     reply = match_independent(cluster, writer, keys, "independent", tokens=10_000)
-    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 1),)))
+    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 1),), True))
     funnel = explained(cluster, writer, "independent")
-    assert (funnel.ideal, funnel.here, funnel.useful, funnel.held) == (96, 32, 16, 16)
+    assert (funnel.ideal, funnel.here, funnel.supplied, funnel.held) == (96, 32, 16, 16)
     assert why(funnel) == {MissReason.NEVER_STORED: 48, MissReason.PENDING: 16}
 
 
@@ -292,7 +333,7 @@ def test_the_newest_request_of_a_name_is_explained() -> None:
     store(cluster, reader, prompt("p", 2))
     read(cluster, reader, prompt("p", 2), "r")
     funnel = explained(cluster, reader, "r")
-    assert (funnel.useful, funnel.missed) == (2 * SIZE, ())
+    assert (funnel.supplied, funnel.missed) == (2 * SIZE, ())
 
 
 def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,6 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine, Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import events
-from tokenlake.core.fetch import FETCHED
-from tokenlake.core.grants import SHIPPED
-from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.report.misses import GAPS, MISSED
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import engine
@@ -48,7 +45,7 @@ def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], tokens: i
     reply = answer(cluster, reader.processes[0], engine.Match, *fields)
     if reply.hits:
         fetch(cluster, reader, reply.lease, reply.hits)
-        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),), True))
 
 
 def stored_elsewhere() -> tuple[Cluster, Engine, list[SegmentKey]]:
@@ -163,12 +160,13 @@ def released_unread() -> tuple[Cluster, int]:
     return cluster, 2
 
 
-def add_up(cluster: Cluster) -> None:
-    """Each token that was asked for was found or missed, at each node."""
-    for node in cluster.nodes.values():
-        if node.core is not None:
-            counters = node.core.counters
-            assert counters[ASKED] == sum(counters[metric] for metric in (LOCAL, FETCHED, SHIPPED, MISSED))
+@provokes(MissReason.UNREPORTED)
+def dead_engine() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored_elsewhere()
+    match(cluster, reader, keys)
+    reader.die()
+    cluster.run_for(0.1)
+    return cluster, 2
 
 
 @pytest.mark.parametrize("reason", SCENES)
@@ -177,7 +175,7 @@ def test_a_cause_has_its_reason(reason: MissReason) -> None:
     found = missed(cluster.core(node).counters)
     assert found.pop(reason, 0) > 0, found
     assert found.keys() <= ({MissReason.EVICTED} if reason is MissReason.BEHIND_A_GAP else set())
-    add_up(cluster)
+    cluster.check()
 
 
 def test_every_reason_is_provoked() -> None:
@@ -192,6 +190,7 @@ def test_engines_of_another_layout() -> None:
     keys = join_keys(prompt("turn 0 of other weights", KEYS))
     for connection in (1, 2, 3):
         core.handle(events.Requested(connection, engine.Match(1, keys, 0.0, False)), 10.0)
+        core.handle(events.ProcessGone(connection), 10.0)
     assert missed(core.counters) == {"never_stored": KEYS * 256, "other_layout": KEYS * 256}
     assert missed(core.counters, "blue") == {"never_stored": KEYS * 256}
 
@@ -241,8 +240,16 @@ def test_hits_and_misses_are_what_was_asked_for(seed: int) -> None:
         if random.random() < 0.5:
             actor.store(keys, 0, Storing())
         else:
-            independent = random.random() < 0.25
-            actor.read(keys, Reading(fetch=random.random() < 0.7, hold_s=0.01, independent=independent))
+            took = random.randrange(100), random.randrange(100), 0.01
+            how = Reading(
+                fetch=random.random() < 0.7,
+                hold_s=0.01,
+                independent=random.random() < 0.25,
+                split=random.randrange(3),
+                took=(min(took[:2]), max(took[:2]), 0.01) if random.random() < 0.5 else None,
+            )
+            actor.read(keys, how)
+        cluster.check()
         if random.random() < 0.05:
             cluster.node(random.randrange(3)).freeze()
         cluster.run_for(random.choice((0.001, 0.02, 0.1)))
@@ -252,4 +259,4 @@ def test_hits_and_misses_are_what_was_asked_for(seed: int) -> None:
     for node in cluster.nodes.values():
         node.thaw()
     cluster.settle()
-    add_up(cluster)
+    cluster.check()

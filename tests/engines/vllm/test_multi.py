@@ -132,13 +132,13 @@ def test_segments_of_a_killed_owner_are_recomputed(
     assert alone.call("flush")
     multi.call("slow_loads", seconds=0.05)
     before = multi.call("counts")["loads_failed"]
-    fetched = cluster.totals()["tokenlake_fetched_tokens_total"]
+    received = cluster.totals()["tokenlake_received_segments_total"]
     answers: list[list[list[int]]] = []
     thread = threading.Thread(target=lambda: answers.append(multi.generate(many)))
     thread.start()
     # The requests are loaded one after the other, three segments each.
     until = time.monotonic() + TIMEOUT_S
-    while cluster.totals()["tokenlake_fetched_tokens_total"] == fetched:
+    while cluster.totals()["tokenlake_received_segments_total"] == received:
         assert time.monotonic() < until, multi.log.read_text()[-2000:]
         time.sleep(0.01)
     cluster.nodes[1].kill()

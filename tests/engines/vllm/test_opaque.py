@@ -200,10 +200,10 @@ def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     run.first.call("slow_loads", seconds=0.2)
     answers: list[int] = []
     thread = threading.Thread(target=lambda: answers.append(run.tokens(run.first, 4)))
-    loaded = run.cluster.totals()["tokenlake_local_tokens_total"]
+    asked = run.cluster.totals()["tokenlake_match_requests_total"]
     thread.start()
     until = time.monotonic() + TIMEOUT_S
-    while run.cluster.totals()["tokenlake_local_tokens_total"] == loaded and time.monotonic() < until:
+    while run.cluster.totals()["tokenlake_match_requests_total"] == asked and time.monotonic() < until:
         time.sleep(0.01)
     run.cluster.nodes[0].kill()
     thread.join(TIMEOUT_S)

@@ -161,14 +161,18 @@ def test_hot_prefixes_and_slow_calls(two: Cluster) -> None:
         store(pool, hot)
         for number in range(7):
             prompt = hot if number else cold
-            pool.match(pool.prefix(prompt.tokens).keys, MatchOptions(request=f"top-{number}")).release()
+            with pool.match(pool.prefix(prompt.tokens).keys, MatchOptions(request=f"top-{number}")) as lease:
+                lease.fetch()
+                lease.takes(0 if number else 3, 1 << 20)
+        pool.match([]).release()
         activity = control.activity(1000)
         prefixes = {bytes(each.key): each for each in activity.prefixes}
         first = prefixes[bytes(pool.prefix(hot.tokens).keys[0])]
         assert (first.tenant, first.requests, first.newest) == ("default", 6, "top-6")
-        assert first.asked_tokens == first.hit_tokens == 6 * 3 * SEGMENT_TOKENS
+        assert first.asked_tokens == first.supplied_tokens == 6 * 3 * SEGMENT_TOKENS
         other = prefixes[bytes(pool.prefix(cold.tokens).keys[0])]
-        assert (other.requests, other.asked_tokens, other.hit_tokens) == (1, 2 * SEGMENT_TOKENS, 0)
+        assert (other.requests, other.asked_tokens, other.supplied_tokens) == (1, 2 * SEGMENT_TOKENS, 0)
+        assert other.engine_had_tokens == 3
         assert [each.requests for each in activity.prefixes] == sorted(
             (each.requests for each in activity.prefixes), reverse=True
         )

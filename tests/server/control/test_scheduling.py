@@ -229,7 +229,7 @@ def test_a_scheduler_s_lookups_count_as_no_reads(two: Cluster, control: Control)
     prompt = Prompt(61, 3)
     with two.connect(0, LAYOUT) as pool:
         store(pool, prompt)
-        names = ("tokenlake_match_requests_total", "tokenlake_asked_tokens_total", "tokenlake_local_tokens_total")
+        names = ("tokenlake_match_requests_total", "tokenlake_asked_tokens_total", "tokenlake_supplied_tokens_total")
         before = {name: count for name, count in two.nodes[0].metrics().items() if name.startswith(names)}
         assert before
         ControlPlane(control, LAYOUT, INSTANCES, SHAPE).get_prefix_tree([ask(pool, prompt, "r")])

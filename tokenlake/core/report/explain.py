@@ -23,7 +23,8 @@ from typing import NamedTuple
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.report.misses import UnheardNodes, only_other_layouts, reason_of
+from tokenlake.core.report.account import Account, Lost
+from tokenlake.core.report.misses import only_other_layouts, reason_of
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.removals import CACHED_RULE, Removal
@@ -48,22 +49,19 @@ MAX_NAMES = 3
 RemovalReport = tuple[str, str, float, float]
 """How a segment left a node: (rule of eviction, node, seconds since then, seconds that the segment had been unused)."""
 Count = tuple[MissReason, str, int]
-"""How many segments were missed for one reason: (reason, detail for the user, number of segments)."""
+"""How many tokens were missed for one reason: (reason, detail for the user, number of tokens)."""
 
 
 @dataclass(eq=False, slots=True)
 class Trail:
-    """The record of one named request, from its newest match on. Counts are in segments, except `tokens`. Every match
-    of a named request makes a trail, so a new one takes little memory."""
+    """The record of one named request, from its newest match on. Counts are in segments. Every match of a named request
+    makes a trail, so a new one takes little memory."""
 
     at: float
     request: InitVar[engine.Match]
-    segment_tokens: int
-    slot_bytes: int
+    account: Account
+    """The tokens of the match."""
     name: str = field(init=False)
-    tokens: int = field(init=False)
-    """Number of tokens of the prompt; 0 if the engine did not give it, and for independent keys, several of which may
-    stand for the same tokens."""
     first: bytes = field(init=False)
     """Key of the first segment of the prompt."""
     match_s: float = 0.0
@@ -71,8 +69,6 @@ class Trail:
     """`match_s`: seconds from the request to the answer of the match. `fetch_s`: seconds of the slowest fetch of its
     hits; 0 without one."""
     hits: int = 0
-    beyond: bytes = b""
-    """One `Code` for each segment of the prompt that is no hit, as the match returned it."""
     missing: list[SegmentKey] = field(default_factory=list)
     """Keys of the prompt's segments that no node had (code MISSING), at most the first `MAX_MISSING`. `Explain` asks
     directory nodes how these segments left the pool."""
@@ -85,58 +81,45 @@ class Trail:
     unconnected: frozenset[NodeId] = frozenset()
     """Those of the `silent` nodes that had no connection to this node at that time."""
     fetched: int = 0
-    useful: int = 0
-    lost: dict[tuple[MissReason, str], int] = field(default_factory=dict)
-    """Number of hits that were not used, by (reason, detail)."""
     refused: Code | None = None
     """Code of the latest refusal to give a hit a slot for its fetch, or PENDING where an engine of this node was
     writing the segment; None without one."""
 
     def __post_init__(self, request: engine.Match) -> None:
         self.name = request.request
-        self.tokens = 0 if request.independent else request.tokens
         self.first = request.keys[:KEY_BYTES]
 
     @property
     def charged_keys(self) -> int:
-        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its codes at one key per 32."""
-        return len(self.missing) + len(self.beyond) // KEY_BYTES
+        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its other codes at one key per
+        32, those of hits three times."""
+        return len(self.missing) + (len(self.account.beyond.codes) + 3 * self.hits) // KEY_BYTES
 
-    def given_back(self, read: int, shipped: int, unfetched: Sequence[NodeId]) -> list[MissReason]:
-        """Count hits that no process holds any more: `read` were on this node, `shipped` were attended to at their
-        owners. `unfetched`: the owners of the other hits, which were given back without being fetched. Returns the
-        reason of each of these."""
-        self.useful += read + shipped
-        return [self._not_fetched(node) for node in unfetched]
-
-    def _not_fetched(self, node: NodeId) -> MissReason:
+    def not_fetched(self, node: NodeId) -> Lost:
+        """Why a hit at `node` was given back without being fetched."""
         if node in self.unconnected:
-            return self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
+            return MissReason.UNREACHABLE, f"{node} is not connected"
         if node in self.silent:
-            return self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
+            return MissReason.TOO_SLOW, f"{node} did not answer"
+        if self.refused is Code.PENDING:
+            return MissReason.PENDING, "an engine of the reader's node was writing it"
         if self.refused is not None:
-            if self.refused is Code.PENDING:
-                return self._lose(MissReason.PENDING, "an engine of the reader's node was writing it")
-            return self._lose(MissReason.LIMIT, self.refused.name)
-        return self._lose(MissReason.SKIPPED, "")
+            return MissReason.LIMIT, self.refused.name
+        return MissReason.SKIPPED, ""
 
     def place(self, node: NodeId) -> str:
         """How the explanation names the place of hits that were not in memory here."""
         return self.disks.get(node, str(node))
 
-    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False, rule: str = "") -> MissReason:
-        """Count a hit whose fetch from `node`, or from its disk, failed. `late`: it missed the deadline. `wrong`: its
-        bytes had a wrong checksum. `rule`: how it left this node, if that is known. Returns the reason."""
+    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False, rule: str = "") -> Lost:
+        """Why the fetch of a hit from `node`, or from its disk, failed. `late`: it missed the deadline. `wrong`: its
+        bytes had a wrong checksum. `rule`: how it left this node, if that is known."""
         place = self.place(node)
         if wrong:
-            return self._lose(MissReason.LOST, f"{place} sent wrong bytes")
+            return MissReason.LOST, f"{place} sent wrong bytes"
         if late:
-            return self._lose(MissReason.TOO_SLOW, f"{place} did not send it in time")
-        return self._lose(MissReason.LOST, f"{place} did not have it any more" + (f": {rule}" if rule else ""))
-
-    def _lose(self, reason: MissReason, detail: str) -> MissReason:
-        self.lost[reason, detail] = self.lost.get((reason, detail), 0) + 1
-        return reason
+            return MissReason.TOO_SLOW, f"{place} did not send it in time"
+        return MissReason.LOST, f"{place} did not have it any more" + (f": {rule}" if rule else "")
 
 
 class RecentRequest(NamedTuple):
@@ -148,8 +131,10 @@ class RecentRequest(NamedTuple):
     first: bytes
     """Key of the first segment of the prompt; empty where it has none."""
     asked: int
-    hits: int
-    """`asked`: tokens in full segments of the prompt. `hits`: those of them that the match found."""
+    supplied: int
+    engine_had: int
+    """`asked`: tokens of the prompt. `supplied`: those of them that the engine read from the pool. `engine_had`: those
+    that its own cache had."""
     match_s: float
     fetch_s: float
     """`match_s`, `fetch_s`: as in `Trail`."""
@@ -168,6 +153,38 @@ class _Question(NamedTuple):
     """Directory nodes that did not answer in time."""
 
 
+class _Weights:
+    """The tokens of the segments of a request that are no hits, without those that the engine had."""
+
+    def __init__(self, trail: Trail) -> None:
+        account = trail.account
+        first, end, self._had = account.missed_part()
+        self._short = account.short(account.beyond.places) if first < end else 0
+        codes = account.beyond.codes
+        self.codes = codes[first:end]
+        """The `Code` of each segment with tokens that count."""
+        self.missing = trail.missing[codes.count(Code.MISSING, 0, first) : codes.count(Code.MISSING, 0, end)]
+        """The keys of those with the code MISSING; they may be fewer."""
+        self._size = account.size
+
+    def of_code(self, code: int) -> int:
+        """Number of tokens of the segments with this code."""
+        tokens = self.codes.count(code) * self._size
+        if tokens:
+            tokens -= self._had if self.codes[0] == code else 0
+            tokens -= self._short if self.codes[-1] == code else 0
+        return tokens
+
+    def of_keys(self, keys: Sequence[SegmentKey]) -> int:
+        """Number of tokens of some of the `missing` segments."""
+        tokens = len(keys) * self._size
+        if keys:
+            tokens -= self._had if self.codes[0] == Code.MISSING and self.missing[0] in keys else 0
+            listed = self.codes.count(Code.MISSING) == len(self.missing)
+            tokens -= self._short if listed and self.codes[-1] == Code.MISSING and self.missing[-1] in keys else 0
+        return tokens
+
+
 class Explain:
     """Remembers how named requests used the pool, by tenant and name, and answers `tokenlake explain`."""
 
@@ -177,12 +194,11 @@ class Explain:
         self._trails: OrderedDict[tuple[TenantId, str], Trail] = OrderedDict()
         self._keys = 0
 
-    def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
+    def begin(self, tenant: TenantId, trail: Trail, keys: Sequence[SegmentKey]) -> None:
         """Remember a named request. `trail`: the record of its match, which replaces an earlier record of the same
-        name. `keys`, `codes`: the segments that are no hits, and the reason of each."""
-        trail.beyond = codes
+        name. `keys`: those of the segments that are no hits."""
         missing = Code.MISSING
-        for key, code in zip(keys, codes, strict=True):
+        for key, code in zip(keys, trail.account.beyond.codes, strict=True):
             if code == missing:
                 trail.missing.append(key)
                 if len(trail.missing) == MAX_MISSING:
@@ -197,18 +213,20 @@ class Explain:
     def recent(self) -> list[RecentRequest]:
         """The newest requests, at most `MAX_TRAILS`, the oldest first."""
         now = self._context.now
+        sums = ((tenant, name, each, each.account.sums()) for (tenant, name), each in self._trails.items())
         return [
             RecentRequest(
                 tenant,
                 name,
                 max(0.0, now - each.at),
                 each.first,
-                (each.hits + len(each.beyond)) * each.segment_tokens,
-                each.hits * each.segment_tokens,
+                tokens.asked,
+                tokens.supplied.total(),
+                tokens.engine_had,
                 each.match_s,
                 each.fetch_s,
             )
-            for (tenant, name), each in self._trails.items()
+            for tenant, name, each, tokens in sums
         ]
 
     # -- requests
@@ -280,41 +298,36 @@ class Explain:
     # -- answers
 
     def _answer(self, question: _Question) -> None:
-        trail, size = question.trail, question.trail.segment_tokens
-        asked = trail.hits + len(trail.beyond)
-        missed = [*self._not_usable(question), *self._evicted(question), *self._not_remembered(question)]
-        missed += [(*reason, count) for reason, count in trail.lost.items()]
-        ended = trail.useful + sum(trail.lost.values())
-        reasons = [Missed(reason, count * size, detail) for reason, detail, count in missed]
-        ideal = max(trail.tokens, asked * size)
-        if ideal > asked * size:
-            reasons.append(Missed(MissReason.TOO_SHORT, ideal - asked * size))
+        trail, size = question.trail, question.trail.account.size
+        sums, weights = trail.account.sums(), _Weights(trail)
+        missed = [*self._not_usable(question, weights), *self._missing(question, weights)]
+        missed += [(*lost, tokens) for lost, tokens in sums.lost.items()]
+        missed.append((trail.account.not_asked[0], "", trail.account.not_asked[1]))
+        reasons = [Missed(reason, tokens, detail) for reason, detail, tokens in missed if tokens]
         funnel = Funnel(
             trail.name,
             self._context.node,
             max(0.0, self._context.now - trail.at),
             size,
-            ideal,
+            sums.asked,
             (trail.hits - sum(trail.elsewhere.values())) * size,
             tuple((trail.place(node), count * size) for node, count in sorted(trail.elsewhere.items())),
             trail.fetched * size,
-            trail.useful * size,
-            max(0, trail.hits - ended) * size,
+            sums.engine_had,
+            sums.supplied.total(),
+            sums.held,
             tuple(reasons),
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
-    def _not_usable(self, question: _Question) -> list[Count]:
+    def _not_usable(self, question: _Question, weights: _Weights) -> list[Count]:
         """Returns why segments behind the hits were not used although they are not missing, from their codes."""
-        beyond, unconnected = question.trail.beyond, question.trail.unconnected
-        codes = Counter(beyond)
-        del codes[Code.MISSING]
+        beyond, unconnected = question.trail.account.beyond, question.trail.unconnected
         silent = _names(node for node in question.trail.silent if node not in unconnected)
-        unknown = UnheardNodes(question.trail.silent, unconnected).reason
         reasons: Counter[tuple[MissReason, str]] = Counter()
-        for number, count in sorted(codes.items()):
+        for number in sorted(set(weights.codes) - {Code.MISSING}):
             detail = ""
-            reason = reason_of(number, beyond[0], unknown)
+            reason = reason_of(number, beyond.codes[0], beyond.unknown)
             if reason is MissReason.TOO_SLOW and number == Code.DEFERRED:
                 detail = "its owner was sending it to other nodes"
             elif reason is MissReason.TOO_SLOW:
@@ -322,37 +335,35 @@ class Explain:
             elif reason is MissReason.UNREACHABLE:
                 detail = f"no connection with {_names(sorted(unconnected))}"
             elif reason is MissReason.LIMIT:
-                detail = Code(number if number not in (Code.LOCAL, Code.REMOTE) else beyond[0]).name
-            reasons[reason, detail] += count
-        return [(*reason, count) for reason, count in reasons.items()]
+                detail = Code(number if number not in (Code.LOCAL, Code.REMOTE) else beyond.codes[0]).name
+            reasons[reason, detail] += weights.of_code(number)
+        return [(*reason, tokens) for reason, tokens in reasons.items()]
 
-    def _evicted(self, question: _Question) -> list[Count]:
-        """Returns the missing segments of which a node remembers how they were removed."""
-        by_rule: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for rule, node, ago, unused in question.removals.values():
-            by_rule.setdefault((rule, node), []).append((ago, unused))
-        evicted = []
-        for (rule, node), times in by_rule.items():
-            detail = f"{rule}, at {node} {_span([ago for ago, _ in times])} ago"
-            if any(unused for _, unused in times):
-                detail += f", unused for {_span([unused for _, unused in times])}"
-            evicted.append((MissReason.EVICTED, detail, len(times)))
-        return evicted
-
-    def _not_remembered(self, question: _Question) -> list[Count]:
-        """Returns the missing segments of which no node remembers a removal, with the likely reason."""
-        trail = question.trail
-        keys = [key for key in trail.missing if key not in question.removals]
-        counts = {node: len(its_keys) for node, its_keys in self._peers.by_directory_node(keys).items()}
-        silent = {node: counts.pop(node) for node in question.silent if node in counts}
+    def _missing(self, question: _Question, weights: _Weights) -> list[Count]:
+        """Returns why segments are missing: how they were removed, where a node remembers that, or else the likely
+        reason."""
+        trail, removals = question.trail, question.removals
         reasons: list[Count] = []
-        if counts:
-            other = only_other_layouts(self._context.store, question.tenant, trail.slot_bytes)
+        by_rule: dict[tuple[str, str], list[SegmentKey]] = {}
+        for key in weights.missing:
+            if key in removals:
+                by_rule.setdefault(removals[key][:2], []).append(key)
+        for (rule, node), keys in by_rule.items():
+            detail = f"{rule}, at {node} {_span([removals[key][2] for key in keys])} ago"
+            if any(removals[key][3] for key in keys):
+                detail += f", unused for {_span([removals[key][3] for key in keys])}"
+            reasons.append((MissReason.EVICTED, detail, weights.of_keys(keys)))
+        unknown = [key for key in weights.missing if key not in removals]
+        by_node = dict(self._peers.by_directory_node(unknown))
+        silent = {node: by_node.pop(node) for node in question.silent if node in by_node}
+        if by_node:
+            other = only_other_layouts(self._context.store, question.tenant, trail.account.slot_bytes)
             reason = MissReason.OTHER_LAYOUT if other else MissReason.NEVER_STORED
-            reasons.append((reason, f"not known to {_names(counts)}", sum(counts.values())))
+            reasons.append((reason, f"not known to {_names(by_node)}", sum(map(weights.of_keys, by_node.values()))))
         if silent:
-            reasons.append((MissReason.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
-        unlisted = trail.beyond.count(Code.MISSING) - len(trail.missing)
+            tokens = sum(map(weights.of_keys, silent.values()))
+            reasons.append((MissReason.UNKNOWN, f"no answer from {_names(silent)}", tokens))
+        unlisted = weights.of_code(Code.MISSING) - weights.of_keys(weights.missing)
         if unlisted:
             reasons.append((MissReason.UNKNOWN, f"behind the first {len(trail.missing)}", unlisted))
         return reasons

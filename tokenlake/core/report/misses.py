@@ -1,12 +1,12 @@
 """Why tokens of requests were not found in the pool, or not used: the reason per segment, counted by tenant.
 
-A token that engines asked for is counted once: as local, fetched or shipped, or as missed for one reason. `explain`
-gives the same reasons for one request. It asks the directory nodes about each missing segment; here the answers to the
-match's own lookups must be enough.
-"""
+A token that engines asked for is counted once (`account`): as supplied, as one that the engine had, or as missed for
+one reason. `explain` gives the same reasons for one request. It asks the directory nodes about each missing segment;
+here the answers to the match's own lookups must be enough."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenlake.core.peers import Peers
@@ -19,6 +19,7 @@ from tokenlake.wire.funnel import MissReason
 __all__ = [
     "MISSED",
     "NO_NODES",
+    "Beyond",
     "UnheardNodes",
     "unheard_nodes",
     "begin_tenant",
@@ -74,6 +75,21 @@ class UnheardNodes(NamedTuple):
 NO_NODES = UnheardNodes({}, frozenset())
 
 
+class Beyond(NamedTuple):
+    """The segments of a match that are no hits."""
+
+    codes: bytes = b""
+    """One `Code` each."""
+    places: Sequence[int] = ()
+    """Index of the key of each, ascending."""
+    known: int = 0
+    """How many of them, from the first on, were accessed before."""
+    unknown: MissReason = MissReason.UNKNOWN
+    """The reason for segments with the code UNKNOWN."""
+    other_layout: bool = False
+    """The tenant has only segments of other layouts on this node."""
+
+
 def unheard_nodes(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> UnheardNodes:
     """Returns the nodes that may be the reason why segments are UNKNOWN; none if no segment is. `silent`: the nodes
     that did not answer a lookup. If there are none, a directory node answered UNKNOWN because it cannot call an owner,
@@ -115,33 +131,30 @@ def begin_tenant(counters: Counters, tenant: TenantId) -> None:
 
 
 def count_beyond(
-    counters: Counters,
-    tenant: TenantId,
-    tokens: int,
-    beyond: bytes,
-    known: int,
-    unknown: MissReason,
-    other_layout: bool,
+    counters: Counters, tenant: TenantId, tokens: int, beyond: Beyond, first: int, end: int, had: int, short: int
 ) -> None:
-    """Count the tokens that a match missed, by reason. `beyond`: the codes of the segments that are no hits, one byte
-    each. `tokens`: number of tokens of a segment. `known`: how many of these segments, from the first on, were accessed
-    before. `unknown`: the reason for segments with the code UNKNOWN. `other_layout`: the tenant has only segments of
-    other layouts on this node."""
-    new = _OTHER_LAYOUT if other_layout else _NEVER_STORED
-    evicted, missing = beyond.count(_MISSING, 0, known), beyond.count(_MISSING)
-    if evicted:
-        count_missed(counters, tenant, _EVICTED, evicted * tokens)
-    if missing > evicted:
-        count_missed(counters, tenant, new, (missing - evicted) * tokens)
-    if missing == len(beyond):
+    """Count the tokens that a match missed, by reason. `tokens`: number of tokens of a segment. `first`, `end`: the
+    range of the segments that count. `had`, `short`: numbers of tokens of the first and of the last of them that do not
+    count."""
+    if first == end:
         return
-    first = beyond[0]
-    cause = reason_of(first, first, unknown) if first != _MISSING else _EVICTED if known else new
-    for code in sorted(set(beyond)):
+    codes, known = beyond.codes, beyond.known
+    new = _OTHER_LAYOUT if beyond.other_layout else _NEVER_STORED
+    cause = reason_of(codes[0], codes[0], beyond.unknown) if codes[0] != _MISSING else _EVICTED if known else new
+    counted: dict[MissReason, int] = {}
+    evicted, missing = codes.count(_MISSING, first, max(first, min(known, end))), codes.count(_MISSING, first, end)
+    counted[_EVICTED], counted[new] = evicted * tokens, (missing - evicted) * tokens
+    for code in sorted(set(codes[first:end])) if missing < end - first else ():
         if code != _MISSING:
-            reason = reason_of(code, first, unknown)
-            gap = cause if reason is MissReason.BEHIND_A_GAP else None
-            count_missed(counters, tenant, reason, beyond.count(code) * tokens, gap)
+            reason = reason_of(code, codes[0], beyond.unknown)
+            counted[reason] = counted.get(reason, 0) + codes.count(code, first, end) * tokens
+    for at, less in ((first, had), (end - 1, short)):
+        code = codes[at]
+        reason = reason_of(code, codes[0], beyond.unknown) if code != _MISSING else _EVICTED if at < known else new
+        counted[reason] -= less
+    for reason, missed in counted.items():
+        if missed:
+            count_missed(counters, tenant, reason, missed, cause if reason is MissReason.BEHIND_A_GAP else None)
 
 
 def only_other_layouts(store: SegmentStore, tenant: TenantId, slot_bytes: int) -> bool:

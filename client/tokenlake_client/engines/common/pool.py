@@ -48,8 +48,23 @@ class CacheLease(Protocol):
         from other nodes may take; 0: none."""
         ...
 
-    def release(self, start: int = 0, stop: int | None = None) -> None:
-        """End the lease of the leased segments [start, stop) (default: all)."""
+    @property
+    def unreleased(self) -> int:
+        """The number of segments, from the first on, that are not released."""
+        ...
+
+    def used(self, start: int, stop: int) -> None:
+        """Record that queries attended to the leased segments [start, stop) where they lie."""
+        ...
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record which tokens of the prompt the engine takes from the pool: those from `start` to `stop`. `saved_s`:
+        the seconds in which it would compute them; 0: unknown."""
+        ...
+
+    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
+        """End the lease of the leased segments [start, stop) (default: all). `counted`: False if the engine matches the
+        same tokens again."""
         ...
 
     def __enter__(self) -> Self: ...

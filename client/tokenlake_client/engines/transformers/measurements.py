@@ -44,6 +44,10 @@ class Measurements:
         """The limit in seconds of the fetches of the first `stop` segments of a prompt, in all; 0: none."""
         return fetch_limit_s(self.rates.prefill, 0, stop * layout.segment_tokens)
 
+    def saved_s(self, tokens: int) -> float:
+        """The predicted seconds to compute the first `tokens` tokens of a prompt; 0 while they are not known."""
+        return self.rates.prefill.seconds(tokens, 0) if self.rates.prefill.known else 0.0
+
     def _predict(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
         """The predicted seconds to compute segments [start, stop) of a prompt, and the predicted seconds to store them
         and to read them at another engine."""

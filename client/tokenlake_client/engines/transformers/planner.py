@@ -59,9 +59,10 @@ class BatchPlanner:
         """Choose how the prefixes of the rows are used, and set each row's `limit` and `found`. True: queries are
         shipped to the prefixes; False: prefixes are fetched.
 
-        If the batch has one row, its `lease` is kept for its load. The leases of several rows are released, because
-        together they could exceed the limit of a session. Planning sets no in-flight markers and waits for no other
-        engine, because rows are computed one after the other: the load of each row does that itself."""
+        If the batch has one row, its `lease` is kept for its load. The leases of several rows are released except for
+        their first segments, because together they could exceed the limit of a session. Planning sets no in-flight
+        markers and waits for no other engine, because rows are computed one after the other: the load of each row does
+        that itself."""
         started = time.perf_counter()
         ship = False
         try:
@@ -98,7 +99,7 @@ class BatchPlanner:
                 lease.sources() if lease.local_hits < lease.hits else ([pool.node] * lease.hits, [0.0] * lease.hits)
             )
             if len(rows) > 1:
-                row.release_lease()
+                lease.release(1)
             owners |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
             disk_s |= {key: each for key, each in zip(keys, seconds, strict=False) if each}
         tree = grow(requests, owners, size, disk_s)
@@ -122,6 +123,8 @@ class BatchPlanner:
                 with pool.match(keys) as lease:
                     limit_s = fetch_limit_s(self._rates.prefill, start * size, (start + count) * size)
                     lease.fetch(start, start + count, at_most_s=limit_s)
+                    # The tokens count with the match of each row.
+                    lease.release(counted=False)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
             row.limit, row.found = limit, found // size
             self._counters.add(tokens_skipped=found - limit * size)

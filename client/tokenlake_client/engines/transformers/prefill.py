@@ -101,8 +101,10 @@ def load(
                     measurements.fetched(remote, layout.segment_bytes, seconds)
                 # The arrays keep their segments leased, so they are dropped before the release.
                 del segments
-                lease.release(loaded, loaded + count)
                 loaded += count
+                tokens = loaded * layout.segment_tokens
+                lease.takes(0, tokens, measurements.saved_s(tokens))
+                lease.release(loaded - count, loaded)
                 if lost:
                     break
     except Exception as error:
@@ -117,7 +119,7 @@ def _lease(
 ) -> CacheLease | None:
     """A lease of the segments to read: `held` itself, or one of a new match, after which `held` is released. Sets
     in-flight markers for the missing segments if the wait for them is worthwhile for other engines."""
-    if wait is NO_WAIT and keys and held is not None:
+    if wait is NO_WAIT and keys and held is not None and held.unreleased >= len(keys):
         return held
     lease = None
     try:
@@ -127,7 +129,7 @@ def _lease(
         # `held` is released after the match, not before: otherwise the segments would count as used twice, when they
         # are released and when they are matched.
         if held is not None:
-            held.release()
+            held.release(counted=lease is None)
     marker_s = wait.seconds(len(keys) - lease.hits) if lease is not None else 0.0
     if lease is not None and marker_s >= LEAST_S:
         # The match itself has marked only the first missing segment. The daemon removes all markers when this process

@@ -58,11 +58,12 @@ class Row:
             return replace(self, limit=None).keys_to_use(segment_tokens)
         return self.keys_to_use(segment_tokens)
 
-    def release_lease(self) -> None:
-        """Release the lease of the prompt's segments, if there is one. Raises the errors of the pool."""
+    def release_lease(self, *, counted: bool = True) -> None:
+        """Release the lease of the prompt's segments, if there is one. `counted`: as of `CacheLease.release`. Raises
+        the errors of the pool."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.release()
+            lease.release(counted=counted)
 
     @property
     def info(self) -> RequestInfo:

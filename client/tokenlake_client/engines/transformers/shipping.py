@@ -302,15 +302,17 @@ class Shipping:
             # An earlier row had the same keys: its view is shared. A second match could find fewer segments, because
             # the open view uses a part of the session's limit of leases.
             row.shared = opened.get(matched)
+            row.release_lease(counted=row.shared is None)
             return True
         try:
-            row.release_lease()
+            row.release_lease(counted=False)
             lease = pool.match(matched, row.info.match_options())
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False
         found, row.found = matched[: lease.hits], lease.hits
         if not found or found in opened:
+            lease.used(0, lease.hits)
             lease.release()
             row.shared = opened.get(found)
             return True

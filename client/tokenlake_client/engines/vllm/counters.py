@@ -91,8 +91,7 @@ class Counts:
     tokens_skipped_by_cost: Annotated[
         int,
         Count(
-            "tokens found in the pool and computed, because that was predicted to be faster. The daemon's metrics "
-            "count those of this node as local",
+            "tokens found in the pool and computed, because that was predicted to be faster",
             "prompt_tokens",
             "skipped_by_cost",
         ),

@@ -110,6 +110,12 @@ class LoadCosts:
         fit = self._rates.prefill
         return fit.seconds(total - local, local) if fit.known else None
 
+    def saved_s(self, total: int, start: int, stop: int) -> float:
+        """The predicted time that the load of tokens [start, stop) of a prompt of `total` tokens saves; 0 while it is
+        not known."""
+        fit = self._rates.prefill
+        return max(0.0, fit.seconds(total - start, start) - fit.seconds(total - stop, stop)) if fit.known else 0.0
+
     def fetch_limit_s(self, start: int, stop: int) -> float:
         """The limit in seconds of the transfers of tokens [start, stop) of a prompt; 0: none."""
         return fetch_limit_s(self._rates.prefill, start, stop)

@@ -51,6 +51,7 @@ class Lookup:
         self.hits = 0
         """The number of segments that the lookup found in the pool."""
         self._done = False
+        self._took: tuple[int, int, float] | None = None
 
     @property
     def waiting(self) -> bool:
@@ -76,9 +77,17 @@ class Lookup:
             if self._pending.answers > answers:
                 # A long prompt takes several requests, and the engine may poll only between its steps.
                 self.due = max(self.due, self._clock() + self._deadline_s)
+            if self.lease is not None and self._took is not None:
+                self.lease.takes(*self._took)
         if self.lease is not None and not self._done:
             self._find_owners(self.lease)
         return self._done
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record the tokens that are loaded, as `MatchedLease.takes`. A later call replaces an earlier one."""
+        self._took = start, stop, saved_s
+        if self.lease is not None:
+            self.lease.takes(start, stop, saved_s)
 
     def keep(self, count: int) -> None:
         """Keep the first `count` leased segments of the lookup's answer, and release the others."""

@@ -54,6 +54,11 @@ class MatchedLease(Protocol):
         """Ask the daemon for the node of each segment, without waiting for the answer."""
         ...
 
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record that vLLM's own cache has the prompt's tokens before `start`, and that vLLM computes those from `stop`
+        on. `saved_s`: the seconds in which it would compute those between; 0: unknown."""
+        ...
+
     def release(self, start: int = 0) -> None:
         """Release the leased segments from index `start` on. Idempotent; never raises."""
         ...

@@ -150,6 +150,8 @@ class SchedulerSide:
             state.last_job = 0
             state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
+        if state.lookup is not None:
+            state.lookup.takes(computed, computed)
         if state.adapter is not None and state.adapter.refused:
             self._counters.add(requests_not_served=1)
             del self._requests[request.request_id]
@@ -252,6 +254,7 @@ class SchedulerSide:
         stop = until
         if self._settings.weigh_loads and prefill is None:
             stop = self._costs.cheapest_stop(lookup.owners, start, until, total)
+        lookup.takes(start, stop)
         if stop < found:
             lookup.keep(-(-stop // self._segment) if stop > start else 0)
         state.skipped = found - stop
@@ -287,8 +290,10 @@ class SchedulerSide:
             asked = lookup is not None and lookup.answered
             self._counters.add_request(request.num_tokens, start, skipped=state.skipped, asked=asked)
             if lookup is not None:
+                lookup.takes(start, start)
                 lookup.drop()
             return
+        lookup.takes(start, stop, self._costs.saved_s(request.num_tokens, start, stop))
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
         state.remote = remote_tokens(owners, start, stop, self._segment)
         self._counters.add_request(

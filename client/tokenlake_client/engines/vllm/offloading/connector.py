@@ -109,6 +109,8 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         self._placed.discard(request.request_id)
         self._local[request.request_id] = num_computed_tokens
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager is not None:
+            self._manager.chunks.takes(request.request_id, num_computed_tokens, num_computed_tokens)
         return found
 
     @timed
@@ -131,6 +133,7 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         local = self._local.get(request.request_id, 0)
         rest = request.num_tokens - local - hit
         asked = self._manager.chunks.asked(request.request_id)
+        self._manager.chunks.takes(request.request_id, local, local + hit)
         self.counters.add(
             requests=1,
             tokens_local=local,

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from tokenlake_client.engines.vllm.offloading.identity import RankFacts, identity_of, rank_facts
+from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
 
 __all__ = ["extend", "manager_of", "worker_of"]
 
@@ -163,6 +163,7 @@ def begin(connector: Any) -> None:
     if manager is None or manager.opening.begun:
         return
     spec, config, cached = manager.spec, connector._vllm_config, connector._kv_cache_config
+    manager.chunks.counted_group = counted_group(cached)
     manager.serve_adapters(config.lora_config, config.model_config.dtype)
     manager.opening.identify(
         lambda: identity_of(

@@ -110,6 +110,18 @@ def identity_of(
     return EngineIdentity(str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache)
 
 
+def counted_group(kv_cache_config: Any) -> int:
+    """The number of the cache group whose chunks stand for the tokens of a prompt: one with the largest blocks, as a
+    segment of the layout has the tokens of its chunks, and with full attention if there is one, since all chunks of
+    such a group are loaded."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    largest = max(spec.block_size for spec in specs)
+    groups = [number for number, spec in enumerate(specs) if spec.block_size == largest]
+    return next((number for number in groups if isinstance(specs[number], FullAttentionSpec)), groups[0])
+
+
 def opaque_layout(identity: EngineIdentity, facts: Sequence[RankFacts]) -> OpaqueLayout:
     """The layout of an engine whose ranks have all reported. Raises `LayoutRefused` with the reason of a rank, and for
     sizes that the pool does not have."""

@@ -76,6 +76,7 @@ class ChunkLookup:
         self._wanted: set[int] = set()
         self._taken: set[int] = set()
         """The segments that `take_wanted` has returned."""
+        self._took: tuple[int, int] | None = None
 
     def start(self) -> None:
         """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
@@ -114,6 +115,8 @@ class ChunkLookup:
         at_once = Found.PENDING if self._verify else Found.HIT
         self._found = [at_once if code == _LOCAL else Found.PENDING for _, code in leased]
         self.lease = lease
+        if self._took is not None:
+            lease.takes(*self._took)
         return True
 
     def find(self, key: bytes) -> Found:
@@ -156,6 +159,17 @@ class ChunkLookup:
                 failed()
             for index in wanted:
                 self._found[index] = Found.HIT if index in hits else Found.MISS
+
+    def takes(self, start: int, stop: int) -> None:
+        """Record the tokens that are loaded, as `ChunkLease.takes`. A later call replaces an earlier one."""
+        self._took = start, stop
+        if self.lease is not None:
+            self.lease.takes(start, stop)
+
+    def fails(self) -> None:
+        """Record that the load failed, and vLLM computes its tokens."""
+        if self._took is not None:
+            self.takes(self._took[0], self._took[0])
 
     def keep(self, keys: Iterable[bytes]) -> list[int]:
         """The index of the segment of each of `keys` in the lease; -1: it is not leased. All other segments are

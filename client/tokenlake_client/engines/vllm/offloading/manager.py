@@ -54,6 +54,8 @@ class _Request:
     lookup: ChunkLookup | None = None
     may_load: bool = True
     """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
+    tokens: Callable[[], int] = int
+    """Returns the number of the request's tokens that are known."""
     placed: bool = False
     """True: vLLM has given the request blocks."""
     may_store: bool = True
@@ -100,6 +102,8 @@ class ChunkManager:
         """The lookups whose segments are being loaded, by request."""
         self._reservations: dict[frozenset[bytes], Reservation] = {}
         """The slots that ranks are filling, by the chunks of the job."""
+        self.counted_group = 0
+        """The number of the cache group whose chunks stand for the tokens of a prompt."""
         self._cached_adapters = CachedAdapters()
         self._weights: str | None = None
         self._starts: BackgroundQueue[ChunkLookup] = BackgroundQueue(ChunkLookup.start, "tokenlake-lookup")
@@ -127,6 +131,18 @@ class ChunkManager:
     def new_request(self, name: str, hints: Hints | None = None) -> None:
         """Record a request that has arrived."""
         self._requests[name] = _Request(name, hints)
+
+    def with_tokens(self, name: str, tokens: Callable[[], int]) -> None:
+        """Record how to learn the number of tokens of a request, which has just arrived."""
+        self._requests[name].tokens = tokens
+
+    def takes(self, name: str, start: int, stop: int) -> None:
+        """Record that vLLM's own cache has the tokens of a request before `start`, and that those up to `stop` are
+        loaded."""
+        state = self._requests.get(name)
+        lookup = self._loads.get(name) or (state.lookup if state is not None else None)
+        if lookup is not None:
+            lookup.takes(start, stop)
 
     def with_adapter(self, name: str, adapter: RequestAdapter) -> None:
         """Record that a request, which has just arrived, is for a LoRA adapter."""
@@ -208,6 +224,7 @@ class ChunkManager:
         """Count a load that failed on a rank. `name`: its request; another connector may be the one that loads it."""
         if name in self._loads:
             self._counters.add(loads_failed=1)
+            self._loads[name].fails()
 
     def step_ends(self, begun: Iterable[str], preempted: Iterable[str]) -> None:
         """A step was scheduled. `begun`: the requests that compute for the first time; they load nothing more.
@@ -311,7 +328,15 @@ class ChunkManager:
         weights = self._weights
         if not self._late.answered():
             return Found.MISS
-        options = MatchOptions(request=state.name, hints=state.hints, independent=True)
+        counted = [key for key in asked if parse_key(key)[0] == self.counted_group]
+        asked = [*counted, *(key for key in asked if parse_key(key)[0] != self.counted_group)]
+        options = MatchOptions(
+            request=state.name,
+            hints=state.hints,
+            prompt_tokens=state.tokens(),
+            independent=True,
+            counted_keys=len(counted),
+        )
         state.lookup = ChunkLookup(
             lambda: pool.begin_match(
                 self._segment_keys(pool, state, asked, weights), options, deadline_s=self._deadline_s

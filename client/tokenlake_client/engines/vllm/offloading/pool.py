@@ -45,6 +45,11 @@ class ChunkLease(Protocol):
         first one that was lost or does not match its checksum."""
         ...
 
+    def takes(self, start: int, stop: int) -> None:
+        """Record that vLLM's own cache has the prompt's tokens before `start`, and that vLLM computes those from `stop`
+        on."""
+        ...
+
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Release the leased segments [start, stop). Idempotent; never raises."""
         ...

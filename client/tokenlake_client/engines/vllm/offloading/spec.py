@@ -260,6 +260,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def arrived(self, request: Any) -> None:
         """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
         name, lora = request.request_id, request.lora_request
+        self.chunks.with_tokens(name, lambda: int(request.num_tokens))
         reason = unnamed_media(request.mm_features)
         if reason is None and lora is not None and self._adapters is None:
             reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
