@@ -181,9 +181,22 @@ class MeasuredLease:
             self._watch.cut_by[Code.LOST.name] += 1
         return [_flipped(array) for array in arrays] if self._watch.flip else arrays
 
-    def release(self, start: int = 0, stop: int | None = None) -> None:
+    @property
+    def unreleased(self) -> int:
+        """The number of segments, from the first on, that are not released."""
+        return self._lease.unreleased
+
+    def used(self, start: int, stop: int) -> None:
+        """Record that queries attended to the leased segments [start, stop); see `CacheLease`."""
+        self._lease.used(start, stop)
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record which tokens of the prompt the engine takes; see `CacheLease`."""
+        self._lease.takes(start, stop, saved_s)
+
+    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
         """End the lease of the segments [start, stop); see `CacheLease`."""
-        self._lease.release(start, stop)
+        self._lease.release(start, stop, counted=counted)
 
     def __enter__(self) -> Self:
         return self
