@@ -183,15 +183,15 @@ class MeasuredLease:
 
     @property
     def unreleased(self) -> int:
-        """The number of segments, from the first on, that are not released; see `CacheLease`."""
+        """The number of segments, from the first on, that are not released."""
         return self._lease.unreleased
 
     def used(self, start: int, stop: int) -> None:
-        """Record that queries attended to segments; see `CacheLease`."""
+        """Record that queries attended to the leased segments [start, stop); see `CacheLease`."""
         self._lease.used(start, stop)
 
     def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
-        """Record which tokens the engine takes; see `CacheLease`."""
+        """Record which tokens of the prompt the engine takes; see `CacheLease`."""
         self._lease.takes(start, stop, saved_s)
 
     def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:

@@ -130,6 +130,7 @@ def test_a_tenant_evicts_only_its_own_segments(tmp_path: Path) -> None:
             for number in range(30):
                 store(red, Prompt(100 + number, 16))
             assert read(blue, kept) == kept.segments
+            blue.match([]).release()
             regions = {key: value for key, value in node.metrics().items() if key.startswith("tokenlake_regions{")}
             assert sum(value for key, value in regions.items() if 'tenant="red"' in key) == 2
             assert total(node, "tokenlake_spare_bytes") > 0
