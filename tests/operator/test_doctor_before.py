@@ -189,7 +189,7 @@ def _cgroup(node: GivenNode, files: dict[str, int]) -> Path:
 
 @plant("huge-pages", "sysctl vm.nr_hugepages=2112")
 def no_huge_pages(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.settings |= {"huge_pages": True, "memory": "4GiB"}
+    node.settings |= {"huge_pages": True, "region_size": "64MiB", "memory": "4GiB"}
 
 
 class OldKernel(Machine):
