@@ -174,10 +174,10 @@ def _explained(answer: admin_pb2.ExplainResponse) -> Explanation:
             found.here,
             tuple(found.elsewhere.items()),
             found.fetched,
-            found.engine_had,
             found.supplied,
             found.held,
             tuple(Missed(each.reason, each.tokens, each.detail) for each in found.missed),
+            found.engine_had,
         ),
         (),
     )

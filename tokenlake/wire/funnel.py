@@ -84,8 +84,8 @@ class Funnel(_Struct, frozen=True):
     """Tokens that the match found at other nodes, or on the disk of this one: (place, number of tokens) each. A place
     names the disk where segments are read from one."""
     fetched: Index
-    engine_had: Index
     supplied: Index
     held: Index
     """Tokens of segments that are leased and neither read nor released yet."""
     missed: tuple[Missed, ...]
+    engine_had: Index = 0

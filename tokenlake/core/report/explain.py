@@ -313,10 +313,10 @@ class Explain:
             (trail.hits - sum(trail.elsewhere.values())) * size,
             tuple((trail.place(node), count * size) for node, count in sorted(trail.elsewhere.items())),
             trail.fetched * size,
-            sums.engine_had,
             sums.supplied.total(),
             sums.held,
             tuple(reasons),
+            sums.engine_had,
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
