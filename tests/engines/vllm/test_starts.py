@@ -45,7 +45,12 @@ def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, 
 def test_a_model_that_the_pool_would_change(cluster: Cluster, tmp_path: Path) -> None:
     """vLLM's CPU kernels of latent attention; with `serve_inexact`, `test_opaque` runs them."""
     log = tmp_path / "log"
-    engine = ForkedEngine(save_latent(tmp_path / "model"), log, {"socket": str(cluster.nodes[0].socket), **PATIENT})
+    engine = ForkedEngine(
+        save_latent(tmp_path / "model"),
+        log,
+        {"socket": str(cluster.nodes[0].socket), **PATIENT},
+        attention_backend="CPU_MLA",
+    )
     before = cluster.nodes[0].metrics()
     first, second = answers(engine, PROMPTS)
     assert first == second
