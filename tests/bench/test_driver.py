@@ -111,7 +111,8 @@ def test_the_observer_sees_events_with_their_instructions() -> None:
     driver = NodeDriver(core, Clock(), engines=parts, network=parts, memory=parts, observer=observe)
     driver.start()
     driver.deliver(joined(1))
-    assert seen == [(joined(1), 1)]
+    # The region that the engine gets slots in, and the answer.
+    assert seen == [(joined(1), 2)]
 
 
 def test_a_pull_delivers_each_end_once() -> None:

@@ -55,7 +55,7 @@ def copier(device: CpuDevice, value: float = 0.0) -> DeviceCopy:
 def region() -> int:
     """A descriptor of new memory."""
     memory = os.memfd_create("region")
-    os.ftruncate(memory, REGION_BYTES)
+    os.ftruncate(memory, SHAPE.file_bytes)
     return memory
 
 

@@ -264,6 +264,22 @@ def test_a_device_that_has_gone_is_swept_and_may_come_back() -> None:
     assert len(tier) == 1
 
 
+def test_a_slab_is_dropped_once() -> None:
+    """The last write to a device that has gone ends, and the next slab gets the number, before the sweep comes."""
+    tier, late = tier_of(4), segment_of(1)
+    entry = tier.admit(late, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    tier.gone(0)
+    assert not tier.written(entry, late, True)
+    tier.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.recovered(0)
+    kept = segment_of(2)
+    written(tier, kept, leaves=False)
+    assert tier.sweep(10) == []
+    assert tier.left(kept, 1, 0.0, keep=True)
+    tier.check_integrity()
+
+
 def test_the_budget_of_a_day_is_a_rate_with_an_hour_of_burst() -> None:
     budget = DailyBudget(24_000.0, 0.0)
     assert budget.left(0.0) == 1000.0

@@ -19,6 +19,7 @@ NAMES = {
 UNITS = {
     "bytes",
     "callbacks",
+    "engines",
     "calls",
     "changes",
     "commits",

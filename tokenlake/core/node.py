@@ -337,8 +337,9 @@ class NodeCore:
         """Returns the instructions of the event and empties the list. Regions that got slots come first, then the new
         generations of reissued slots, because a reader compares generations before it uses bytes; then the instructions
         that the handlers emitted; last the reports of the segments that the event evicted."""
-        self._disk.follow()
+        # The disk tier comes after the regions, which may evict segments.
         self._regions.follow()
+        self._disk.follow()
         if self._context.store.evicted:
             self._report_evicted()
         return self._emitted()
