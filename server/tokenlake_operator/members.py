@@ -34,6 +34,8 @@ __all__ = ["drain", "members", "remove"]
 REACH_S = 5.0
 """Seconds within which etcd must answer a command."""
 POLL_S = 0.3
+ACCOUNT_S = 5.0
+"""Seconds for which `drain` waits for the account of a node that has left."""
 
 T = TypeVar("T")
 
@@ -81,6 +83,10 @@ def drain(target: Target, name: str | None, wait: bool, as_json: bool) -> None:
             time.sleep(POLL_S)
             left, account = _left(control, node, own)
         seconds = time.monotonic() - began
+        # The node that is asked may hear of the account after it has heard that the other one left.
+        while wait and account is None and node != own and time.monotonic() < began + seconds + ACCOUNT_S:
+            time.sleep(POLL_S)
+            _, account = _left(control, node, own)
     if as_json:
         told = {} if account is None else _told(account)
         click.echo(json.dumps({"node": node, "left": left, "seconds": round(seconds, 3), **told}))

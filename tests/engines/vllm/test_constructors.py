@@ -68,10 +68,11 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
         request = SimpleNamespace(request_id="r", lora_request=None, mm_features=())
         connector.on_new_request(request)
         assert arrived == [request], "vLLM's own connector sees the request"
+        assert connector.counts.failures == 2, "the hook failed, so that the manager does not know the request"
         assert connector.get_kv_connector_stats() is None
         connector.bind_gpu_block_pool(object())
         assert connector.reset_cache() is False
         assert epochs[-1] is False, "the weights may have changed"
-        assert connector.counts.failures == 3
+        assert connector.counts.failures == 4
     finally:
         connector.shutdown()

@@ -24,7 +24,8 @@ FP8_CACHES = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def weights(start: Callable[..., Engine], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Three:
-    return three(start, cluster, save_quantised(tmp_path_factory.mktemp("quantised"), TINY))
+    dtype = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    return three(start, cluster, save_quantised(tmp_path_factory.mktemp("quantised"), TINY), dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,9 @@ def cache(start: Callable[..., Engine], cluster: Cluster) -> Three:
     return three(start, cluster, kv_cache_dtype="fp8")
 
 
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="vLLM's kernels of 8-bit weights for AMX take no float32"
+)
 def test_quantised_weights(weights: Three, cluster: Cluster) -> None:
     check_scenario(weights, cluster, 10)
 
