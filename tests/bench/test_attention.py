@@ -95,6 +95,7 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.live
 def test_remote_queries_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
