@@ -313,16 +313,18 @@ def test_a_drain_ends_at_once_where_all_others_drain() -> None:
 
 
 @pytest.mark.parametrize("members", [64, 256])
-def test_a_change_takes_the_loop_less_than_two_milliseconds(members: int) -> None:
-    """Where a thread has made the circle before."""
+def test_a_change_makes_no_circle_on_the_loop(members: int) -> None:
+    """Where a thread has made it before, which takes more than five times as long as the change."""
     record = RingRecord.of({f"m{number:03}": 1 << 30 for number in range(members)})
     core = NodeCore(CoreConfig("m000", 1, record, 1, 1 << 16))
     core.start(0.0)
-    took = []
+    made, took = [], []
     for number in range(5):
         record = record.with_member(f"new{number}", 1 << 30)
-        Ring(record)
         began = time.thread_time()
+        Ring(record)
+        middle = time.thread_time()
         core.handle(events.RingChanged(record), float(number))
-        took.append(time.thread_time() - began)
-    assert min(took) < 0.002
+        made.append(middle - began)
+        took.append(time.thread_time() - middle)
+    assert 5 * min(took) < min(made), (took, made)
