@@ -622,7 +622,8 @@ class DiskTier:
         """Drop a slab of a device that has gone when its last entry was removed, and nothing is read from it."""
         # Its number may be that of another slab already (test_a_slab_is_dropped_once).
         known = self._slabs.get(slab.number) is slab
-        if known and slab.void and not any(slab.entries) and not any(number == slab.number for number, _ in self._reads):
+        read = any(number == slab.number for number, _ in self._reads)
+        if known and slab.void and not read and not any(slab.entries):
             del self._slabs[slab.number]
 
     def usage(self) -> Iterator[SlabUse]:
