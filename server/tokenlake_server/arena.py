@@ -163,10 +163,6 @@ class Arena:
         """The arena's region with that number. Raises KeyError where there is none."""
         return self._regions[number]
 
-    def numbers(self) -> list[int]:
-        """The numbers of the regions."""
-        return list(self._regions)
-
     def end(self, number: int) -> None:
         """Give the memory of a region back to the kernel: processes of its tenant may still map it. May be called again
         where it raised."""

@@ -102,8 +102,8 @@ class Regions:
         return -(-self._context.config.region_bytes // stride) * stride
 
     def _make_spare(self, used: Collection[PoolId]) -> None:
-        """Make regions of unmade memory, some at a time, in whole slots of the largest size in use. What takes no slot
-        of any pool in use stays unmade."""
+        """Make regions of unmade memory, some at a time, in whole slots of the largest size in use. Memory that
+        takes no slot of any pool in use stays unmade."""
         regions = self._context.store.regions
         sizes = [pool.slot_bytes for pool in used]
         unit, least = self._unit(max(sizes, default=1)), stride_of(min(sizes, default=1))
