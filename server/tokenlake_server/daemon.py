@@ -421,9 +421,11 @@ class Daemon:
     def _show_progress(self) -> None:
         if self.prepared.is_set():
             return
-        left, total = self.unprepared, self.driver.core.store.regions.total
-        if not left:
+        regions = self.driver.core.store.regions
+        if not regions.making:
+            # What is unmade now takes no slot of the engines that have connected meanwhile.
             self.prepared.set()
+        left, total = self.unprepared, regions.total
         self._report(total - left, total)
         if time.monotonic() > self._progress_at:
             self._progress_at = time.monotonic() + PROGRESS_S
@@ -433,8 +435,7 @@ class Daemon:
     def unprepared(self) -> int:
         """The bytes of memory that have not been allocated yet since the start."""
         regions = self.driver.core.store.regions
-        left = regions.unmade if regions.unmade >= regions.region_bytes or regions.making else 0
-        return 0 if self.prepared.is_set() else left + sum(regions.making.values())
+        return 0 if self.prepared.is_set() else regions.unmade + sum(regions.making.values())
 
     def _cut_region(self, instruction: CutRegion) -> None:
         self._arena.region(instruction.region).cut(instruction.nbytes, instruction.slot_bytes)
