@@ -222,7 +222,7 @@ def test_an_engine_with_unread_answers_opens_a_region() -> None:
     the connection."""
     prompt = Prompt(8, 1)
     with (
-        daemons(1, "64MiB", "16MiB") as cluster,
+        daemons(1, "16MiB", "16MiB") as cluster,
         cluster.connect(0, LAYOUT) as pool,
         Raw(cluster.nodes[0].socket) as raw,
     ):

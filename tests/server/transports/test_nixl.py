@@ -4,6 +4,7 @@ time, and TCP meanwhile."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,8 +67,9 @@ def test_a_read_that_does_not_end(mode: str) -> None:
             fabric.mode = "sound"
 
 
-def test_late_bytes_come_into_held_slots_only() -> None:
+def test_late_bytes_come_into_held_slots_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty() as (two, fabric):
+        monkeypatch.setattr(module, "SETTLE_S", math.inf)
         fabric.mode = "hang"
         fetch = two.start()
         wait_until(lambda: any(agent.reading for agent in fabric.agents.values()), "a read hangs")
@@ -80,6 +82,7 @@ def test_late_bytes_come_into_held_slots_only() -> None:
         written = [number for number in range(COUNT) if any(two.reader.slot(number)[:: SIZE // 8])]
         assert written
         assert set(written) <= set(held(done))
+        monkeypatch.setattr(module, "SETTLE_S", 0.1)
         wait_until(lambda: fetch in two.reader.settled, "the slots are free")
 
 
