@@ -1,8 +1,5 @@
-# The same commands for people and CI. Everything is installed into .venv, once: a stamp there says so.
-#
-#   make fast   lint, types and the tests of the rules, with shorter searches; no torch; under a minute once installed
-#   make test   lint, types and every test, against real processes and the built wheel
-#   make demo   three daemons and two engines on this machine
+# The same commands for people and CI; `make help` names them. Everything is installed into .venv, once: a stamp there says
+# so.
 #
 # pip's own settings choose where packages come from. On Linux torch from pypi.org brings its CUDA packages
 # along; PIP_INDEX_URL or PIP_EXTRA_INDEX_URL names another index, for instance one with builds for the CPU.
@@ -32,31 +29,49 @@ LMCACHE := .lmcache
 ROUTERS_VENV := .venv-routers
 ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-routers.txt
 
-.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm install-lmcache install-etcd \
-	install-promtool install-routers install-nixl
+# Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
+PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
+.PHONY: help fast test test-all test-rest test-vllm nightly demo lint install install-dev install-engines install-tools \
+	install-rest install-nixl install-routers install-vllm install-lmcache
 .NOTPARALLEL:
 
-fast: install-dev lint
-	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
+help:
+	@echo "make demo      three daemons and two engines on this machine, with a table at the end"
+	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
+	@echo "make test      lint, types, and the tests of all parts, against real processes"
+	@echo "make test-all  make test, then vLLM, routers, NIXL, all faults, upgrades under load"
+	@echo "make nightly   planted bugs, long searches, failpoints, power loss, wheels, a soak"
+	@echo "README.md says how long each takes, and what it downloads."
 
-# The environments of the routers and of vLLM are installed in the background, while the first one is installed and lint
-# runs. Where vLLM cannot be installed, `test-vllm` tries again at the end and fails. A shell lets background commands
-# ignore Ctrl-C, so the trap ends them.
-#
-# Each worker takes whole modules in order, because the tests of a module or a folder share daemons. There is one worker more
-# than CI has cores, because tests wait for processes a third of their time.
-test:
+fast: install-dev lint
+	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow and not rest and not nightly" \
+		--hypothesis-profile=fast -n 2 --dist worksteal
+
+# There is one worker more than most machines of CI have cores, because tests wait for processes a third of their time.
+test: install-dev install-engines install-tools lint
+	$(PYTEST) -n 3 -m "not rest and not nightly"
+
+# The environments of the routers and of vLLM are installed in the background. Where vLLM's cannot be installed, `test-vllm`
+# tries again at the end and fails. A shell lets background commands ignore Ctrl-C, so the trap ends them.
+test-all:
 	@$(MAKE) --no-print-directory install-routers install-vllm & background=$$!; \
 	trap 'kill $$background; exit 130' INT TERM; \
-	$(MAKE) --no-print-directory install-dev install-engines install-etcd install-promtool install-nixl lint; \
+	$(MAKE) --no-print-directory test; \
 	status=$$?; wait $$background; exit $$status
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(MAKE) --no-print-directory test-rest
+
+test-rest: install-rest
+	$(PYTEST) -n 3 -m "rest and not nightly"
 	$(MAKE) --no-print-directory test-vllm
 
 # The ranks of one engine spin on all processors, and a daemon needs some time beside them: their tests run alone.
 test-vllm: install-vllm
 	$(VLLM_PYTEST) -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(VLLM_PYTEST) -m alone
+
+nightly: install-rest
+	$(PYTEST) -n 3 -m "nightly or searches" --hypothesis-profile=nightly
 
 demo:
 	@start=$$(date +%s); \
@@ -89,24 +104,31 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-# The tests of the membership start a real etcd; without one they are skipped by name.
-install-etcd:
-	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { \
-		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
-		DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes etcd-server etcd-client >/dev/null && \
-		{ systemctl disable --now etcd >/dev/null 2>&1 || true; }; } || \
-		echo "etcd is not installed and cannot be (that needs root and apt-get): its tests are skipped" >&2
+install-rest: install-dev install-engines install-tools install-nixl install-routers
 
-# The tests of the rules for Prometheus run promtool, which is taken out of Debian's package: nothing is installed, and no
-# service starts. Without it they are skipped by name.
-install-promtool:
-	@command -v promtool >/dev/null || test -x $(BIN)/promtool || { \
-		package=$$(mktemp -d) && trap 'rm -rf $$package' EXIT && chmod 755 $$package && \
-		{ [ "$$(id -u)" != 0 ] || apt-get update --quiet=2; } && \
-		(cd $$package && apt-get download --quiet=2 prometheus >/dev/null 2>&1) && \
-		dpkg-deb --fsys-tarfile $$package/*.deb | \
-			tar --extract --directory $(BIN) --strip-components=3 ./usr/bin/promtool; } || \
-		echo "promtool is not installed and cannot be (that needs apt-get): its tests are skipped" >&2
+# Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
+# changes. apt's lists are read where they are current, or fetched into a directory that is removed.
+TOOLS := etcd:etcd-server etcdctl:etcd-client promtool:prometheus
+
+install-tools: $(BIN)/python
+	@for tool in $(TOOLS); do \
+		command -v $${tool%%:*} >/dev/null || test -x $(BIN)/$${tool%%:*} || missing="$$missing $${tool##*:}"; \
+	done; \
+	test -z "$$missing" || { echo "unpacking$$missing into $(VENV): up to 32 MB to download"; \
+		bin=$$PWD/$(BIN) && state=$$(mktemp -d) && trap 'rm -rf $$state' EXIT && cd $$state && \
+		mkdir -p lists/partial cache/archives/partial && \
+		apt="apt-get --quiet=2 -o APT::Sandbox::User=$$(id -un) -o Dir::Cache=$$state/cache" && \
+		{ $$apt download $$missing >/dev/null 2>&1 || { apt="$$apt -o Dir::State::Lists=$$state/lists" && \
+			$$apt update >/dev/null 2>&1 && $$apt download $$missing >/dev/null 2>&1; }; } && \
+		for package in *.deb; do \
+			dpkg-deb --fsys-tarfile $$package | tar --extract --directory $$bin --strip-components=3 --wildcards \
+				./usr/bin/etcd ./usr/bin/etcdctl ./usr/bin/promtool 2>/dev/null; \
+		done; } || true
+	@for tool in $(TOOLS); do \
+		command -v $${tool%%:*} >/dev/null || test -x $(BIN)/$${tool%%:*} || \
+			echo "$${tool%%:*} is not on the PATH and cannot be unpacked (that needs apt-get and dpkg-deb):" \
+				"its tests are skipped" >&2; \
+	done
 
 # The tests of reads with NIXL need its extension module; without it they are skipped by name.
 install-nixl: $(VENV)/.installed

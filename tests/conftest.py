@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.profiles import register_profiles
+from tokenlake_testing import fork_server
 
 # Before any of them is imported. pytest itself rewrites the asserts of test modules and conftests alone.
 pytest.register_assert_rewrite(*(f"tests.{each.name}" for each in Path(__file__).parent.iterdir() if each.is_dir()))
 
 register_profiles()
+
+# Daemons and engines are forked from a process that has imported what they need.
+fork_server.use("tests.warm_daemon")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and the processes of tests would inherit it and not end at SIGINT.

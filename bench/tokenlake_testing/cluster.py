@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
@@ -21,6 +21,7 @@ from tokenlake.opaque_layout import AnyLayout
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
+from tokenlake_testing.fork_server import Process, start_module
 from tokenlake_testing.network import Network, in_namespace
 from tokenlake_testing.ports import reserve_port
 
@@ -62,25 +63,22 @@ class Node:
             **settings,
         }
         """Flags with which every process of the daemon is started, by name."""
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
 
     def start(self, module: str | None = None, /, **settings: str) -> None:
         """Start the daemon's process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this
         process only."""
         flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+        # Ctrl-C in a terminal must not end the daemon, because the command that started it may still need it: it has a
+        # session of its own.
         with self.log.open("ab") as log:
-            self.process = start_child(
-                [*self._enter(), sys.executable, "-m", module or self._module, *flags],
-                stdout=log,
-                stderr=log,
-                env=environment,
-                # Ctrl-C in a terminal must not end the daemon, because the command that started it may still need it.
-                start_new_session=True,
-            )
-
-    def _enter(self) -> Sequence[str]:
-        return () if self._namespace is None else ("ip", "netns", "exec", self._namespace)
+            if self._namespace is None:
+                outputs = {1: log.fileno(), 2: log.fileno()}
+                self.process = start_module(module or self._module, flags, outputs, environment, new_session=True)
+            else:
+                words = ["ip", "netns", "exec", self._namespace, sys.executable, "-m", module or self._module, *flags]
+                self.process = start_child(words, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def kill(self) -> None:
         """Kill the daemon with SIGKILL, and wait until the process has ended."""

@@ -32,6 +32,7 @@ __all__ = [
     "engine_of",
     "layout_of",
     "open_view",
+    "query_engine_file",
     "serving",
     "spread",
     "wait_serving",
@@ -147,9 +148,19 @@ def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential:
         wait_until(opens, f"the query engine of {node.name} serves", START_S)
 
 
+def query_engine_file(socket: Path) -> Path:
+    """Where the daemon that listens at `socket` writes the process id of its query engine if that was forked."""
+    return socket.with_suffix(".query-engine")
+
+
 def engine_of(node: Node) -> int:
-    """Process id of a daemon's query engine; 0 while it has none."""
+    """Process id of a daemon's query engine; 0 while it has none. The process is a child of the daemon, or was forked
+    for it (`tests.warm_daemon`)."""
     assert node.process is not None
+    forked = query_engine_file(node.socket)
+    if forked.exists():
+        pid = int(forked.read_text() or 0)
+        return pid if Path(f"/proc/{pid}/stat").exists() else 0
     threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
     children = [int(child) for thread in threads for child in thread.read_text().split()]
     return children[0] if len(children) == 1 else 0

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +21,8 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Deadlines, Lease, Pool
-from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.fork_server import start_module
 
 SEGMENT_TOKENS = 16
 LAYOUT = Layout(
@@ -201,27 +199,24 @@ class EngineProcess:
     """An engine in a process of its own (`tests.robustness.engine_process`), driven by commands."""
 
     def __init__(self, socket: Path, session: int = 0, credential: str = "") -> None:
-        root = Path(__file__).parents[2]
-        self.process = start_child(
-            [sys.executable, "-m", "tests.robustness.engine_process", str(socket), str(session), credential],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=root,
-            text=True,
-        )
+        (commands, ours), (theirs, answers) = os.pipe(), os.pipe()
+        self._commands, self._answers = os.fdopen(ours, "w"), os.fdopen(theirs)
+        arguments = [str(socket), str(session), credential]
+        self.process = start_module("tests.robustness.engine_process", arguments, {0: commands, 1: answers})
+        os.close(commands)
+        os.close(answers)
         self.session = self._answer()["session"]
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.thaw()
+        self.kill()
+        # A command that a killed engine did not read may be in the buffer.
+        with contextlib.suppress(BrokenPipeError):
+            self._commands.close()
+        self._answers.close()
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Run a command there and wait for its answer."""
@@ -232,17 +227,15 @@ class EngineProcess:
 
     def begin(self, command: str, **arguments: Any) -> None:
         """Send a command; `finish` waits for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"command": command, **arguments}) + "\n")
+        self._commands.flush()
 
     def finish(self) -> dict[str, Any]:
         """The answer to `begin`."""
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._answers.readline()
         assert line, "the engine ended"
         answer: dict[str, Any] = json.loads(line)
         return answer

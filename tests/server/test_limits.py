@@ -110,8 +110,11 @@ def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> 
     tenant may give pages back; the daemon then reads zeros."""
     node = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as pool:
-        store(pool, Prompt(1, 20))
-        pending = pool.link.channel.begin(lambda number: engine.OpenRegion(number, 0, write=True))
+        prompt = Prompt(1, 20)
+        store(pool, prompt)
+        with match(pool, prompt) as lease:
+            region = int(lease.places[0]["region"])
+        pending = pool.link.channel.begin(lambda number: engine.OpenRegion(number, region, write=True))
         reply = pool.link.wait(pending)
         assert isinstance(reply, engine.Region)
         assert pending.descriptor is not None

@@ -26,12 +26,20 @@ from tokenlake_server import query_engine as query_engine_module
 from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.peer_addresses import PeerAddresses
 from tokenlake_server.query_engine import STOP_S, QueryEngine
+from tokenlake_testing import fork_server
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 
 HUNG_S = 60.0
 """Time until a hung process is replaced by one that has imported torch."""
+
+
+@pytest.fixture(autouse=True)
+def _executed() -> Iterator[None]:
+    """These tests are about the process that a daemon itself starts."""
+    with fork_server.executed():
+        yield
 
 
 def children(node: Node) -> list[int]:
