@@ -13,9 +13,11 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP := python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP_INSTALL := $(BIN)/$(PIP)
 SOURCES := tokenlake server client query proto bench tests docs/examples
-FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/connector)
+RULES_TESTS := tests/rules tests/core tests/sim tests/connector
+FAST_TESTS := tests/house $(RULES_TESTS)
 
 # vLLM pins its torch and much else, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
@@ -32,7 +34,7 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-vllm nightly demo lint install install-dev install-engines install-tools \
+.PHONY: help fast test test-all test-rest test-pythons test-vllm nightly demo lint install install-dev install-engines install-tools \
 	install-rest install-nixl install-routers install-vllm install-lmcache
 .NOTPARALLEL:
 
@@ -46,7 +48,7 @@ help:
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow and not rest and not nightly" \
-		--hypothesis-profile=fast -n 2 --dist worksteal
+		-n 2 --dist worksteal
 
 # There is one worker more than most machines of CI have cores, because tests wait for processes a third of their time.
 test: install-dev install-engines install-tools lint
@@ -63,7 +65,22 @@ test-all:
 
 test-rest: install-rest
 	$(PYTEST) -n 3 -m "rest and not nightly"
-	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory test-pythons test-vllm
+
+# The tests of the rules with the later Pythons of this machine: those on the PATH, and pyenv's.
+test-pythons:
+	@done=; for python in python3.12 python3.13 python3.14 $$HOME/.pyenv/versions/3.1[2-4].*/bin/python3; do \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+		case "$$done" in *$$version*) continue;; esac; \
+		done="$$done $$version"; environment=.venv-$$version; \
+		test -f $$environment/.installed || { $$python -m venv $$environment && \
+			$$environment/bin/$(PIP) hatchling && \
+			$$environment/bin/$(PIP) --no-build-isolation --editable ".[server]" --editable ./bench \
+				pytest pytest-timeout pytest-xdist hypothesis && touch $$environment/.installed; } || exit 1; \
+		$$environment/bin/python -m pytest $(RULES_TESTS) -n 3 --dist worksteal \
+			-m "not live and not slow and not rest and not nightly" || exit 1; \
+	done; \
+	test -n "$$done" || echo "no Python after 3.11 is installed: the rules are not tested with one" >&2
 
 # The ranks of one engine spin on all processors, and a daemon needs some time beside them: their tests run alone.
 test-vllm: install-vllm
@@ -71,7 +88,8 @@ test-vllm: install-vllm
 	$(VLLM_PYTEST) -m alone
 
 nightly: install-rest
-	$(PYTEST) -n 3 -m "nightly or searches" --hypothesis-profile=nightly
+	$(PYTEST) -n 3 -m nightly
+	$(PYTEST) -n 3 -m "not nightly and not live and not slow" --hypothesis-profile=nightly $(RULES_TESTS) tests/fuzz
 
 demo:
 	@start=$$(date +%s); \

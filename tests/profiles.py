@@ -1,13 +1,14 @@
 """The profiles of hypothesis: which examples a search tries, and how many.
 
-`tokenlake`, the default: the random seed is derived from the test, so that each run tries the same examples. hypothesis
-would also draw constants that it finds in the modules that are loaded, which are others in each worker, and after each
-change of the code; it has no setting for that, so `register_profiles` makes it find none.
+`tokenlake`, the default, with 40 % of the examples that a test names: the random seed is derived from the test, so that
+each run tries the same examples. hypothesis would also draw constants that it finds in the modules that are loaded,
+which are others in each worker, and after each change of the code; it has no setting for that, so `register_profiles`
+makes it find none.
 
-`random`: other examples in each run. `--hypothesis-seed=N` beside it repeats them, and a failure prints the line that
-does so.
+`nightly`, of `make nightly`: as `tokenlake`, with three times the examples that a test names.
 
-`fast`, of `make fast`: as `tokenlake`, with a smaller number of examples (`examples`).
+`random`: other examples in each run, as many as a test names. `--hypothesis-seed=N` beside it repeats them, and a
+failure prints the line that does so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from hypothesis.internal.conjecture import providers
 __all__ = ["examples", "register_profiles"]
 
 WHOLE = 100
-"""Examples of a test that names no number."""
-FAST = 40
-"""The same in `make fast`."""
+"""Examples of a test that names no number, in the profile `random`."""
+SHORT = 40
+"""The same in the default profile."""
+LONG = 300
+"""The same in the profile `nightly`."""
 
 
 def register_profiles() -> None:
@@ -29,12 +32,12 @@ def register_profiles() -> None:
     assert "is_local_module_file" in vars(providers)
     vars(providers)["is_local_module_file"] = lambda path: False
     common = settings(max_examples=WHOLE, print_blob=True, deadline=None)
-    settings.register_profile("tokenlake", common, derandomize=True)
+    settings.register_profile("tokenlake", common, derandomize=True, max_examples=SHORT)
     settings.register_profile("random", common, derandomize=False, database=None)
-    settings.register_profile("fast", common, derandomize=True, max_examples=FAST)
+    settings.register_profile("nightly", common, derandomize=True, max_examples=LONG)
     settings.load_profile("tokenlake")
 
 
 def examples(number: int) -> int:
-    """The number of examples of a search that takes long: `number`, and less in `make fast`."""
+    """The number of examples of a search that names `number`, in this profile."""
     return number * settings().max_examples // WHOLE

@@ -18,6 +18,7 @@ SPEED = 10.0
 """The eviction policy learns from the time between accesses, so that both must see the workload's own times."""
 
 
+@pytest.mark.rest
 def test_daemons_and_simulated_nodes_agree() -> None:
     """On this small pool the order of concurrent events, which a busy machine changes, decides some evictions: the hit
     rates may differ by 0.02, the bytes moved by 10 % and the coefficient of variation of the load by 0.05.

@@ -66,6 +66,7 @@ def test_arguments_are_refused_by_name(changed: dict[str, str], named: str) -> N
         command.AttentionArguments(**{**good, **changed}, seconds=1, json_file=None)
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -95,6 +96,7 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.live

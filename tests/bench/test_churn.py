@@ -76,6 +76,7 @@ def test_arguments_out_of_range(field: str, value: float) -> None:
         arguments(**{field: value})
 
 
+@pytest.mark.rest
 @pytest.mark.live
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")

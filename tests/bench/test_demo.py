@@ -37,6 +37,7 @@ def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
     assert shortest > WINDOW * SEGMENT_TOKENS / 2, "a hit is several segments long"
 
 
+@pytest.mark.rest
 @pytest.mark.live
 @pytest.mark.timeout(600)
 def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ def test_a_daemon_has_room_for_what_it_holds() -> None:
             Matching(daemon.pool, 1 << 20, seed=1).run(100, 20)
 
 
+@pytest.mark.rest
 @pytest.mark.live
 def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "growth.json"

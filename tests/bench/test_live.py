@@ -75,6 +75,7 @@ def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.rest
 def test_a_replay_with_disks(tmp_path: Path) -> None:
     """A replay with disks reads from them without a wrong byte."""
     result_file, disks = tmp_path / "result.json", tmp_path / "disks"
@@ -95,6 +96,7 @@ def test_a_replay_with_disks(tmp_path: Path) -> None:
     assert not list(disks.iterdir()), "the files of the disks are removed"
 
 
+@pytest.mark.rest
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     arguments = ["bench", "cache-hit", "--limit", "2000", "--json", str(result_file)]

@@ -189,6 +189,7 @@ def test_arguments_that_cannot_be(changed: dict[str, object], named: str) -> Non
 # -- all of it
 
 
+@pytest.mark.rest
 @pytest.mark.live
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")

@@ -33,6 +33,7 @@ def test_arguments_out_of_range(field: str, value: int) -> None:
         arguments(**{field: value})
 
 
+@pytest.mark.rest
 @pytest.mark.live
 @pytest.mark.timeout(300)
 def test_what_was_synced_is_found_after_each_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.robustness.live import wait_until
 from tokenlake_bench.soak.command import SoakArguments, run_soak
 from tokenlake_testing.children import start_child
 
-pytestmark = [pytest.mark.live, pytest.mark.slow]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.nightly]
 
 SEED = 1
 

@@ -17,7 +17,7 @@ from tests.robustness.live import freeze, wait_until
 from tokenlake_client.engines.transformers import TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 OWN = 2 * SEGMENT + 8
 """Tokens after the prefix: five chunks of prefill."""

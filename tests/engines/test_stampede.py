@@ -24,7 +24,7 @@ from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 ENGINES = 3
 TAIL = 2

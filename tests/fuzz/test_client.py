@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import hostile
+from tests.profiles import examples
 from tests.robustness.live import LAYOUT
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
@@ -161,7 +162,7 @@ def attach_write(pool: Pool) -> None:
 )
 @pytest.mark.parametrize("verify", [False, True])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_answer_is_a_result_or_an_error(
     daemon: FakeDaemon, access: Callable[[Pool], None], verify: bool, data: st.DataObject
 ) -> None:
@@ -245,7 +246,7 @@ def test_an_answer_that_does_not_add_up_is_refused(
 
 
 @given(welcome=hostile(engine.Welcome))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_welcome_is_taken_or_refused(daemon: FakeDaemon, welcome: engine.Welcome) -> None:
     daemon.answer = lambda request: welcome if isinstance(request, engine.Hello) else None
     with contextlib.suppress(TokenLakeError):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
+from tests.profiles import examples
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, corruption, events
@@ -321,7 +322,7 @@ def begun() -> Node:
 
 
 @given(st.lists(steps, min_size=10, max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_senseless_messages_break_nothing(story: list[Step]) -> None:
     node = begun()
     for each in story:
@@ -364,7 +365,7 @@ def test_a_check_that_takes_long_does_not_delay_the_next_ones() -> None:
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
     node.watched = True
@@ -377,7 +378,7 @@ def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
 
 @pytest.mark.parametrize("kind", typing.get_args(peer.PeerMessage), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @pytest.mark.timeout(600)  # a search of 10 s on an idle machine
 def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tokenlake.wire
 from tests.fuzz.hostile import broken, hostile, pieces
+from tests.profiles import examples
 from tokenlake.config import Secret
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, engine, peer
@@ -59,7 +60,7 @@ def test_all_decoders_are_found() -> None:
 
 @each_decoder
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_a_broken_body_is_refused_or_a_message(decoder: msgspec.msgpack.Decoder[Any], data: st.DataObject) -> None:
     known = kinds(decoder)
     with contextlib.suppress(ProtocolRefused):
@@ -68,7 +69,7 @@ def test_a_broken_body_is_refused_or_a_message(decoder: msgspec.msgpack.Decoder[
 
 @each_decoder
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_hostile_message_is_within_the_protocol(decoder: msgspec.msgpack.Decoder[Any], data: st.DataObject) -> None:
     """The messages that the other tests deliver to the rules could have come over the wire."""
     message = data.draw(st.sampled_from(kinds(decoder)).flatmap(hostile))
@@ -110,7 +111,7 @@ def test_a_length_that_promises_much_takes_no_memory(decoder: msgspec.msgpack.De
     sizes=st.lists(st.one_of(st.none(), st.integers(0, (1 << 32) - 1)), max_size=6),
     cuts=st.lists(st.integers(0, 1 << 16), max_size=12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_stream_of_frames_holds_one_frame_at_most(
     bodies: list[bytes], sizes: list[int | None], cuts: list[int]
 ) -> None:
@@ -155,7 +156,7 @@ handshakes = st.lists(st.sampled_from(kinds(peer.handshake_decoder)).flatmap(hos
 
 
 @given(hello=hostile(peer.PeerHello), proof=hostile(peer.PeerProof))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_nobody_without_the_secret_is_believed_when_he_dials(hello: peer.PeerHello, proof: peer.PeerProof) -> None:
     with contextlib.suppress(TokenLakeError):
         acceptor = Acceptor(identity("n0", b"s" * 32), hello, bytes(32))
@@ -164,7 +165,7 @@ def test_nobody_without_the_secret_is_believed_when_he_dials(hello: peer.PeerHel
 
 
 @given(challenge=hostile(peer.PeerChallenge), node=st.sampled_from(["n1", "", "x" * 64]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_nobody_without_the_secret_is_believed(challenge: peer.PeerChallenge, node: str) -> None:
     dialler = Dialler(identity("n0", b"s" * 32), node, bytes(32), "control")
     with contextlib.suppress(TokenLakeError):
@@ -177,7 +178,7 @@ def test_nobody_without_the_secret_is_believed(challenge: peer.PeerChallenge, no
     hello=hostile(peer.PeerHello),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_proof_fits_what_was_said_and_nothing_else(hello: peer.PeerHello, data: st.DataObject) -> None:
     """Another process changes the proof on the way."""
     secret = b"s" * 32

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import BOUNDS, damaged
+from tests.profiles import examples
 from tests.rules.settings import FIELDS, load, tenant
 from tokenlake.config import ServerConfig, load_config
 from tokenlake.core import CoreConfig, events
@@ -68,7 +69,7 @@ WORDS = [
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_damaged_file_is_taken_or_refused(data: st.DataObject) -> None:
     text = data.draw(st.one_of(damaged(FILE.encode()).map(lambda body: body.decode(errors="replace")), st.text()))
     with contextlib.suppress(ConfigurationError):
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_taken_or_refused(data: st.DataObject) -> None:
     runtime=st.one_of(st.none(), st.text(max_size=200)),
     file=st.sampled_from([None, FILE]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_any_environment_is_taken_or_refused_by_name(
     environ: dict[str, str], runtime: str | None, file: str | None
 ) -> None:
@@ -97,7 +98,7 @@ def test_any_environment_is_taken_or_refused_by_name(
 
 
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_no_refusal_shows_a_token(field: str, tables: bool) -> None:
     value = [{"name": "a", "secret": "00" * 16, "tokens": [TOKEN], field: TOKEN}] if tables else TOKEN
     for name in ("tenants", "cluster_secret"):
@@ -126,7 +127,7 @@ engine_values = st.one_of(
         max_size=2,
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_an_engines_settings_are_taken_or_refused_by_name(extra: dict[str, Any], environ: dict[str, str]) -> None:
     try:
         found = read_settings(extra, environ)
@@ -184,7 +185,7 @@ layout_pairs = st.lists(
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_any_layout_is_taken_or_refused(data: st.DataObject) -> None:
     pairs = dict(LAYOUT_PAIRS) | dict(data.draw(layout_pairs))
     encoded = msgspec.msgpack.encode([LAYOUT_VERSION, list(pairs.items())])
@@ -211,7 +212,7 @@ def recorded(path: Path) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_any_event_log_is_replayed_or_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "log"

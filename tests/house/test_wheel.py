@@ -110,7 +110,7 @@ def bench_binaries(wheel: Path, bench_wheel: Path, tmp_path_factory: pytest.Temp
     return install(tmp_path_factory.mktemp("bench-environment"), wheel, bench_wheel)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 class TestWheels:
     def test_the_wheel_holds_no_benchmark(self, wheel: Path) -> None:

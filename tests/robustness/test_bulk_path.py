@@ -30,7 +30,7 @@ from tokenlake.ring import Ring
 from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 DEAD = [Drop(("up", "down")), Drop(("up",)), Drop(("down",))]
 IDS = ["both", "up", "down"]

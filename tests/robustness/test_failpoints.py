@@ -32,7 +32,7 @@ from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.nightly]
 
 FAILPOINT_DAEMON = "tests.robustness.failpoint_daemon"
 SEGMENTS = 4

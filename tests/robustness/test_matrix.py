@@ -21,6 +21,7 @@ FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-a
 
 
 @pytest.mark.live
+@pytest.mark.rest
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_promise_is_kept(cell: Cell) -> None:
     print(f"seed {cell.seed}")

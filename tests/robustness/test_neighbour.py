@@ -8,7 +8,7 @@ import pytest
 
 from tests.robustness.neighbour import WORST, neighbours, read_all, worst
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 
 @pytest.mark.parametrize("kind", WORST)

@@ -18,7 +18,7 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, node_names
 from tokenlake_testing.network import Network, missing
 
-pytestmark = [pytest.mark.live, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.live, pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.rest]
 
 NODES = 3
 SEGMENTS = 16

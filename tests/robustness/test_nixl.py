@@ -17,6 +17,7 @@ from tokenlake_server.transports.nixl_agent import library
 pytestmark = [
     pytest.mark.live,
     pytest.mark.skipif(library() is None, reason="NIXL is not installed (make install-nixl)"),
+    pytest.mark.rest,
 ]
 
 WITH_NIXL = {"transport": "nixl", "fabric": "trusted"}

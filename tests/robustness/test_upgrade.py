@@ -14,13 +14,21 @@ from tests.server import certified
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_testing import fork_server
 from tokenlake_testing.cluster import Cluster
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 NEWER = "tests.robustness.newer_daemon"
 NODES = 3
 SEGMENTS = 6
+
+
+@pytest.fixture(autouse=True)
+def _executed() -> Iterator[None]:
+    """The newer version replaces messages before anything imports them."""
+    with fork_server.executed():
+        yield
 
 
 class Load:

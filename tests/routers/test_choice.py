@@ -21,7 +21,7 @@ from tokenlake_client.routers.tokens import Instance
 from tokenlake_client.routers.tokens import Prompt as Asked
 from tokenlake_testing.cluster import Cluster
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(120), pytest.mark.rest]
 
 A, B = (Instance(f"http://{name}/v1", "m", None) for name in ("a", "b"))
 PATIENT_MS = 5000.0

@@ -14,6 +14,8 @@ import pytest
 
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed
 
+pytestmark = pytest.mark.rest
+
 A, B = (Instance(f"http://{name}/v1", "m", None) for name in ("a", "b"))
 PROMPT = Prompt({"prompt": "t1 t2", "add_special_tokens": True})
 FAR_S = 1e6

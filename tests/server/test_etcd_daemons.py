@@ -26,6 +26,7 @@ from tokenlake_testing.ports import reserve_port
 pytestmark = [
     pytest.mark.live,
     pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd"),
+    pytest.mark.rest,
 ]
 
 

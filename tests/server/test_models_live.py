@@ -19,7 +19,7 @@ from tokenlake_client import Deadlines, MatchOptions, Pool
 from tokenlake_server.models import MODELS
 from tokenlake_testing.cluster import Cluster, Node
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 MEMORY = ServerConfig().memory
 SERVED = (

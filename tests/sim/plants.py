@@ -13,6 +13,6 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 """Breaks a rule until the test is over."""
 
 
-def planted(plants: Collection[Plant], slow: Collection[Plant]) -> list[Any]:
-    """One parameter for each bug. `make fast` leaves out those of `slow`."""
-    return [pytest.param(plant, marks=pytest.mark.slow if plant in slow else (), id=plant.__name__) for plant in plants]
+def planted(plants: Collection[Plant]) -> list[Any]:
+    """One parameter for each bug."""
+    return [pytest.param(plant, marks=pytest.mark.nightly, id=plant.__name__) for plant in plants]

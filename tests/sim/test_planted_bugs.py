@@ -295,9 +295,6 @@ SEEN_INSIDE = (
 )
 """Lost slots, segments that no node finds or leases, too many copies, refused events that leave a trace."""
 
-SLOW = (wrong_copy_kept, peer_lease_kept, call_ended_by_a_wrong_reply)
-"""Found after many more steps than the others: ten seconds each."""
-
 
 class SeenByEngines(ClusterMachine):
     """Checks only the bytes that engines see: a bug must not be found by the bookkeeping that it breaks."""
@@ -310,14 +307,14 @@ def _run(machine: type[ClusterMachine], examples: int = 400) -> None:
     run_state_machine_as_test(machine, settings=found_by)
 
 
-@pytest.mark.parametrize("plant", planted(SEEN_BY_ENGINES, SLOW))
+@pytest.mark.parametrize("plant", planted(SEEN_BY_ENGINES))
 def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"wrong bytes|reissued|other bytes"):
         _run(SeenByEngines)
 
 
-@pytest.mark.parametrize("plant", planted(SEEN_INSIDE, SLOW))
+@pytest.mark.parametrize("plant", planted(SEEN_INSIDE))
 def test_broken_rules_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     # After the failure the machine ends its scene with the broken rules, which may raise further errors.

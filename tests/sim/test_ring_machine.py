@@ -251,15 +251,10 @@ PLANTS: tuple[Plant, ...] = (
     moved_entries_are_kept,
     own_directory_ignored,
 )
-SLOW = (
-    only_the_last_change_is_told,
-    calls_of_a_member_that_left_wait,
-    own_directory_ignored,
-)
 """Found after many more examples than the others: up to ten seconds each."""
 
 
-@pytest.mark.parametrize("plant", planted(PLANTS, SLOW))
+@pytest.mark.parametrize("plant", planted(PLANTS))
 def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     found_by = settings(max_examples=300, stateful_step_count=25, phases=[Phase.generate], deadline=None)

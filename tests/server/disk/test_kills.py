@@ -18,7 +18,7 @@ from tokenlake.wire import Code
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_testing.children import start_child
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.rest]
 
 KILLS = 20
 Slot = tuple[str, int, int]

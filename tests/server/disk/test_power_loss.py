@@ -14,6 +14,8 @@ from tokenlake_server.disk.index import Index
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory
 from tokenlake_server.disk.store import DiskStore
 
+pytestmark = pytest.mark.nightly
+
 SEEDS = 300
 FAILURES = 3
 """Power failures of one seed, one after the other."""
