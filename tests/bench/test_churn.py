@@ -79,7 +79,7 @@ def test_arguments_out_of_range(field: str, value: float) -> None:
 @pytest.mark.rest
 @pytest.mark.live
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
+@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("BEFORE_S", "AFTER_S"):
         monkeypatch.setattr(command, name, 3.0)

@@ -21,7 +21,7 @@ RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 RUNBOOK = ROOT / "docs" / "operations.md"
 DASHBOARD = ROOT / "deploy" / "grafana" / "tokenlake.json"
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: make install-promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: make install-tools")
 
 yaml = pytest.importorskip("yaml")
 

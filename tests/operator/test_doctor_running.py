@@ -229,7 +229,7 @@ def test_a_firewall_between_nodes(tmp_path: Path) -> None:
         assert "peer-unreachable" in checks(json.loads(before.stdout)), before.output
 
 
-@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
+@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
 def test_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenlake_operator.doctor.membership.ETCD_S", 0.5)
     with EtcdServers() as etcd:

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 pytestmark = [
     pytest.mark.live,
     pytest.mark.skipif(
-        not all(map(shutil.which, ("etcd", "etcdctl"))), reason="no etcd and etcdctl: make install-etcd"
+        not all(map(shutil.which, ("etcd", "etcdctl"))), reason="no etcd and etcdctl: make install-tools"
     ),
 ]
 

@@ -25,7 +25,7 @@ from tokenlake_testing.ports import reserve_port
 
 pytestmark = [
     pytest.mark.live,
-    pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd"),
+    pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools"),
     pytest.mark.rest,
 ]
 

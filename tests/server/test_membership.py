@@ -41,7 +41,7 @@ LIMIT_S = 30.0
 CLUSTER = "test"
 ACCOUNT = Account((("c", 3, 3 << 20),), (1, 1 << 20))
 
-needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
+needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
 
 
 @pytest.fixture(scope="module")

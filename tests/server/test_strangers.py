@@ -22,7 +22,7 @@ from tokenlake_testing.etcd import EtcdServers, etcd_version
 
 pytestmark = [
     pytest.mark.live,
-    pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd"),
+    pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools"),
 ]
 
 

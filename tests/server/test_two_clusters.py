@@ -128,7 +128,7 @@ def test_lists_that_name_the_other_cluster(made: Nodes, text: str) -> None:
     made.do_not_mix(text)
 
 
-@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-etcd")
+@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
 @each_proof
 def test_an_etcd_that_names_the_other_cluster(made: Nodes, text: str) -> None:
     """Both clusters are in one etcd. Each b advertises the address of the b of the other cluster."""

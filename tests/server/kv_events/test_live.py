@@ -55,6 +55,7 @@ def agrees(node: Node, stream: Stream, pool: Pool, router: Llmd, prompts: list[l
     until(truth, lambda: beliefs(router, stream, prompts))
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(240)
 def test_the_beliefs_after_10_000_stores_and_evictions(python: Path) -> None:
     """Dynamo's own indexer and llm-d's index, which also miss messages: a few, and more than the daemon keeps."""

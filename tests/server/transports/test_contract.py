@@ -20,7 +20,7 @@ SIZES = [(1000, 5, 2), (3 << 20, 8, 2), (6 << 20, 4, 1)]
 """Bytes, number and shards of segments: several in a piece; two halves, with a part of a piece; several pieces each."""
 
 
-@pytest.fixture(params=["tcp", "fake", "nixl"])
+@pytest.fixture(params=["tcp", "fake", pytest.param("nixl", marks=pytest.mark.rest)])
 def made(request: pytest.FixtureRequest) -> Make:
     if request.param == "nixl" and library() is None:
         pytest.skip("NIXL is not installed (make install-nixl)")
