@@ -245,6 +245,7 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DiskTier, "forget", forget)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "plant",
     [

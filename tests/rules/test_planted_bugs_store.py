@@ -23,6 +23,8 @@ from tokenlake.store.slot_table import SlotTable
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
+pytestmark = pytest.mark.nightly
+
 SEARCH = settings(
     max_examples=400,
     stateful_step_count=50,

@@ -15,6 +15,8 @@ from tokenlake.store import State
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
 
+pytestmark = pytest.mark.slow
+
 NODES, OWNERS = 5, 4
 PROMPTS, LENGTH = 50, 16
 """Prompts that each owner stores, and their segments."""
