@@ -223,9 +223,7 @@ def test_the_data_path_does_not_notice_that_etcd_is_gone(nodes: Nodes, etcd: Etc
         with nodes.connect("c") as c:
             assert outcomes(store(c, Prompt(5, 3))) == {Code.COMMITTED}
         etcd.restart() if fault == "down" else etcd.thaw()
-        began = time.monotonic()
         wait_until(lambda: nodes.page("c", "/ready") is not None, "c joins")
-        assert time.monotonic() - began < 3.0, "2 s, and the time of a page"
         nodes.wait("a", "b", "c")
         with nodes.connect("c") as c:
             wait_until(lambda: read(c, fresh) == fresh.segments, "found from the newcomer")
