@@ -9,45 +9,92 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tokenlake_bench.gpu.base import CPU, Rig  # noqa: E402
-from tokenlake_bench.gpu.command import CHECKS, GpuResult, main, measure  # noqa: E402
-from tokenlake_client.engines.devices.base import DeviceFailed  # noqa: E402
+from tokenlake_bench.gpu import command  # noqa: E402
+from tokenlake_bench.gpu.base import CPU, Rig, Row  # noqa: E402
+from tokenlake_bench.gpu.command import CHECKS, GpuResult, Said, main, run_here  # noqa: E402
 
 
 def test_without_a_gpu_each_check_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     file = tmp_path / "gpu.json"
-    assert main(["--json", str(file)]) == 2
-    assert capsys.readouterr().out.splitlines() == [f"{name}: not run: no CUDA device" for name in CHECKS]
+    names = ["copies", "vllm"]
+    assert main(["--checks", ",".join(names), "--json", str(file)]) == 2
+    assert capsys.readouterr().out.splitlines() == [f"{name}: not run: no CUDA device" for name in names]
     result = msgspec.json.decode(file.read_bytes(), type=GpuResult)
-    assert [(check.name, check.not_run) for check in result.checks] == [(name, "no CUDA device") for name in CHECKS]
+    assert [(check.name, check.not_run) for check in result.checks] == [(name, "no CUDA device") for name in names]
     assert not result.device
 
 
-@pytest.mark.parametrize("name", ["copies", "ipc"])
+def measured(name: str) -> list[Row]:
+    """The rows of a check on the device of tests, in this process."""
+    said = list[Said]()
+    run_here(name, Rig(CPU, small=True), said.append)
+    assert not [each for each in said if each.not_run or each.failed], said
+    return [each.row for each in said if each.row is not None]
+
+
+@pytest.mark.parametrize("name", ["copies", "ipc", "locks"])
 def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
-    (check,) = measure(Rig(CPU, small=True), [name], print).checks
-    assert check.rows
-    assert check.right
+    rows = measured(name)
+    assert rows
+    assert all(row.right for row in rows)
 
 
 @pytest.mark.live
 def test_blocks_go_through_a_daemon_and_back() -> None:
-    lines: list[str] = []
-    (check,) = measure(Rig(CPU, small=True), ["blocks"], lines.append).checks
-    assert check.right, lines
-    assert [row.name for row in check.rows] == ["FLASH_ATTN HND", "FLASH_ATTN NHD", "opaque, two groups"]
+    rows = measured("blocks")
+    assert all(row.right for row in rows), rows
+    assert [row.name for row in rows] == ["FLASH_ATTN HND", "FLASH_ATTN NHD", "opaque, two groups"]
 
 
-def test_a_check_that_fails_is_told_and_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def failing(rig: Rig) -> None:
-        raise DeviceFailed("lost")
+FAULTS = """
+import os, sys, time
+from tokenlake_bench.gpu import command
+from tokenlake_bench.gpu.base import Row
+from tokenlake_client.engines.devices.base import DeviceFailed
 
-    monkeypatch.setitem(CHECKS, "ipc", failing)
-    assert main(["--device", "cpu", "--small", "--checks", "ipc,copies"]) == 1
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "ipc: FAILED: DeviceFailed: lost"
-    assert all(": right" in line for line in others)
+def failing(rig):
+    yield Row("first", True)
+    raise DeviceFailed("lost")
+
+def hanging(rig):
+    yield Row("first", True)
+    time.sleep(3600)
+
+def ending(rig):
+    yield Row("first", True)
+    sys.stdout.flush()
+    os._exit(3)
+
+def sound(rig):
+    yield Row("first", True)
+
+for name, rows in (("copies", failing), ("ipc", hanging), ("locks", ending), ("blocks", sound)):
+    command.CHECKS[name] = command.Named(rows, 60.0)
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.rest
+def test_a_check_that_fails_hangs_or_dies_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has measured before is in the file."""
+    program, file = tmp_path / "faults.py", tmp_path / "gpu.json"
+    program.write_text(FAULTS)
+    monkeypatch.setattr(command, "PROGRAM", [str(program)])
+    arguments = ["--device", "cpu", "--checks", "copies,ipc,locks,blocks", "--json", str(file)]
+    monkeypatch.setitem(CHECKS, "ipc", CHECKS["ipc"]._replace(limit_s=20.0))
+    assert main(arguments) == 1
+    result = msgspec.json.decode(file.read_bytes(), type=GpuResult)
+    assert [[row.name for row in check.rows] for check in result.checks] == [["first"]] * 4
+    failed = [check.failed for check in result.checks]
+    assert failed[0] == "DeviceFailed: lost"
+    assert failed[1].startswith("it took more than ")
+    assert failed[2:] == ["its process ended with status 3", ""]
+
+
+def test_no_check_begins_without_time(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    assert main(["--device", "cpu", "--small", "--minutes", "0", "--checks", "copies", "--json", str(file)]) == 2
+    (check,) = msgspec.json.decode(file.read_bytes(), type=GpuResult).checks
+    assert check.not_run == "no time was left"
