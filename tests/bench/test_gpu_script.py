@@ -51,7 +51,7 @@ def folder_of(version: str, folder: Path) -> Path:
 
 def dry_run(python: str, folder: Path, results: Path) -> None:
     results.mkdir()
-    words = ["bash", ROOT / "bench" / "gpu.sh", folder, results, "--device", "cpu", "--small"]
+    words: list[str | Path] = ["bash", ROOT / "bench" / "gpu.sh", folder, results, "--device", "cpu", "--small"]
     done = run(words, PYTHON=python)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = msgspec.json.decode((results / "gpu.json").read_bytes(), type=GpuResult).checks
