@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,23 @@ OWN_DESCRIPTORS, REGION_DESCRIPTORS = 256, 2
 WORK_THREADS = 4
 """Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
 processes."""
+
+
+IGNORED = (
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGIO,
+    signal.SIGPWR,
+)
+"""Signals that mean nothing to a daemon, and that end a process that does not handle them."""
+
+
+def _ignore(number: signal.Signals) -> None:
+    log.warning("%s has no effect: settings are read at the start, and SIGTERM ends this node", number.name)
 
 
 def _raise_descriptor_limit(config: ServerConfig) -> None:
@@ -102,7 +120,11 @@ async def run(
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     arena = Arena(config.huge_pages)
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for ignored in IGNORED:
+        loop.add_signal_handler(ignored, _ignore, ignored)
+    # A terminal that is closed sends SIGHUP to what runs in it.
+    ending = (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if sys.stderr.isatty() else ()))
+    for number in ending:
         loop.add_signal_handler(number, stop.set)
     try:
         daemon = Daemon(config, arena, speed, origin, report)
@@ -117,7 +139,7 @@ async def run(
         log.info("stopping")
         daemon.watchdog.stop()
         await daemon.close()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*ending, *IGNORED):
             # From here on signals are ignored: one that arrived while the interpreter exits would end the process by
             # the signal and not with status 0.
             loop.remove_signal_handler(number)

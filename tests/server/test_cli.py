@@ -16,6 +16,7 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store, wait_until
 from tokenlake.errors import ConfigurationError
 from tokenlake_server.config_file import read_config_file
+from tokenlake_server.running import IGNORED
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
@@ -215,7 +216,39 @@ def test_stale_sockets_and_clean_stops() -> None:
         assert node.process.wait(LIMIT_S) == 0
 
 
-def test_a_terminal_shows_that_memory_is_prepared(tmp_path: Path) -> None:
+def test_signals_that_mean_nothing_are_told(tmp_path: Path) -> None:
+    """logrotate and operators send some of them; they ended the daemon without a word."""
+    with daemons() as cluster:
+        node = cluster.nodes[0]
+        assert node.process is not None
+        for number in IGNORED:
+            node.process.send_signal(number)
+            wait_until(lambda: f"{number.name} has no effect" in node.log.read_text(), number.name)  # noqa: B023
+        assert node.running
+        assert node.stop() == 0
+
+
+@pytest.mark.parametrize("command", [SERVE, [*COMMAND, "serve"]], ids=["module", "command"])
+def test_a_sigterm_before_the_daemon_runs(command: list[str], tmp_path: Path) -> None:
+    """Process 1 of a container gets only signals that it handles."""
+    words = ["--node", "x", "--memory", "1MiB", "--socket", str(tmp_path / "x.sock"), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen([*command, *words, "--metrics", ""], stderr=subprocess.PIPE) as daemon:
+        status = Path(f"/proc/{daemon.pid}/status")
+
+        def handles_it() -> bool:
+            caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+            return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+        wait_until(handles_it, "SIGTERM is handled")
+        daemon.terminate()
+        assert daemon.stderr is not None
+        assert daemon.stderr.read() == b""
+    assert daemon.returncode == 0
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_terminal_shows_that_memory_is_prepared(tmp_path: Path, ending: signal.Signals) -> None:
+    """A terminal that is closed sends SIGHUP."""
     ours, theirs = pty.openpty()
     words = ["--node", "x", "--memory", "64MiB", "--socket", str(tmp_path / "x.sock"), "--listen", "127.0.0.1:0"]
     with (
@@ -226,7 +259,7 @@ def test_a_terminal_shows_that_memory_is_prepared(tmp_path: Path) -> None:
         shown = b""
         while b"is ready after" not in shown:
             shown += terminal.read(1 << 16)
-        daemon.terminate()
+        daemon.send_signal(ending)
     assert daemon.returncode == 0
     assert b"preparing memory" in shown
 

@@ -66,11 +66,12 @@ def _rows(model: Path, socket: str, arguments: dict[str, Any]) -> Iterator[Row]:
         pooled.call("flush")
         pooled.call("forget")
         warm = pooled.generate(prompts)
-        hits, door = pooled.call("counts")["tokens_hit"], pooled.call("door")
+        hits = pooled.call("counts")["tokens_hit"]
+        name = pooled.call("door") + (", n-gram speculation" if arguments else "")
         second = pooled.timed([long], 1)
         right = cold == warm == expected and first.tokens == second.tokens and hits > 0
         times = {"cold_ms": 1e3 * first.seconds, "warm_ms": 1e3 * second.seconds}
-        yield Row(str(door), right, {"tokens_hit": float(hits), **times})
+        yield Row(name, right, {"tokens_hit": float(hits), **times})
         pooled.call("forget")
         answers = pooled.timed(many)
         pooled.close()
@@ -79,4 +80,4 @@ def _rows(model: Path, socket: str, arguments: dict[str, Any]) -> Iterator[Row]:
     # pool and without.
     same = sum(own == other for own, other in zip(answers.tokens, all_expected.tokens, strict=True))
     whole = [len(each) for each in answers.tokens] == [len(each) for each in all_expected.tokens]
-    yield Row(f"{door}, {WAITING} requests at once", whole, {**figures, "answers_equal": float(same)})
+    yield Row(f"{name}, {WAITING} requests at once", whole, {**figures, "answers_equal": float(same)})
