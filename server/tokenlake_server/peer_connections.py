@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from tokenlake.config import Address
+from tokenlake.config import Address, kinds
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import (
@@ -680,6 +680,15 @@ def _listen(address: Address, setting: str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise address_error(setting, address, error) from error
+    if not kinds.is_loopback(address.host) and kinds.is_loopback(str(resolved[0])):
+        log.warning(
+            "'%s' is %s, which this machine resolves to %s, an address of its own that no other machine reaches: take "
+            "the name out of the line with %s in /etc/hosts, or give the address",
+            setting,
+            address,
+            resolved[0],
+            resolved[0],
+        )
     sock.listen(128)
     sock.setblocking(False)
     return sock

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,20 @@ def events_without_their_module(node: GivenNode, patch: pytest.MonkeyPatch) -> N
 def advertised_at_loopback(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node)
     node.settings |= {"listen": f"0.0.0.0:{reserve_port()}", "advertise": "127.0.0.1:7440"}
+
+
+@plant("listen-loopback", "out of the line with 127.0.1.1 in /etc/hosts")
+def a_name_of_this_machine_alone(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    """As Debian's installer writes it."""
+    certified(node)
+    port = reserve_port()
+    node.settings |= {"listen": f"gpu-1.example:{port}"}
+    resolve = socket.getaddrinfo
+
+    def hosts(host: str, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.1.1" if host == "gpu-1.example" else host, *rest, **more)
+
+    patch.setattr(socket, "getaddrinfo", hosts)
 
 
 # -- the machine

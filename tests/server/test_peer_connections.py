@@ -15,9 +15,11 @@ import pytest
 
 from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
+from tokenlake.config import Address
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.peer_connections import _listen
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
@@ -42,6 +44,17 @@ def test_a_node_that_is_no_member() -> None:
             assert node.page("/health")
             assert total(node, "tokenlake_peers_connected") == 0
             assert node.stop() == 0
+
+
+def test_a_name_that_no_other_machine_reaches(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's installer gives the machine's name the address 127.0.1.1."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve("127.0.1.1", *rest, **more))
+    for host, told in (("gpu-1.example", 1), ("127.0.1.1", 1), ("localhost", 1)):
+        _listen(Address(host, 0), "listen").close()
+        assert caplog.text.count("resolves to 127.0.1.1, an address of its own that no other machine reaches") == told
 
 
 def test_short_frames_before_the_proof() -> None:

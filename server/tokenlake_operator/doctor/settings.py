@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -62,10 +63,26 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             f"other machines are told to reach this node at their own loopback; it listens at {listen}",
             "set 'advertise' to the address at which the other nodes reach this one; unset it where that is 'listen'",
         )
+    if not kinds.is_loopback(listen.host) and kinds.is_loopback(bound := _resolved(listen.host)):
+        yield Finding(
+            "error",
+            "listen-loopback",
+            f"listen = {config.listen}",
+            f"this machine resolves the name to {bound}, an address of its own that no other machine reaches",
+            f"take the name out of the line with {bound} in /etc/hosts, or set 'listen' to the address",
+        )
     for setting, module, extra in MODULES:
         if getattr(config, setting) and find_spec(module) is None:
             problem = f"the module '{module}' is not installed"
             yield Finding("error", "module", setting, problem, f"run `pip install {extra}`")
+
+
+def _resolved(host: str) -> str:
+    """The address of a host as the daemon resolves it; the host itself where it cannot be resolved."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host
 
 
 def _tenants(config: ServerConfig) -> Iterator[Finding]:
