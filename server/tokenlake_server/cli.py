@@ -17,7 +17,7 @@ import click
 
 from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.log_lines import set_up_log
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon
@@ -71,6 +71,7 @@ def run_daemon(
     replay a trace faster than it happened. `made` is called with the daemon before its first event. Raises
     `click.ClickException`."""
     set_up_log("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings: Settings | None = None
     try:
         settings = load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())
@@ -78,7 +79,10 @@ def run_daemon(
             log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
         _serve(settings, speed, made)
     except TokenLakeError as error:
-        raise click.ClickException(str(error)) from error
+        text = str(error)
+        if isinstance(error, ConfigurationError) and settings is not None and error.field in settings.origin:
+            text += f" (set by {settings.origin[error.field]})"
+        raise click.ClickException(text) from error
 
 
 def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> None:

@@ -109,6 +109,30 @@ def test_a_state_directory_that_takes_no_files(tmp_path: Path) -> None:
     assert "setting 'state_directory' is '/proc'" in start(tmp_path, "--state-directory", "/proc")
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_runtime_directory_of_another_user(there: bool, tmp_path: Path) -> None:
+    """As after `su`, or in a container: the message names the variable that gave the default."""
+    runtime = tmp_path / "run"
+    if there and os.geteuid():
+        pytest.skip("needs root")
+    if there:
+        runtime.mkdir()
+        os.chown(runtime, 12345, 12345)
+    program = "import os, sys; os.geteuid = lambda: 4321\nfrom tokenlake_server.cli import serve; serve(sys.argv[1:])"
+    words = ["--node", "x", "--memory", "1MiB", "--listen", "127.0.0.1:0", "--metrics", ""]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=clean | {"XDG_RUNTIME_DIR": str(runtime)},
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "(set by default, in the directory of the variable XDG_RUNTIME_DIR)" in ended.stderr
+
+
 def test_a_missing_state_directory(tmp_path: Path) -> None:
     missing = tmp_path / "none"
     message = start(tmp_path, "--state-directory", str(missing))

@@ -8,6 +8,7 @@ Service named `tokenlake`.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -94,7 +95,7 @@ def load_config(
     ]
     _check_order(given)
     values, origin = read(ServerConfig, given, dict.fromkeys(ENGINE_SETTINGS, OF_ENGINES), LISTING)
-    _fill_computed_defaults(values, environ, uid)
+    _fill_computed_defaults(values, origin, environ, uid)
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
@@ -122,14 +123,19 @@ def _check_order(given: Iterable[Given]) -> None:
                     raise PlainRefusal(name, problem, f"settings of the daemon come before the first [[{table}]]")
 
 
-def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], uid: int) -> None:
+def _fill_computed_defaults(
+    values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str], uid: int
+) -> None:
     plain = ServerConfig()
     if "socket" not in values:
         socket = default_socket(environ, values.get("node", plain.node), uid)
+        for variable in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
+            if posixpath.dirname(socket) in environ.get(variable, "").split(":"):
+                origin["socket"] = f"{DEFAULT}, in the directory of the variable {variable}"
         try:
             values["socket"] = settings_of(ServerConfig)["socket"].kind.parse(socket)
         except ValueError as error:
-            raise refusal(ServerConfig, "socket", socket, str(error), DEFAULT) from None
+            raise refusal(ServerConfig, "socket", socket, str(error), origin["socket"]) from None
     if "control_socket" not in values:
         beside = values["socket"].removesuffix(".sock") + ".control"
         # A path that is too long for a socket turns the control socket off.
