@@ -8,11 +8,15 @@ engines that load one directory compute the same one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+import logging
 import os
+import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +31,8 @@ __all__ = [
     "weight_files",
 ]
 
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CODE_SUFFIX = ".py"
@@ -40,14 +46,19 @@ IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
 leaves them out."""
 READ_BYTES = 4 << 20
 THREADS = 4
+SHARED_MEMORY = "/dev/shm"
+"""A directory that can be written in most containers whose file system cannot."""
+_known: dict[str, tuple[list[object], str]] = {}
+"""By path, identity and digest of the files that this process has read."""
 
 
 def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str:
     """Hex digest of the model, or of the LoRA adapter, in `directory`.
 
-    The digests of files are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by path, size
-    and times of change, so that a second call reads no unchanged file. A cache that cannot be written is ignored.
-    Raises `LayoutRefused` where there is no configuration or no weight file.
+    The digests of files are kept in `cache`, by path, size and times of change, so that neither a second call nor
+    another process reads an unchanged file. Default: `tokenlake/weights` in the user's cache directory, and where that
+    cannot be written, a directory of the user among the temporary files. Raises `LayoutRefused` where there is no
+    configuration or no weight file.
     """
     root = Path(directory)
     configurations = [[name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()]
@@ -55,7 +66,7 @@ def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str
     if not configurations or not files:
         raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")
     files += _further_files(root)
-    store = _cache_directory() if cache is None else cache
+    store = _default_store(os.environ.get("XDG_CACHE_HOME", "")) if cache is None else cache
     with ThreadPoolExecutor(max_workers=THREADS) as threads:
         digests = list(threads.map(lambda path: _content_digest(path, store), files))
     entries = [[path.name, path.stat().st_size, digest] for path, digest in zip(files, digests, strict=True)]
@@ -126,14 +137,59 @@ def _configuration(path: Path) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
 
 
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tokenlake" / "weights"
+@functools.cache
+def _default_store(given: str) -> Path | None:
+    """The first place for digests that can be used; None where there is none. A place that replaces another one is told
+    in the log, once. `given`: XDG_CACHE_HOME."""
+    problems = []
+    for place in _places(given):
+        try:
+            _prepare(place)
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror or error}")
+        else:
+            if problems:
+                log.warning("digests of weights are kept in %s (%s)", place, "; ".join(problems))
+            return place
+    log.warning(
+        "digests of weights cannot be kept, so that each process reads all weights (%s): set XDG_CACHE_HOME to a "
+        "directory that can be written",
+        "; ".join(problems),
+    )
+    return None
 
 
-def _content_digest(path: Path, store: Path) -> str:
+def _places(given: str) -> Iterator[Path]:
+    # A user of a container may have no home.
+    with contextlib.suppress(RuntimeError):
+        yield Path(given or Path.home() / ".cache") / "tokenlake" / "weights"
+    for shared in (tempfile.gettempdir(), SHARED_MEMORY):
+        yield Path(shared) / f"tokenlake-{os.geteuid()}-weights"
+
+
+def _prepare(place: Path) -> None:
+    """Create the directory. Raises OSError where it cannot be written, or where another user can: a wrong digest would
+    give one model the cache of another."""
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise OSError("another user can write there")
+    with tempfile.TemporaryFile(dir=place):
+        pass
+
+
+def _content_digest(path: Path, store: Path | None) -> str:
     real = path.resolve()
     identity = _identity(real)
+    known = _known.get(str(real))
+    if known is None or known[0] != identity:
+        _known[str(real)] = known = identity, _kept_digest(real, identity, store)
+    return known[1]
+
+
+def _kept_digest(real: Path, identity: list[object], store: Path | None) -> str:
+    if store is None:
+        return _hash_file(real)
     entry = store / f"{_digest_of_json(str(real))}.json"
     try:
         known_identity, known_digest = json.loads(entry.read_bytes())

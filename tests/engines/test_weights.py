@@ -64,15 +64,64 @@ def test_changes_to_what_a_directory_says_change_the_digest(tmp_path: Path) -> N
     assert len({digest, *(digest_of_changes(digest, changes) for changes in (one, two, other))}) == 4
 
 
-def test_a_second_call_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, cache = make(tmp_path / "a"), tmp_path / "cache"
-    digest = digest_of_directory(directory, cache)
-
+def no_reads(patch: pytest.MonkeyPatch) -> None:
     def unexpected(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr(weights, "_hash_file", unexpected)
+    patch.setattr(weights, "_hash_file", unexpected)
+
+
+def another_process() -> None:
+    """Forget what a process knows."""
+    weights._known.clear()
+    weights._default_store.cache_clear()
+
+
+def test_a_second_call_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, cache = make(tmp_path / "a"), tmp_path / "cache"
+    digest = digest_of_directory(directory, cache)
+    no_reads(monkeypatch)
+    assert digest_of_directory(directory, tmp_path / "other cache") == digest
+    another_process()
     assert digest_of_directory(directory, cache) == digest
+
+
+def test_a_home_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with a read-only file system: another place is taken, which only this user can write."""
+    directory, open_to_all, place = make(tmp_path / "a"), tmp_path / "open", tmp_path / "place"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setattr(weights, "_places", lambda given: iter((Path("/proc/tokenlake"), open_to_all, place)))
+    another_process()
+    digest = digest_of_directory(directory)
+    assert f"digests of weights are kept in {place}" in caplog.text
+    assert "another user can write there" in caplog.text
+    no_reads(monkeypatch)
+    another_process()
+    assert digest_of_directory(directory) == digest
+
+
+def test_without_any_place_a_process_reads_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make(tmp_path / "a")
+    monkeypatch.setattr(weights, "_places", lambda given: iter((Path("/proc/tokenlake"),)))
+    another_process()
+    digest = digest_of_directory(directory)
+    no_reads(monkeypatch)
+    assert digest_of_directory(directory) == digest
+    assert caplog.text.count("set XDG_CACHE_HOME") == 1
+    another_process()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(none))
+    assert [each.name for each in weights._places("")] == [f"tokenlake-{os.geteuid()}-weights"] * 2
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -89,6 +138,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_ignored(tmp_path: Path, entry: bytes) -> None:
     directory, cache = make(tmp_path / "a"), tmp_path / "cache"
     digest = digest_of_directory(directory, cache)
+    another_process()
     for path in cache.iterdir():
         path.write_bytes(entry)
     assert digest_of_directory(directory, cache) == digest
@@ -97,9 +147,9 @@ def test_a_damaged_cache_is_ignored(tmp_path: Path, entry: bytes) -> None:
 def test_an_unwritable_cache_is_ignored(tmp_path: Path) -> None:
     directory = make(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    assert digest_of_directory(directory, tmp_path / "file" / "cache") == digest_of_directory(
-        directory, tmp_path / "cache"
-    )
+    digest = digest_of_directory(directory, tmp_path / "file" / "cache")
+    another_process()
+    assert digest_of_directory(directory, tmp_path / "cache") == digest
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
