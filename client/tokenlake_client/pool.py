@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tokenlake.content import MAX_CONTENT_BYTES, contents_of
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import LimitReached, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, opaque_keys, root_key
@@ -68,7 +68,11 @@ class Pool:
         # pool, so that a pool that no code uses can be collected.
         self._state = PoolState(self._grants, layout, self.deadlines, verify=verify)
         self._heartbeat = HeartbeatThread(self._grants, connector, wake, self._state)
-        self._heartbeat.start()
+        try:
+            self._heartbeat.start()
+        except RuntimeError as error:
+            self._grants.close()
+            raise LimitReached(f"the thread of the client's heartbeat cannot be started: {error}") from error
         self._queries = Queries(self._state)
         self._put_executor = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-put")
         self._name = secrets.token_hex(4)

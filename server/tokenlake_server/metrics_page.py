@@ -381,6 +381,9 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread can be started, because of a limit of the machine: the thread that accepts serves this request.
+            self.process_request_thread(request, client_address)
         except BaseException:
             self._room.release()
             raise

@@ -35,7 +35,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.robustness.matrix.proxy import Cut
-from tokenlake.errors import Unreachable
+from tokenlake.errors import LimitReached, Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -105,6 +105,21 @@ def test_a_restarted_daemon(cluster: Cluster, how: str) -> None:
         assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
         assert read(pool, prompt) == 4
     wait_until(lambda: total(node, "tokenlake_processes") == 0, "closed")
+
+
+def test_a_process_without_free_threads(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a limit of processes: the error says so, and no session is left."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(LimitReached, match="heartbeat cannot be started: can't start new thread"):
+            cluster.connect(0, LAYOUT)
+    wait_until(lambda: total(cluster.nodes[0], "tokenlake_processes") == 0, "the session has ended")
+    with cluster.connect(0, LAYOUT) as pool:
+        assert outcomes(store(pool, Prompt(1, 2))) == {Code.COMMITTED}
 
 
 def test_a_session_goes_on_after_its_connection_broke(cluster: Cluster) -> None:

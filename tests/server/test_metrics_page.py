@@ -64,6 +64,16 @@ def test_a_loop_that_does_not_answer(
     assert b"tokenlake_free_share" in got(served, "/metrics")
 
 
+def test_without_a_free_thread_pages_are_served(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    served, _ = pages
+    for _ in range(2 * metrics_page.MAX_THREADS):
+        assert got(served, "/health").startswith(b"HTTP/1.0 200 OK")
+
+
 def test_a_request_sent_byte_by_byte_frees_its_thread(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_page, "REQUEST_S", 0.5)
     served, _ = pages
