@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tokenlake_bench.gpu.base import CPU, Rig  # noqa: E402
 from tokenlake_bench.gpu.command import CHECKS, GpuResult, main, measure  # noqa: E402
+from tokenlake_bench.gpu.timeline import covered, read  # noqa: E402
 from tokenlake_client.engines.devices.base import DeviceFailed  # noqa: E402
 
 
@@ -38,6 +40,31 @@ def test_blocks_go_through_a_daemon_and_back() -> None:
     (check,) = measure(Rig(CPU, small=True), ["blocks"], lines.append).checks
     assert check.right, lines
     assert [row.name for row in check.rows] == ["FLASH_ATTN HND", "FLASH_ATTN NHD", "opaque, two groups"]
+
+
+@pytest.mark.live
+def test_the_transformers_engine_on_the_device_of_tests() -> None:
+    lines: list[str] = []
+    (check,) = measure(Rig(CPU, small=True), ["transformers"], lines.append).checks
+    assert not check.failed, lines
+    assert check.right, lines
+    assert len(check.rows) == 1 + 2 * 4 + 2
+
+
+def test_the_share_of_a_timeline_under_another() -> None:
+    trace: list[dict[str, Any]] = [
+        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 10, "args": {"stream": 7}},
+        {"cat": "kernel", "name": "gemm", "ts": 12, "dur": 8, "args": {"stream": 7}},
+        {"cat": "kernel", "name": "scatter", "ts": 30, "dur": 2, "args": {"stream": 9}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 8, "dur": 8},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 0, "dur": 20},
+        {"ph": "M", "name": "process_name"},
+    ]
+    timeline = read(trace)
+    assert timeline == ([(8, 16)], [(0, 10), (12, 20)], [(30, 32)])
+    assert covered(timeline.copies, timeline.engine) == 6 / 8
+    assert covered([(0, 4), (8, 10)], [(9, 20), (1, 3), (2, 3)]) == 0.5
+    assert covered([], timeline.engine) == covered(timeline.others, timeline.copies) == 0.0
 
 
 def test_a_check_that_fails_is_told_and_does_not_end_the_others(

@@ -167,7 +167,11 @@ def test_a_save_follows_the_computation_and_not_what_comes_later() -> None:
     keys = pool.prefix(range(SHAPE.segment_tokens)).keys
     writer = writer_of()
     writer.submit(task_of(as_pool(pool), SHAPE, keys, 0, CpuCopier(device).bind(SHAPE, cache)))
-    device.engine.run(lambda: later.wait(LIMIT_S) and None)
+
+    def compute_more() -> None:
+        later.wait(LIMIT_S)
+
+    device.engine.run(compute_more)
     assert not writer.flush(0.05)
     assert not pool.segments
     gate.set()

@@ -17,6 +17,7 @@ from tokenlake_bench.gpu.copies import copies
 from tokenlake_bench.gpu.kernel import kernel
 from tokenlake_bench.gpu.shared import shared
 from tokenlake_bench.gpu.tokens import tokens
+from tokenlake_bench.gpu.transformers_check import transformers
 from tokenlake_bench.report import write_json
 
 __all__ = ["CHECKS", "GpuResult", "main", "measure"]
@@ -25,6 +26,7 @@ CHECKS: Final[dict[str, Callable[[Rig], Iterator[Row]]]] = {
     "copies": copies,
     "ipc": shared,
     "blocks": blocks,
+    "transformers": transformers,
     "triton": kernel,
     "vllm": tokens,
 }
