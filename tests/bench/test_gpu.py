@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tokenlake_bench.gpu.base import CPU, Rig  # noqa: E402
 from tokenlake_bench.gpu.command import CHECKS, GpuResult, main, measure  # noqa: E402
-from tokenlake_bench.gpu.timeline import covered, read  # noqa: E402
+from tokenlake_bench.gpu.timeline import Timeline, covered, read  # noqa: E402
 from tokenlake_client.engines.devices.base import DeviceFailed  # noqa: E402
 
 
@@ -61,7 +61,7 @@ def test_the_share_of_a_timeline_under_another() -> None:
         {"ph": "M", "name": "process_name"},
     ]
     timeline = read(trace)
-    assert timeline == ([(8, 16)], [(0, 10), (12, 20)], [(30, 32)])
+    assert timeline == Timeline([(8, 16)], [(0, 10), (12, 20)], [(30, 32)])
     assert covered(timeline.copies, timeline.engine) == 6 / 8
     assert covered([(0, 4), (8, 10)], [(9, 20), (1, 3), (2, 3)]) == 0.5
     assert covered([], timeline.engine) == covered(timeline.others, timeline.copies) == 0.0
