@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 from tokenlake_bench.gpu import command  # noqa: E402
 from tokenlake_bench.gpu.base import CPU, Rig, Row  # noqa: E402
 from tokenlake_bench.gpu.command import CHECKS, GpuResult, Said, main, run_here  # noqa: E402
+from tokenlake_bench.gpu.timeline import Timeline, covered, read  # noqa: E402
 
 
 def test_without_a_gpu_each_check_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +48,29 @@ def test_blocks_go_through_a_daemon_and_back() -> None:
     rows = measured("blocks")
     assert all(row.right for row in rows), rows
     assert [row.name for row in rows] == ["FLASH_ATTN HND", "FLASH_ATTN NHD", "opaque, two groups"]
+
+
+@pytest.mark.live
+def test_the_transformers_engine_on_the_device_of_tests() -> None:
+    rows = measured("transformers")
+    assert all(row.right for row in rows), rows
+    assert len(rows) == 1 + 2 * 4 + 2
+
+
+def test_the_share_of_a_timeline_under_another() -> None:
+    trace: list[dict[str, Any]] = [
+        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 10, "args": {"stream": 7}},
+        {"cat": "kernel", "name": "gemm", "ts": 12, "dur": 8, "args": {"stream": 7}},
+        {"cat": "kernel", "name": "scatter", "ts": 30, "dur": 2, "args": {"stream": 9}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 8, "dur": 8},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 0, "dur": 20},
+        {"ph": "M", "name": "process_name"},
+    ]
+    timeline = read(trace)
+    assert timeline == Timeline([(8, 16)], [(0, 10), (12, 20)], [(30, 32)])
+    assert covered(timeline.copies, timeline.engine) == 6 / 8
+    assert covered([(0, 4), (8, 10)], [(9, 20), (1, 3), (2, 3)]) == 0.5
+    assert covered([], timeline.engine) == covered(timeline.others, timeline.copies) == 0.0
 
 
 FAULTS = """

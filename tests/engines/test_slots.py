@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tests.engines.test_layouts import layout
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import TORCH_DTYPES, LayerPair
-from tokenlake_client.engines.transformers.segment_copy import read_segments, write_segment
+from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 
 SHAPES = [
     # (layers, kv heads, key dim, value dim, segment tokens)
@@ -64,17 +64,17 @@ def shaped(numbers: tuple[int, int, int, int, int], dtype: str) -> Layout:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_write_and_read_keep_the_documented_order(numbers: tuple[int, int, int, int, int], dtype: str) -> None:
     shape = shaped(numbers, dtype)
-    size = shape.segment_tokens
+    size, copier = shape.segment_tokens, SegmentCopier()
     cache = random_cache(shape, 3 * size + 1)
     segments: list[NDArray[np.uint8]] = []
     for start in (1, 1 + size):
         slot = np.zeros(shape.segment_bytes, np.uint8)
-        write_segment(slot, shape, cache, start)
+        copier.bind(shape, cache).write(slot, start)
         assert slot.tobytes() == reference(cache, shape, start)
         slot.flags.writeable = False
         segments.append(slot)
     target = [(torch.zeros_like(keys), torch.zeros_like(values)) for keys, values in cache]
-    read_segments(segments, shape, target, 1)
+    copier.bind(shape, target).read(segments, 1)
     for source, copy in zip(cache, target, strict=True):
         for original, copied in zip(source, copy, strict=True):
             assert torch.equal(original[:, 1 : 1 + 2 * size], copied[:, 1 : 1 + 2 * size])
@@ -86,7 +86,7 @@ def test_one_head_group_is_one_contiguous_range() -> None:
     shape = shaped(SHAPES[2], "float32")
     cache = random_cache(shape, shape.segment_tokens)
     slot = np.zeros(shape.segment_bytes, np.uint8)
-    write_segment(slot, shape, cache, 0)
+    SegmentCopier().bind(shape, cache).write(slot, 0)
     heads = shape.heads_per_shard
     half = shape.shards // 2
     upper = [(keys[half * heads :], values[half * heads :]) for keys, values in cache]
@@ -99,5 +99,6 @@ def test_one_head_group_is_one_contiguous_range() -> None:
 
 def test_a_slot_of_another_size_is_refused() -> None:
     shape = shaped(SHAPES[0], "float32")
+    copy = SegmentCopier().bind(shape, random_cache(shape, 16))
     with pytest.raises(ValueError, match="expected"):
-        write_segment(np.zeros(shape.segment_bytes - 4, np.uint8), shape, random_cache(shape, 16), 0)
+        copy.write(np.zeros(shape.segment_bytes - 4, np.uint8), 0)

@@ -41,7 +41,7 @@ from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.identity import cache_shape
-from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 from tokenlake_testing.cluster import Cluster, Node
@@ -268,10 +268,10 @@ class Rig:
         self._shaping.shape(shape)
 
     def _store(self, pool: Pool, document: _Document, salt: str) -> None:
-        layers = document.cache
+        cache = SegmentCopier().bind(self.layout, document.cache)
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            write_segment(slot, self.layout, layers, index * SEGMENT_TOKENS)
+            cache.write(slot, index * SEGMENT_TOKENS)
 
         codes = pool.store_all(self._keys(document, salt), fill, patience=PATIENCE_S)
         if set(codes) != {Code.COMMITTED}:

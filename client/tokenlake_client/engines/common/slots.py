@@ -10,6 +10,7 @@ Where the key and value dimensions differ, K and V of a layer are two blocks of 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import QUANTISED_DTYPES, Layout
 
-__all__ = ["SLOT_DTYPES", "TORCH_DTYPES", "LayerPair", "slot_flat", "slot_tensors", "slot_whole"]
+__all__ = [
+    "SLOT_DTYPES",
+    "TORCH_DTYPES",
+    "LayerPair",
+    "layer_elements",
+    "sides_of",
+    "slot_flat",
+    "slot_tensors",
+    "slot_whole",
+    "stacked",
+]
 
 TORCH_DTYPES: dict[str, Any] = {
     "float32": torch.float32,
@@ -36,11 +47,22 @@ def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
     """Views (K, V) of all layers of the slot, each [group, layer, head in group, token, dim]. The views do not own the
     memory: the caller must keep `slot` alive. They are writable even if `slot` is read-only, and must not be written
     then."""
-    elements = slot_flat(slot, layout).view(layout.shards, layout.layers, -1)
+    return sides_of(slot_flat(slot, layout).view(layout.shards, -1), layout)
+
+
+def sides_of(elements: Any, layout: Layout) -> LayerPair:
+    """Views (K, V) of a tensor [group, elements of consecutive layers] in the order of a slot, on any device, each
+    [group, layer, head in group, token, dim]."""
+    layers = elements.unflatten(1, (-1, layer_elements(layout)))
     keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
     shape = (layout.heads_per_shard, layout.segment_tokens)
-    keys = elements[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
-    return keys, elements[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+    keys = layers[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
+    return keys, layers[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+
+
+def layer_elements(layout: Layout) -> int:
+    """The number of elements of one layer in one head group of a slot."""
+    return layout.heads_per_shard * layout.segment_tokens * (layout.key_dim + layout.value_dim)
 
 
 def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
@@ -59,3 +81,31 @@ def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
     # read-only tensors.
     memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
     return torch.frombuffer(memory, dtype=SLOT_DTYPES[layout.dtype])
+
+
+def stacked(tensors: Sequence[Any]) -> list[Any]:
+    """Views [tensor, ...] of consecutive `tensors`, in their order: tensors at equal distances in one allocation become
+    one view, so that one operation copies all of them."""
+    stacks: list[list[Any]] = []
+    for tensor in tensors:
+        stack = stacks[-1] if stacks else None
+        if stack is not None and _continues(stack, tensor):
+            stack.append(tensor)
+        else:
+            stacks.append([tensor])
+    views = []
+    for stack in stacks:
+        head = stack[0]
+        distance = stack[1].storage_offset() - head.storage_offset() if len(stack) > 1 else 0
+        views.append(head.as_strided((len(stack), *head.shape), (distance, *head.stride()), head.storage_offset()))
+    return views
+
+
+def _continues(stack: list[Any], tensor: Any) -> bool:
+    last = stack[-1]
+    if tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return False
+    if tensor.shape != last.shape or tensor.stride() != last.stride():
+        return False
+    distance = tensor.storage_offset() - last.storage_offset()
+    return distance > 0 and (len(stack) == 1 or distance == last.storage_offset() - stack[-2].storage_offset())

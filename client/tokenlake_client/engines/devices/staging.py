@@ -1,4 +1,4 @@
-"""Copies between slots of the arena and a device in background threads: a stream and a buffer for each thread."""
+"""Copies between slots of the arena and a device: a stream and a buffer for each thread that copies."""
 
 from __future__ import annotations
 

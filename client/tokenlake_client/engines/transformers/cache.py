@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -99,14 +100,18 @@ class RoomyCache(DynamicCache):  # type: ignore[misc]
 
 def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
     """Uninitialised tensors for the cache of a batch: for each layer the keys and values, each [rows, heads, capacity,
-    dim]."""
-    return [
-        (
-            torch.empty((rows, shape.kv_heads, capacity, shape.key_dim), dtype=shape.dtype, device=device),
-            torch.empty((rows, shape.kv_heads, capacity, shape.value_dim), dtype=shape.dtype, device=device),
+    dim]. Consecutive layers on one device share an allocation, so that one operation copies a segment into all of them.
+    The allocation is freed when the last of its layers has been enlarged."""
+    pairs: list[LayerPair] = []
+    for device, same in groupby(shape.devices):
+        count = len(list(same))
+        keys, values = (
+            torch.empty((count, rows, shape.kv_heads, capacity, dim), dtype=shape.dtype, device=device)
+            for dim in (shape.key_dim, shape.value_dim)
         )
-        for device in shape.devices
-    ]
+        # Views share a version counter, unlike `data`: autograd would take the update of one layer for one of all.
+        pairs += [(keys[layer].data, values[layer].data) for layer in range(count)]
+    return pairs
 
 
 def row_cache(storage: Sequence[LayerPair], row: int, padding: int, stop: int) -> list[LayerPair]:

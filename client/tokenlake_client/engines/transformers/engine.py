@@ -32,6 +32,7 @@ from tokenlake_client.engines.transformers.planner import BatchPlanner
 from tokenlake_client.engines.transformers.prefill import Prefiller
 from tokenlake_client.engines.transformers.request import NotServed, Request, check_state, read_request
 from tokenlake_client.engines.transformers.rows import Row, cache_of_rows, place_rows
+from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipping import Shipment, Shipping
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 from tokenlake_client.weights import digest_of_version
@@ -76,10 +77,15 @@ class TokenLakeEngine:
     """
 
     def __init__(
-        self, model: Any, pool: CachePool | str | Path | None = None, options: EngineOptions | None = None
+        self,
+        model: Any,
+        pool: CachePool | str | Path | None = None,
+        options: EngineOptions | None = None,
+        copier: SegmentCopier | None = None,
     ) -> None:
         """`pool`: the daemon's socket, or a pool of this model's layout that the caller owns. With a socket, the
-        constructor makes one attempt to connect, and requests make later ones."""
+        constructor makes one attempt to connect, and requests make later ones. `copier`: the copies between the pool
+        and the caches of this engine alone (default: with the drivers of the model's devices)."""
         self.model = model
         self.options = options or EngineOptions()
         self.layout: Layout | None = None
@@ -96,8 +102,9 @@ class TokenLakeEngine:
         self.rates = Rates()
         """The measured times of this engine's work, for its own plans and for those of a scheduler."""
         self._measurements = Measurements(self.rates)
+        self._copier = copier or SegmentCopier()
         self._prefiller = Prefiller(
-            model, self.options, self._writer, self._counters, self._measurements, self._pool_failed
+            model, self.options, self._writer, self._copier, self._counters, self._measurements, self._pool_failed
         )
         self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
@@ -196,7 +203,9 @@ class TokenLakeEngine:
             pool, layout = self._connection.get(), self.layout
             if pool is not None and layout is not None:
                 chain = pool.prefix(list(token_ids), adapter=self.options.adapter, salt=self.options.salt)
-                self._writer.submit(task_of(pool, layout, (), 0, (), info=RequestInfo(hints=hints), hinted=chain.keys))
+                nothing = self._copier.bind(layout, ())
+                info = RequestInfo(hints=hints)
+                self._writer.submit(task_of(pool, layout, (), 0, nothing, info=info, hinted=chain.keys))
         except Exception as error:
             self._pool_failed("sending hints", error)
 
@@ -270,6 +279,7 @@ class TokenLakeEngine:
                 (shape, queries),
                 self.options,
                 self._writer,
+                self._copier,
                 self._counters,
                 self._measurements,
                 self._reports.failure,

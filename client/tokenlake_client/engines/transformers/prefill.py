@@ -24,7 +24,7 @@ from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.request import Request, answer_of
 from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
-from tokenlake_client.engines.transformers.segment_copy import LayerPair, read_segments
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier, SegmentCopy
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 
@@ -49,15 +49,15 @@ class PartialLoad(Exception):
 def load(
     pool: CachePool,
     keys: Sequence[SegmentKey],
-    layers: Sequence[LayerPair],
+    cache: SegmentCopy,
     window: int,
     measurements: Measurements,
     info: RequestInfo,
     found: int | None = None,
     held: CacheLease | None = None,
 ) -> int:
-    """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its length in
-    tokens. Fetches `window` segments at a time, and releases them after their copy.
+    """Copy the longest known prefix of `keys` into `cache` and return its length in tokens. Fetches `window` segments
+    at a time, and releases them when their copies have ended.
 
     `found`: the number of segments that the pool had a moment ago; None: unknown. Where it pays
     (`Measurements.in_flight_wait`), the match waits for another engine that is computing the following segments. If no
@@ -92,7 +92,7 @@ def load(
                 seconds = time.perf_counter() - fetch_began
                 fetch_s += seconds
                 count = len(segments)
-                read_segments(segments, layout, layers, loaded * layout.segment_tokens)
+                cache.read(segments, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
                 if not lost and not any(disk_s[loaded:stop]):
                     # A fetch that lost segments is not measured: it may have ended at once, which says nothing about
@@ -186,6 +186,7 @@ class Prefiller:
         model: Any,
         options: EngineOptions,
         writer: Writer,
+        copier: SegmentCopier,
         counters: Counters[Counts],
         measurements: Measurements,
         pool_failed: Callable[[str, BaseException], None],
@@ -193,6 +194,7 @@ class Prefiller:
         self._model = model
         self._options = options
         self._writer = writer
+        self._copier = copier
         self._counters = counters
         self._measurements = measurements
         self._pool_failed = pool_failed
@@ -260,8 +262,9 @@ class Prefiller:
         try:
             keys = row.keys_to_match(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
+            cache = self._copier.bind(pool.layout, layers)
             row.loaded = load(
-                pool, keys, layers, self._options.window, self._measurements, row.info, row.found, row.lease
+                pool, keys, cache, self._options.window, self._measurements, row.info, row.found, row.lease
             )
         except PartialLoad as error:
             row.loaded = error.tokens
@@ -290,8 +293,8 @@ class Prefiller:
             hinted = chain.keys[:first] if hint_prompt else ()
             if keys or hinted:
                 # A task that only sends hints must not keep the key and value tensors alive.
-                kept = layers if keys else []
-                self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+                cache = self._copier.bind(pool.layout, layers if keys else [])
+                self._writer.submit(task_of(pool, pool.layout, keys, first, cache, row.start, row.info, hinted))
         except Exception as error:
             self._pool_failed("storing segments", error)
 

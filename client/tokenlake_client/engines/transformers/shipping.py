@@ -31,6 +31,7 @@ from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge_rows
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.rows import Row
+from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 
@@ -248,6 +249,7 @@ class Shipping:
         shapes: tuple[CacheShape, QueryShape],
         options: EngineOptions,
         writer: Writer,
+        copier: SegmentCopier,
         counters: Counters[Counts],
         measurements: Measurements,
         failed: Report,
@@ -258,6 +260,7 @@ class Shipping:
         self._cache_shape, self._query_shape = shapes
         self._options = options
         self._writer = writer
+        self._copier = copier
         self._counters = counters
         self._measurements = measurements
         self._failed = failed
@@ -341,10 +344,10 @@ class Shipping:
             prefix.view = None
         size = pool.layout.segment_tokens
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
-        layers = [(keys[0], values[0]) for keys, values in storage]
+        copy = self._copier.bind(pool.layout, [(keys[0], values[0]) for keys, values in storage])
         try:
             found = len(prefix.keys)
-            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measurements, UNNAMED, found)
+            prefix.loaded = load(pool, prefix.keys, copy, self._options.window, self._measurements, UNNAMED, found)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
@@ -353,7 +356,7 @@ class Shipping:
         prefix.local = storage
         first = prefix.loaded // size
         if first < len(prefix.keys):
-            self._writer.submit(task_of(pool, pool.layout, prefix.keys[first:], first, layers))
+            self._writer.submit(task_of(pool, pool.layout, prefix.keys[first:], first, copy))
 
 
 def _over_local(query: Any, pair: tuple[Any, Any], scale: float) -> Part:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tokenlake.identity import SegmentKey
@@ -17,7 +15,7 @@ from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.pool import UNNAMED, CachePool, RequestInfo
 from tokenlake_client.engines.transformers.counters import Counts
-from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
+from tokenlake_client.engines.transformers.segment_copy import SegmentCopy
 
 __all__ = ["StoreTask", "Writer", "task_of"]
 
@@ -26,18 +24,18 @@ __all__ = ["StoreTask", "Writer", "task_of"]
 class StoreTask:
     """The task to store segments [first, first + len(keys)) of one prompt.
 
-    The first token of `layers` is token `start` of the prompt, at or before the beginning of the first segment. The
-    task keeps references to `layers`; their tokens up to the end of the last segment must not be written any more.
+    The first token of `cache` is token `start` of the prompt, at or before the beginning of the first segment. The
+    task keeps the cache alive; its tokens up to the end of the last segment must not be written any more.
     """
 
     pool: CachePool
     layout: Layout
     keys: Sequence[SegmentKey]
     first: int
-    layers: Sequence[LayerPair]
+    cache: SegmentCopy
     start: int
-    computed: tuple[Any, ...]
-    """CUDA events of the computation: once all of them have occurred, the values of `layers` are computed."""
+    computed: Callable[[], None]
+    """To be called before `cache` is read: its copies then wait until its tokens are computed."""
     info: RequestInfo = UNNAMED
     hinted: Sequence[SegmentKey] = ()
     """Earlier segments of the request, for which the hints of `info` are sent after the segments of `keys` were
@@ -49,16 +47,14 @@ def task_of(
     layout: Layout,
     keys: Sequence[SegmentKey],
     first: int,
-    layers: Sequence[LayerPair],
+    cache: SegmentCopy,
     start: int = 0,
     info: RequestInfo = UNNAMED,
     hinted: Sequence[SegmentKey] = (),
 ) -> StoreTask:
-    """Make a task. To be called in the thread that has just queued the computation of `layers`, whose end the task
-    waits for."""
-    devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
-    events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-    return StoreTask(pool, layout, keys, first, layers, start, events, info, hinted)
+    """Make a task. To be called in the thread that has just queued the computation of `cache`, whose end the task waits
+    for."""
+    return StoreTask(pool, layout, keys, first, cache, start, cache.computed(), info, hinted)
 
 
 class Writer:
@@ -111,12 +107,11 @@ class Writer:
             self._report("storing segments", error)
 
     def _store(self, task: StoreTask) -> None:
-        for event in task.computed:
-            event.synchronize()
+        task.computed()
         size = task.layout.segment_tokens
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            write_segment(slot, task.layout, task.layers, (task.first + index) * size - task.start)
+            task.cache.write(slot, (task.first + index) * size - task.start)
 
         codes = b""
         try:

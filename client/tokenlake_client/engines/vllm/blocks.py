@@ -6,13 +6,13 @@ the strides only. The contents of the last two dimensions depend on the attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
-from tokenlake_client.engines.common.slots import LayerPair
+from tokenlake_client.engines.common.slots import LayerPair, stacked
 
-__all__ = ["BLOCK_VIEWS", "PagedLayers", "block_views", "check_tensors", "stack_layers"]
+__all__ = ["BLOCK_VIEWS", "PagedLayers", "block_pairs", "block_views", "check_tensors", "stack_layers"]
 
 BlockViews = Callable[[Any], LayerPair]
 """A function from one block of some layers, [layers, KV heads, tokens, 2 * head dim], to views (keys, values), each
@@ -79,33 +79,29 @@ class PagedLayers:
 
 
 def stack_layers(tensors: Sequence[Any], blocks: int, views: BlockViews) -> list[PagedLayers]:
-    """Combine the tensors of the layers: tensors at equal distances in one allocation become one view, so that one
-    operation copies all of them."""
-    stacks: list[list[Any]] = []
-    for tensor in tensors:
-        stack = stacks[-1] if stacks else None
-        if stack is not None and _continues(stack, tensor):
-            stack.append(tensor)
-        else:
-            stacks.append([tensor])
+    """The tensors of the layers, in stacks that one operation copies."""
     paged, first = [], 0
-    for stack in stacks:
-        head = stack[0]
-        distance = stack[1].storage_offset() - head.storage_offset() if len(stack) > 1 else 0
-        whole = head.as_strided((len(stack), *head.shape), (distance, *head.stride()), head.storage_offset())
+    for whole in stacked(tensors):
         paged.append(PagedLayers(whole, first, blocks, views))
-        first += len(stack)
+        first += whole.shape[0]
     return paged
 
 
-def _continues(stack: list[Any], tensor: Any) -> bool:
-    last = stack[-1]
-    if tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return False
-    if tensor.shape != last.shape or tensor.stride() != last.stride():
-        return False
-    distance = tensor.storage_offset() - last.storage_offset()
-    return distance > 0 and (len(stack) == 1 or distance == last.storage_offset() - stack[-2].storage_offset())
+def block_pairs(
+    stacks: Sequence[PagedLayers], sides: LayerPair, blocks: Sequence[int], skip: int
+) -> Iterator[tuple[Any, Any]]:
+    """The parts of a segment that are copied from or to each of `blocks`, from its token `skip` on: pairs (view of the
+    segment, view of a block), each [group, layer, head in group, token, dim]. `sides`: the segment's keys and values,
+    in this shape."""
+    for stack in stacks:
+        at = skip
+        for number in blocks:
+            for part in stack.block(number):
+                tokens = slice(at, at + stack.part_tokens)
+                at += stack.part_tokens
+                for side, block in zip(sides, part, strict=True):
+                    mine = side[:, stack.layers, :, tokens]
+                    yield mine, block.unflatten(1, (mine.shape[0], -1)).transpose(0, 1)
 
 
 def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> list[str]:

@@ -6,17 +6,17 @@ or values), and then copies the buffer over the bus (`devices.staging`). A load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_client.engines.common.slots import SLOT_DTYPES
+from tokenlake_client.engines.common.slots import SLOT_DTYPES, sides_of
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.devices.staging import Staging
-from tokenlake_client.engines.vllm.blocks import PagedLayers
+from tokenlake_client.engines.vllm.blocks import PagedLayers, block_pairs
 from tokenlake_client.engines.vllm.ranks import RankShards
 
 __all__ = ["DeviceCopy"]
@@ -82,20 +82,5 @@ class DeviceCopy:
         second."""
         return self._device.between(first, last)
 
-    def _pairs(self, buffer: Any, blocks: Sequence[int], skip: int) -> list[tuple[Any, Any]]:
-        """The parts of the buffer that are copied from or to each block: pairs (view of the buffer, view of a block),
-        each [group, layer, head in group, token, dim]."""
-        layout = self._layout
-        count = buffer.shape[0]
-        sides = buffer.view(count, layout.layers, 2, layout.heads_per_shard, layout.segment_tokens, layout.key_dim)
-        pairs = []
-        for stack in self._stacks:
-            at = skip
-            for number in blocks:
-                for part in stack.block(number):
-                    tokens = slice(at, at + stack.part_tokens)
-                    at += stack.part_tokens
-                    for side, block in enumerate(part):
-                        mine = sides[:, stack.layers, side, :, tokens]
-                        pairs.append((mine, block.unflatten(1, (count, -1)).transpose(0, 1)))
-        return pairs
+    def _pairs(self, buffer: Any, blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
+        return block_pairs(self._stacks, sides_of(buffer, self._layout), blocks, skip)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import slot_whole
-from tokenlake_client.engines.vllm.blocks import PagedLayers
+from tokenlake_client.engines.vllm.blocks import PagedLayers, block_pairs
 from tokenlake_client.engines.vllm.ranks import RankShards
 
 __all__ = ["HostCopy"]
@@ -24,7 +24,6 @@ class HostCopy:
     def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
         self._shards = slice(shards.first, shards.stop)
-        self._count = shards.stop - shards.first
         self._stacks = stacks
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
@@ -58,14 +57,5 @@ class HostCopy:
         return float(last - first)
 
     def _pairs(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
-        """The parts of the slot that are copied from or to each block: pairs (view of the slot, view of a block), each
-        [group, layer, head in group, token, dim]."""
-        sides = [side[self._shards] for side in slot_whole(slot, self._layout)]
-        for stack in self._stacks:
-            at = skip
-            for number in blocks:
-                for part in stack.block(number):
-                    tokens = slice(at, at + stack.part_tokens)
-                    at += stack.part_tokens
-                    for side, block in zip(sides, part, strict=True):
-                        yield side[:, stack.layers, :, tokens], block.unflatten(1, (self._count, -1)).transpose(0, 1)
+        keys, values = slot_whole(slot, self._layout)
+        return block_pairs(self._stacks, (keys[self._shards], values[self._shards]), blocks, skip)
