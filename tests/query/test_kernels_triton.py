@@ -44,7 +44,7 @@ def kernel_of(layout: Any, heads: int, processors: int = 2) -> Any:
     from tokenlake_query.kernels.triton_cuda import TritonKernel
 
     kernel = TritonKernel(layout, AttentionShape.of(layout, heads), DEVICE)
-    kernel._processors = processors
+    kernel.processors = processors
     return FromHost(kernel)
 
 
