@@ -82,7 +82,7 @@ class Cached:
                 if not (self.layout.latent and kept is values):
                     drawn = rng.standard_normal(view.shape).astype(np.float32) * self.scale
                     view[...] = from_float32(drawn, self.layout.dtype)
-                kept.append(as_float32(view, self.layout.dtype).reshape(self.layout.kv_heads, TOKENS, -1).copy())
+                kept.append(as_float32(view, self.layout.dtype).reshape(self.layout.kv_heads, slots.tokens, -1).copy())
             slot.flags.writeable = False
             self.slots.append(slot)
         self.keys, self.values = np.concatenate(keys, 1), np.concatenate(values, 1)

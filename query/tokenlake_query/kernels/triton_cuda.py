@@ -1,6 +1,9 @@
 """Attention on a GPU over segments in its memory, read through a page table of their addresses.
 
-PLACEHOLDER
+Flash-decoding: each program takes a block of rows, a KV head and a split of the tokens, which may begin and end inside
+a segment; it keeps a running softmax and writes a partial result. A second launch merges them, where there is more than
+one split. `triton_launch` has the sizes and their arithmetic. Triton's interpreter runs the same code on a CPU, with
+`TRITON_INTERPRET=1` in the environment when this module is imported.
 """
 
 # ruff: noqa: N803  constants of a Triton kernel are upper case
@@ -140,7 +143,16 @@ def _width(columns: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(at, row, column, ROWS: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, STOP: tl.constexpr, FULL: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]  # fmt: skip
+def _tile(  # type: ignore[no-untyped-def]
+    at,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    STOP: tl.constexpr,
+    FULL: tl.constexpr,
+) -> Any:
     """Load a block of a matrix `[ROWS, DIM]` at `at`: rows `row`, columns FIRST + `column` up to STOP. Elements outside
     are 0. FULL: none is outside; the load has no mask then."""
     places = at + row[:, None] * DIM + (FIRST + column)[None, :]
@@ -203,8 +215,13 @@ def _attend_split(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES], tl.float32)
     # One loop, and not one per segment, so that the loads of a segment begin while the one before is computed.
-    for block in range(blocks * split // splits, blocks * (split + 1) // splits):
-        slot = (tl.load(pages + block // per_segment) * 16).to(tl.pointer_type(element))
+    start = blocks * split // splits
+    page = tl.load(pages + start // per_segment)
+    for block in range(start, blocks * (split + 1) // splits):
+        # Without the hint the compiler loads two bytes at a time, and not asynchronously.
+        slot = tl.multiple_of((page * 16).to(tl.pointer_type(element)), 16)
+        # An address that is loaded one block ahead takes no stage of the pipeline.
+        page = tl.load(pages + tl.minimum(block + 1, blocks - 1) // per_segment)
         token = block % per_segment * BLOCK + tl.arange(0, BLOCK)
         k = _tile(slot + in_keys, token, main, TOKENS, KEY_DIM, 0, MAIN_DIM, even and MAIN_DIM == MAIN)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -213,10 +230,9 @@ def _attend_split(  # type: ignore[no-untyped-def]
                 slot + in_keys, token, rest, TOKENS, KEY_DIM, MAIN_DIM, KEY_DIM, even and MAIN_DIM + REST == KEY_DIM
             )
             logits = tl.dot(q_rest, tl.trans(k_rest), logits, input_precision="ieee")
-        if even:
-            logits = logits * SCALE
-        else:
-            logits = tl.where((token < TOKENS)[None, :], logits * SCALE, float("-inf"))
+        logits = logits * SCALE
+        if not even:
+            logits = tl.where((token < TOKENS)[None, :], logits, float("-inf"))
         highest = tl.maximum(greatest, tl.max(logits, 1))
         weights = tl.exp2(logits - highest[:, None])
         fade = tl.exp2(greatest - highest)
@@ -253,7 +269,9 @@ def _merge(  # type: ignore[no-untyped-def]
         at = part * rows + row
         each = tl.load(lses + at, mask=part < parts, other=float("-inf"))
         values = tl.load(
-            outs + at[:, None] * DIM + column[None, :], mask=(part < parts)[:, None] & (column < DIM)[None, :], other=0.0
+            outs + at[:, None] * DIM + column[None, :],
+            mask=(part < parts)[:, None] & (column < DIM)[None, :],
+            other=0.0,
         )
         highest = tl.maximum(greatest, tl.max(each, 0))
         weights = tl.exp2((each - highest) * 1.4426950408889634)
