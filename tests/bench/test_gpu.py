@@ -51,3 +51,13 @@ def test_a_check_that_fails_is_told_and_does_not_end_the_others(
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "ipc: FAILED: DeviceFailed: lost"
     assert all(": right" in line for line in others)
+
+
+@pytest.mark.rest
+def test_the_kernel_is_right_in_the_interpreter() -> None:
+    lines: list[str] = []
+    (check,) = measure(Rig(CPU, small=True), ["kernel"], lines.append).checks
+    assert check.right, lines
+    if check.not_run:
+        pytest.skip(check.not_run)
+    assert [row.name for row in check.rows] == ["GQA, 512 tokens, 1 queries", "MLA, 256 tokens, 1 queries"]

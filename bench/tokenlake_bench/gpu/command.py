@@ -25,7 +25,7 @@ CHECKS: Final[dict[str, Callable[[Rig], Iterator[Row]]]] = {
     "copies": copies,
     "ipc": shared,
     "blocks": blocks,
-    "triton": kernel,
+    "kernel": kernel,
     "vllm": tokens,
 }
 
