@@ -25,7 +25,7 @@ def test_without_a_gpu_each_check_says_so(tmp_path: Path, capsys: pytest.Capture
     assert not result.device
 
 
-@pytest.mark.parametrize("name", ["copies", "ipc"])
+@pytest.mark.parametrize("name", ["copies", "ipc", "ship"])
 def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
     (check,) = measure(Rig(CPU, small=True), [name], print).checks
     assert check.rows

@@ -16,6 +16,7 @@ from tokenlake_bench.gpu.blocks import blocks
 from tokenlake_bench.gpu.copies import copies
 from tokenlake_bench.gpu.kernel import kernel
 from tokenlake_bench.gpu.shared import shared
+from tokenlake_bench.gpu.ship import ship
 from tokenlake_bench.gpu.tokens import tokens
 from tokenlake_bench.report import write_json
 
@@ -26,6 +27,7 @@ CHECKS: Final[dict[str, Callable[[Rig], Iterator[Row]]]] = {
     "ipc": shared,
     "blocks": blocks,
     "kernel": kernel,
+    "ship": ship,
     "vllm": tokens,
 }
 
