@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from tests.query.test_kernels import ARRANGEMENTS, GROUPED, LAYER, PLACES, Cached, changed, draw_queries
 from tokenlake.attention import AttentionShape, Partial, Stored
-from tokenlake.errors import ConfigurationError, LayoutRefused
-from tokenlake_query.kernels import Kernel, kernel_for
+from tokenlake.errors import LayoutRefused
+from tokenlake_query.kernels import Kernel
 
 torch = pytest.importorskip("torch")
 triton = find_spec("triton")
@@ -110,12 +110,3 @@ def test_a_slot_of_the_host_is_refused() -> None:
     for wrong in wrongs:
         with pytest.raises(LayoutRefused, match=f"expected 15360 contiguous uint8 on {DEVICE}"):
             kernel.attend(draw_queries(GROUPED, 1, 32), [wrong], LAYER)
-
-
-def test_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = AttentionShape.of(GROUPED, 32)
-    with pytest.raises(ConfigurationError, match="setting 'device' is 'tpu'; expected one of cpu, cuda"):
-        kernel_for(GROUPED, shape, "tpu")
-    monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None if name == "triton" else True)
-    with pytest.raises(ConfigurationError, match="'cuda:1'.*pip install 'tokenlake\\[query\\]' triton"):
-        kernel_for(GROUPED, shape, "cuda:1")

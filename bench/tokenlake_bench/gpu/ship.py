@@ -46,7 +46,7 @@ def ship(rig: Rig) -> Iterator[Row]:
     if rig.device != CPU:
         needs_kernel(rig)
     queried, fetched = QueryFit(), TransferFit(0.0, 0.0)
-    for tokens in (512, 1024) if rig.small else (32768, 4096):
+    for tokens in (512,) if rig.small else (32768, 4096):
         yield from _rows(rig, tokens, (1, 4) if rig.small else (1, 16, 512), queried, fetched)
     start_s, byte_s, token_s, pair_s = queried.coefficients
     fetch_start_s, fetch_byte_s = fetched.coefficients
@@ -177,9 +177,11 @@ class _Here:
         self._cache = Cache(scene.layout, slots)
         self._over_own, self._over_all = scene.attention(slots[: self._count]), scene.attention(slots)
         self._there = device.open(bytes.fromhex(self._line()), nbytes)
-        groups = scene.layout.shards
-        shape = -1, groups, scene.layout.layers, scene.layout.segment_bytes // groups // scene.layout.layers
-        self._source, self._target = _plain(self._there).view(shape), self._all[own:].view(shape)
+        shape = nbytes // scene.layout.segment_bytes, scene.layout.shards, scene.layout.layers, -1
+        # A copy of strided bytes would move one byte per thread.
+        self._source, self._target = (
+            each.view(torch.int64).view(shape) for each in (_plain(self._there), self._all[own:])
+        )
 
     def close(self) -> None:
         """Unmap the other process's segments."""
