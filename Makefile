@@ -35,7 +35,7 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: help fast test test-all test-rest test-pythons test-vllm nightly demo lint install install-dev install-engines install-tools \
-	install-rest install-nixl install-routers install-vllm install-lmcache
+	install-rest install-nixl install-triton install-routers install-vllm install-lmcache
 .NOTPARALLEL:
 
 help:
@@ -122,7 +122,7 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-install-rest: install-dev install-engines install-tools install-nixl install-routers
+install-rest: install-dev install-engines install-tools install-nixl install-triton install-routers
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
@@ -153,6 +153,12 @@ install-nixl: $(VENV)/.installed
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("nixl_cu12"))' || \
 		$(PIP_INSTALL) --no-deps nixl-cu12 || \
 		echo "NIXL is not installed and cannot be: its tests are skipped" >&2
+
+# The tests of the kernel for GPUs run it in Triton's interpreter, and compile it.
+install-triton: $(VENV)/.installed-engines
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("triton"))' || { \
+		echo "triton is about 200 MB to download"; $(PIP_INSTALL) --no-deps triton; } || \
+		echo "triton is not installed and cannot be: its tests are skipped" >&2
 
 install-vllm: $(VLLM_VENV)/.installed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def measured(name: str) -> list[Row]:
     return [each.row for each in said if each.row is not None]
 
 
-@pytest.mark.parametrize("name", ["copies", "ipc", "locks"])
+@pytest.mark.parametrize("name", ["copies", "ipc", "locks", "ship"])
 def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
     rows = measured(name)
     assert rows
@@ -55,6 +56,15 @@ def test_the_transformers_engine_on_the_device_of_tests() -> None:
     rows = measured("transformers")
     assert all(row.right for row in rows), rows
     assert len(rows) == 1 + 2 * 4 + 2
+
+
+@pytest.mark.rest
+def test_the_kernel_is_right_in_the_interpreter() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: make install-triton")
+    rows = measured("kernel")
+    assert all(row.right for row in rows), rows
+    assert [row.name for row in rows] == ["GQA, 512 tokens, 1 queries", "MLA, 256 tokens, 1 queries"]
 
 
 def test_the_share_of_a_timeline_under_another() -> None:

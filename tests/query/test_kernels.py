@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tokenlake.attention import AttentionShape, Partial, Stored, as_float32, attend, from_float32, stored_dtype
 from tokenlake.attention.slots import SlotMap
-from tokenlake.errors import LayoutRefused
+from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake.layout import Layout, static_quantisation
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.kernels.numpy_cpu import NumpyKernel
@@ -82,7 +82,7 @@ class Cached:
                 if not (self.layout.latent and kept is values):
                     drawn = rng.standard_normal(view.shape).astype(np.float32) * self.scale
                     view[...] = from_float32(drawn, self.layout.dtype)
-                kept.append(as_float32(view, self.layout.dtype).reshape(self.layout.kv_heads, TOKENS, -1).copy())
+                kept.append(as_float32(view, self.layout.dtype).reshape(self.layout.kv_heads, slots.tokens, -1).copy())
             slot.flags.writeable = False
             self.slots.append(slot)
         self.keys, self.values = np.concatenate(keys, 1), np.concatenate(values, 1)
@@ -233,6 +233,15 @@ def test_torch_kernel_is_chosen_where_installed(
     monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None)
     assert isinstance(kernel_for(GROUPED, shape), NumpyKernel)
     assert "pip install 'tokenlake[query]'" in caplog.text
+
+
+def test_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape.of(GROUPED, 32)
+    with pytest.raises(ConfigurationError, match="setting 'device' is 'tpu'; expected one of cpu, cuda"):
+        kernel_for(GROUPED, shape, "tpu")
+    monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None if name == "triton" else True)
+    with pytest.raises(ConfigurationError, match="'cuda:1'.*pip install 'tokenlake\\[query\\]' triton"):
+        kernel_for(GROUPED, shape, "cuda:1")
 
 
 def test_stored_types_match_torch() -> None:

@@ -26,6 +26,7 @@ from tokenlake_bench.gpu.copies import copies
 from tokenlake_bench.gpu.kernel import kernel
 from tokenlake_bench.gpu.locks import locks
 from tokenlake_bench.gpu.shared import shared
+from tokenlake_bench.gpu.ship import ship
 from tokenlake_bench.gpu.tokens import tokens
 from tokenlake_bench.gpu.transformers_check import transformers
 from tokenlake_bench.report import write_json
@@ -42,11 +43,12 @@ class Named(NamedTuple):
 
 
 CHECKS: Final[dict[str, Named]] = {
-    "triton": Named(kernel, 90.0),
+    "kernel": Named(kernel, 90.0),
     "transformers": Named(transformers, 180.0),
     "copies": Named(copies, 40.0),
     "locks": Named(locks, 40.0),
     "ipc": Named(shared, 40.0),
+    "ship": Named(ship, 60.0),
     "blocks": Named(blocks, 60.0),
     "vllm": Named(tokens, 300.0),
 }
