@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -205,3 +206,15 @@ def test_the_directory_is_locked(tmp_path: Path) -> None:
         DirectoryFiles(tmp_path)
     files.close()
     DirectoryFiles(tmp_path).close()
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_a_lock_that_is_a_link_is_refused(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """The daemon writes its process id into the lock."""
+    victim, directory = tmp_path / "victim", tmp_path / "disk"
+    victim.write_text("precious")
+    directory.mkdir()
+    link(victim, directory / "lock")
+    with pytest.raises(OSError, match=r"symbolic links|a link to a file elsewhere"):
+        DirectoryFiles(directory)
+    assert victim.read_text() == "precious"
