@@ -85,17 +85,17 @@ class Target:
 
     @property
     def remote(self) -> Address | None:
-        """The address in `node`; None for a daemon of this machine. Raises ValueError."""
+        """The address in `node`; None for a daemon of this machine. Raises `ConfigurationError`."""
         if self.node is None or ":" not in self.node:
             return None
-        return parse_address(self.node.rpartition("=")[2])
+        try:
+            return parse_address(self.node.rpartition("=")[2])
+        except ValueError:
+            raise ConfigurationError("node", self.node, "NAME, HOST:PORT or NAME=HOST:PORT") from None
 
     def connect(self) -> Reached:
         """Connect to the daemon. Raises `TokenLakeError`, whose text is one line for the operator."""
-        try:
-            remote = self.remote
-        except ValueError:
-            raise ConfigurationError("node", self.node, "NAME, HOST:PORT or NAME=HOST:PORT") from None
+        remote = self.remote
         if remote is not None:
             return self.over_tls(str(remote), (self.node or "").rpartition("=")[0])
         return self._local()

@@ -287,6 +287,9 @@ def test_addresses_where_no_daemon_is(remote: tuple[Cluster, dict[str, str], Pat
     line = refused("status", "--node", f"127.0.0.1:{reserve_port()}", *files(ca, "alice"))
     assert "is this the setting 'control' of a daemon that runs?" in line
     assert "NAME=HOST:PORT" in refused("status", "--node", "no:port:here", *files(ca, "alice"))
+    for command, own in ((explain, ("x",)), (doctor, ())):
+        result = run(command, *own, "--node", "no:port:here")
+        assert (result.exit_code, "NAME=HOST:PORT" in result.stderr) == (1, True)
     result = run(status, "--certificate", ca / "alice.pem")
     assert (result.exit_code, "belong together" in result.stderr) == (2, True)
 
