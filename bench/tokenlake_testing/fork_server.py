@@ -69,19 +69,26 @@ class ForkedProcess:
     """A child of the fork server. As `subprocess.Popen`; may be used by several threads."""
 
     def __init__(self, status: socket.socket, name: str) -> None:
-        """`status`: where the fork server sends the process id and, at the end, the status. Takes it over."""
+        """`status`: where the fork server sends the process id and, at the end, the status. Takes it over. Raises
+        RuntimeError where the fork server ended instead, as after an error in the module that it imports."""
         self._status = status
         self._name = name
         self._lock = threading.Lock()
         self.returncode: int | None = None
         """The exit status, or the negative number of the signal that ended the process; None while it runs."""
-        self.pid: int = self._read()
+        pid = self._read()
+        if pid is None:
+            status.close()
+            raise RuntimeError(f"the fork server ended before it started {name}; its error output says why")
+        self.pid: int = pid
 
     def poll(self) -> int | None:
         """The exit status if the process has ended."""
         with self._lock:
             if self.returncode is None and self._ends_within(0.0):
-                self.returncode = self._read()
+                status = self._read()
+                # The kernel kills the children of a fork server that has ended.
+                self.returncode = -signal.SIGKILL if status is None else status
                 self._status.close()
             return self.returncode
 
@@ -116,10 +123,10 @@ class ForkedProcess:
             return True
         return bool(waiting.poll(None if timeout is None else 1000 * timeout))
 
-    def _read(self) -> int:
+    def _read(self) -> int | None:
+        """The next number; None where the fork server has ended."""
         data = self._status.recv(_STATUS.size)
-        # The kernel kills the children of a fork server that has ended.
-        return int(_STATUS.unpack(data)[0]) if data else -signal.SIGKILL
+        return int(_STATUS.unpack(data)[0]) if data else None
 
 
 class ForkServer:
@@ -130,7 +137,7 @@ class ForkServer:
         self._module = module
         self._run = run
         self._lock = threading.Lock()
-        self._process: object = None
+        self._process: subprocess.Popen[Any] | None = None
         self._control: socket.socket | None = None
 
     @property
@@ -161,6 +168,13 @@ class ForkServer:
         """Run `python -m module arguments`. `descriptors`: the descriptors of this process that the program has, by
         their number there; beside these it has the standard ones of the fork server."""
         return fork(self.control, module, arguments, descriptors, environment, new_session=new_session)
+
+    def close(self) -> None:
+        """End the fork server, and with it its programs. Idempotent."""
+        if self._process is not None and self._control is not None:
+            self._process.kill()
+            self._process.wait()
+            self._control.close()
 
 
 def fork(
