@@ -3,6 +3,7 @@
 A failed assert of a helper module shows its values, as one of a test module does.
 """
 
+import os
 import signal
 from pathlib import Path
 
@@ -18,6 +19,10 @@ register_profiles()
 
 # Daemons and engines are forked from a process that has imported what they need.
 fork_server.use("tests.warm_daemon")
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton reads this variable when any module imports it: without a GPU its kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and the processes of tests would inherit it and not end at SIGINT.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,10 +22,6 @@ needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installe
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16's bits as whole numbers.
 DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32", "float16"]
-
-if triton is not None and DEVICE == "cpu":
-    # triton reads this variable when it is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class FromHost:

@@ -30,6 +30,7 @@ from tokenlake_server.membership.stored import (
     decode_ring,
     encode_ring,
     node_key,
+    parse,
     prefix_of,
     ring_key,
 )
@@ -479,6 +480,25 @@ def test_a_ring_outlives_etcd(fault: str) -> None:
 
     with EtcdServers() as servers:
         asyncio.run(main(servers))
+
+
+@needs_etcd
+@pytest.mark.live
+def test_the_account_outlives_its_node(etcd: EtcdServers) -> None:
+    """A busy member may read only after the daemon that left has ended."""
+
+    async def main() -> None:
+        async with node("a", etcd.endpoints) as a:
+            async with node("b", etcd.endpoints) as b:
+                await until(lambda: a.names == b.names == ["a", "b"])
+                await b.membership.drain()
+                await b.membership.leave(ACCOUNT)
+            stored = await ask(etcd, lambda client: client.read(prefix_of(CLUSTER)))
+            found = parse(CLUSTER, stored).nodes["b"].registration
+            assert found is not None
+            assert found.drained == ACCOUNT
+
+    asyncio.run(main())
 
 
 @needs_etcd

@@ -47,6 +47,7 @@ class EtcdMembership:
         self._thread = thread
         self._running: concurrent.futures.Future[None] | None = None
         self._closed = False
+        self._left = False
         self._keeper: Keeper | None = None
 
     def start(self, address: Address, changed: OnMembers) -> None:
@@ -92,6 +93,7 @@ class EtcdMembership:
     async def leave(self, account: Account) -> None:
         """Take this node out of the record, if it is there. Raises `Unreachable`."""
         await self._change(removed(self._cluster, self._node), (self._node, account))
+        self._left = True
 
     async def _change(self, edit: Callable[[Stored], RingRecord], account: tuple[str, Account] | None = None) -> None:
         work = on_any(self._access, lambda etcd: change(etcd, self._cluster, edit, account), CHANGE_S)
@@ -104,6 +106,9 @@ class EtcdMembership:
         self._closed = True
         if self._running is not None and self._keeper is not None:
             self._running.cancel()
+            if self._left:
+                # The registration has the account, which every member reads before the lease ends.
+                return
             goodbye = asyncio.wrap_future(self._thread.submit(self._keeper.unregister(GOODBYE_S)), loop=self._loop)
             with contextlib.suppress(TimeoutError, TokenLakeError):
                 await asyncio.wait_for(goodbye, GOODBYE_S)
