@@ -6,6 +6,7 @@
 # WHEELS: the folder that `python -m tokenlake_bench.gpu.wheels` filled. RESULTS: a folder for gpu.json and the log. PYTHON names the
 # interpreter that has torch (default: python3). Exit status: that of the checks.
 set -euo pipefail
+mkdir -p "$2"
 wheels=$(realpath "$1") results=$(realpath "$2")
 shift 2
 cd "$(dirname "$0")/.."

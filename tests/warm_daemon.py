@@ -19,7 +19,7 @@ from typing import Any
 import tokenlake_server.cli  # noqa: F401
 from tests.query.scene import query_engine_file
 from tokenlake_server import query_engine
-from tokenlake_testing import exec_bound
+from tokenlake_testing.children import bound
 from tokenlake_testing.fork_server import ForkedProcess, ForkServer, fork
 
 __all__: list[str] = []
@@ -32,7 +32,7 @@ for name in ("uvloop", "tokenlake_server.control.server", "tokenlake_server.memb
 
 def _start_bound(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """As `start_child`, without its thread: the only thread of this process does not end before the process."""
-    return subprocess.Popen([sys.executable, "-I", "-S", exec_bound.__file__, str(os.getpid()), *command], **options)
+    return subprocess.Popen(bound(command), **options)
 
 
 _query_engines = ForkServer("tests.warm_query_engine", _start_bound)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tokenlake_testing import exec_bound
 
-__all__ = ["end_with_parent", "start_child"]
+__all__ = ["bound", "end_with_parent", "start_child"]
 
 _EXEC_BOUND: Final = Path(exec_bound.__file__)
 _starter: Final = ThreadPoolExecutor(1, thread_name_prefix="start-child")
@@ -32,11 +32,16 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
     process that was forked after this process called it: the thread that starts children does not exist there."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"no such program: {command[0]!r}")
+    start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound(command), **options)
+    return _starter.submit(start).result()
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """The command that makes the kernel kill its process when the thread of this process that starts it ends, and then
+    runs `command`."""
     # The options -I and -S leave out the environment and site-packages, which the script does not need; it then starts
     # in half the time.
-    bound = [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
-    start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound, **options)
-    return _starter.submit(start).result()
+    return [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
 
 
 def end_with_parent() -> None:

@@ -156,19 +156,6 @@ class ForkServer:
                 self._control = ours
             return self._control
 
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        descriptors: Mapping[int, int],
-        environment: Mapping[str, str],
-        *,
-        new_session: bool = False,
-    ) -> ForkedProcess:
-        """Run `python -m module arguments`. `descriptors`: the descriptors of this process that the program has, by
-        their number there; beside these it has the standard ones of the fork server."""
-        return fork(self.control, module, arguments, descriptors, environment, new_session=new_session)
-
     def close(self) -> None:
         """End the fork server, and with it its programs. Idempotent."""
         if self._process is not None and self._control is not None:
@@ -186,7 +173,9 @@ def fork(
     *,
     new_session: bool = False,
 ) -> ForkedProcess:
-    """As `ForkServer.start`, by its `control`."""
+    """Run `python -m module arguments` in a child of the fork server that has this `control`. `descriptors`: those of
+    this process that the program has, by their number there; beside these it has the standard ones of the fork
+    server."""
     request = {
         "module": module,
         "arguments": list(arguments),
@@ -233,7 +222,7 @@ def start_module(
     the number that they have there (0, 1 or 2). `environment`: of the program; None for that of this process."""
     if _server is not None:
         given = os.environ if environment is None else environment
-        return _server.start(module, arguments, descriptors, given, new_session=new_session)
+        return fork(_server.control, module, arguments, descriptors, given, new_session=new_session)
     named = {("stdin", "stdout", "stderr")[number]: own for number, own in descriptors.items()}
     process: subprocess.Popen[bytes] = start_child(
         [sys.executable, "-m", module, *arguments], env=environment, start_new_session=new_session, **named

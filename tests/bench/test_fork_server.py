@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LIMIT_S, wait_until
-from tokenlake_testing.fork_server import ForkedProcess, ForkServer
+from tokenlake_testing.fork_server import ForkedProcess, ForkServer, fork
 
 PROGRAM = """
 import os, sys, time
@@ -38,7 +38,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServ
 def start(server: ForkServer, tmp_path: Path, argument: str) -> ForkedProcess:
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         outputs = {1: out.fileno(), 2: err.fileno()}
-        return server.start("program", [argument], outputs, {"WORD": "given"}, new_session=True)
+        return fork(server.control, "program", [argument], outputs, {"WORD": "given"}, new_session=True)
 
 
 def test_a_program_ends(server: ForkServer, tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_a_module_that_cannot_be_imported_is_told(server: ForkServer) -> None:
         contextlib.closing(ForkServer("broken")) as broken,
         pytest.raises(RuntimeError, match="the fork server ended before it started program"),
     ):
-        broken.start("program", [], {}, {})
+        fork(broken.control, "program", [], {}, {})
