@@ -24,7 +24,7 @@ from tokenlake_client.engines.common.pool import UNNAMED
 from tokenlake_client.engines.common.slots import LayerPair, stacked
 from tokenlake_client.engines.devices.base import DeviceFailed
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
-from tokenlake_client.engines.transformers.cache import CacheShape, allocate
+from tokenlake_client.engines.transformers.cache import SHARED_LAYERS, CacheShape, allocate
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.prefill import PartialLoad, load
@@ -273,3 +273,12 @@ def test_an_engine_on_a_device_gives_the_models_tokens(name: str) -> None:
         assert greedy(engine.generate, ids, mask) == expected
         assert engine.counts.tokens_hit == 5 * SEGMENT
         assert engine.counts.failures == 0
+
+
+def test_few_layers_share_an_allocation() -> None:
+    """An answer that outgrows its cache needs the memory of one more cache and of few layers, not of two caches."""
+    count = 2 * SHARED_LAYERS + 1
+    pairs = allocate(CacheShape(2, 4, 4, torch.float32, (torch.device("cpu"),) * count), 1, 8)
+    places = [keys.untyped_storage().data_ptr() for keys, _ in pairs]
+    assert len(set(places)) == 3
+    assert [stack.shape[0] for stack in stacked([keys[0] for keys, _ in pairs])] == [SHARED_LAYERS, SHARED_LAYERS, 1]

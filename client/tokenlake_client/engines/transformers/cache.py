@@ -23,6 +23,9 @@ from tokenlake_client.engines.transformers.segment_copy import LayerPair
 
 __all__ = ["CacheShape", "RoomyCache", "RoomyLayer", "allocate", "row_cache"]
 
+SHARED_LAYERS = 4
+"""Layers in one allocation. It is freed when the last of them has been enlarged: with all layers in one, an answer that
+outgrows its cache would need the memory of two caches."""
 SPARE_TOKENS = 256
 """The least capacity, in tokens, that is added when a layer is full."""
 
@@ -100,17 +103,19 @@ class RoomyCache(DynamicCache):  # type: ignore[misc]
 
 def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
     """Uninitialised tensors for the cache of a batch: for each layer the keys and values, each [rows, heads, capacity,
-    dim]. Consecutive layers on one device share an allocation, so that one operation copies a segment into all of them.
-    The allocation is freed when the last of its layers has been enlarged."""
+    dim]. `SHARED_LAYERS` consecutive layers on one device share an allocation, so that one operation copies a segment
+    into all of them."""
     pairs: list[LayerPair] = []
     for device, same in groupby(shape.devices):
-        count = len(list(same))
-        keys, values = (
-            torch.empty((count, rows, shape.kv_heads, capacity, dim), dtype=shape.dtype, device=device)
-            for dim in (shape.key_dim, shape.value_dim)
-        )
-        # Views share a version counter, unlike `data`: autograd would take the update of one layer for one of all.
-        pairs += [(keys[layer].data, values[layer].data) for layer in range(count)]
+        layers = len(list(same))
+        for first in range(0, layers, SHARED_LAYERS):
+            count = min(SHARED_LAYERS, layers - first)
+            keys, values = (
+                torch.empty((count, rows, shape.kv_heads, capacity, dim), dtype=shape.dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            # Views share a version counter, unlike `data`: autograd would take the update of one layer for one of all.
+            pairs += [(keys[layer].data, values[layer].data) for layer in range(count)]
     return pairs
 
 
